@@ -1,0 +1,44 @@
+# The two commands of the README are `make demo` and `make test`; each sets up .venv first, once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint format types layers sizes clean
+
+help:
+	@echo "make demo     train a small Llama-style model on four CPU ranks, compared with one device"
+	@echo "make test     run the tests (PYTEST_ARGS='-k name' selects some)"
+	@echo "make lint types layers sizes     the static checks; make format rewrites the files"
+	@echo "make clean    remove environments, builds and caches"
+
+setup:
+	@$(PYTHON) tools/setup_env.py --venv $(VENV) --extras dev
+
+demo: setup
+	@$(BIN)/python examples/demo.py
+
+test: setup
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: setup
+	@$(BIN)/mypy
+
+layers: setup
+	@$(BIN)/lint-imports
+	@$(BIN)/python tools/check_imports.py
+
+sizes: setup
+	@$(BIN)/python tools/sizes.py
+
+clean:
+	rm -rf .venv .venv-core .venv*.lock build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

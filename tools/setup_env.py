@@ -1,0 +1,119 @@
+"""Make a virtual environment with autopar in it: `python tools/setup_env.py [--venv DIR] [--extras A,B]`.
+
+torch is installed first and alone, at the version of constraints.txt: a resolver that meets torch as somebody's
+dependency may choose another build, gigabytes larger. A stamp in the environment holds a hash of everything the
+installation depends on, so a second call returns at once. Only the standard library is used.
+"""
+
+from __future__ import annotations  # so that an older Python reaches the version check
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MIN_PYTHON = (3, 11)
+INPUTS = ("pyproject.toml", "constraints.txt", "tools/setup_env.py", "autopar/_version.py")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a virtual environment with autopar in it.")
+    parser.add_argument("--venv", default=".venv", help="where, relative to the repository (default: .venv)")
+    parser.add_argument("--extras", default="dev", help="comma-separated, empty for none (default: dev)")
+    options = parser.parse_args()
+    if sys.version_info < MIN_PYTHON:
+        fail_python()
+    venv = ROOT / options.venv
+    venv.parent.mkdir(parents=True, exist_ok=True)
+    with open(venv.parent / f"{venv.name}.lock", "w") as lock:
+        # Of two calls at once the second waits, then finds the stamp.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        set_up(venv, options.extras)
+
+
+def set_up(venv: Path, extras: str) -> None:
+    stamp = venv / "autopar.stamp"
+    wanted = fingerprint(extras)
+    if stamp.exists() and stamp.read_text() == wanted and (venv / "bin" / "python").exists():
+        return
+    started_s = time.monotonic()
+    stamp.unlink(missing_ok=True)
+    if venv.exists() and not is_usable(venv):
+        shutil.rmtree(venv)
+    if not venv.exists():
+        say(f"creating {venv.name} with Python {sys.version.split()[0]}")
+        create(venv)
+    torch = torch_pin()
+    say(f"installing {torch} into {venv.name}")
+    pip(venv, torch)
+    package = f".[{extras}]" if extras else "."
+    say(f"installing autopar, extras: {extras or 'none'} (a minute or two)")
+    pip(venv, "--editable", package)
+    stamp.write_text(wanted)
+    say(f"{venv.name} is ready after {time.monotonic() - started_s:.0f} s")
+
+
+def fingerprint(extras: str) -> str:
+    digest = hashlib.sha256(f"{extras} {sys.version_info[:2]} {ROOT}".encode())
+    for name in INPUTS:
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def is_usable(venv: Path) -> bool:
+    """Whether the environment runs, and with this interpreter's minor version."""
+    program = f"import pip, sys; sys.exit(sys.version_info[:2] != {tuple(sys.version_info[:2])})"
+    try:
+        return subprocess.run([venv / "bin" / "python", "-c", program], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def create(venv: Path) -> None:
+    result = subprocess.run([sys.executable, "-m", "venv", venv])
+    if result.returncode != 0:
+        shutil.rmtree(venv, ignore_errors=True)
+        sys.exit(f"setup: `{sys.executable} -m venv` failed, see above; on Debian or Ubuntu install python3-venv")
+
+
+def torch_pin() -> str:
+    pins = [line.strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    found = [pin for pin in pins if pin.startswith("torch==")]
+    if len(found) != 1:
+        sys.exit(f"setup: constraints.txt should have one line torch==VERSION, it has {len(found)}")
+    return found[0]
+
+
+def pip(venv: Path, *what: str) -> None:
+    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    result = subprocess.run([*command, "--constraint", "constraints.txt", *what], cwd=ROOT, env=environment())
+    if result.returncode != 0:
+        sys.exit(f"setup: pip could not install {' '.join(what)}; its message is above")
+
+
+def environment() -> dict[str, str]:
+    """The caller's environment, index settings included, less what would lead pip to another interpreter or target."""
+    dropped = {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"}
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def fail_python() -> None:
+    needed, found = ".".join(map(str, MIN_PYTHON)), sys.version.split()[0]
+    sys.exit(
+        f"setup: autopar needs Python {needed} or newer, {sys.executable} is {found}; "
+        f"name another one: make PYTHON=/path/to/python{needed} ..."
+    )
+
+
+def say(message: str) -> None:
+    print(f"setup: {message}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
