@@ -91,7 +91,7 @@ def torch_pin() -> str:
 
 
 def pip(venv: Path, *what: str) -> None:
-    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     result = subprocess.run([*command, "--constraint", "constraints.txt", *what], cwd=ROOT, env=environment())
     if result.returncode != 0:
         sys.exit(f"setup: pip could not install {' '.join(what)}; its message is above")
