@@ -1,0 +1,278 @@
+"""What a program runs on: hosts × devices, their peaks, memories and links, in SI units.
+
+A cluster is a sequence of `HostGroup`s; ranks are numbered group by group, host by host, device by device. Traffic
+between two ranks crosses one *tier*: ``in_host``, ``inter_host`` (the leaf switch) or ``spine``. Every bandwidth is per
+device and per direction; every latency is per hop of a collective. Figures that were not given but assumed are listed
+in `ClusterSpec.assumptions`, and belong in every output that rests on them.
+
+This module does not import torch: planning and listing do not need it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.errors import ClusterError, Problem
+from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset, link_of_preset
+
+if TYPE_CHECKING:
+    from autopar.ir.cluster_file import ClusterEntry, ResolvedDevice
+
+__all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Peaks", "Tier"]
+
+Tier = Literal["in_host", "inter_host", "spine"]
+MAX_DEVICES = 10_000_000
+_PRESET = re.compile(r"([0-9]{1,8})x([a-z0-9][a-z0-9._-]{0,39})")
+
+
+class ClusterWarning(UserWarning):
+    """A value of a cluster file is legal but unlike any known hardware."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ClusterSpec:
+    """A cluster. Make one by `preset`, `load`, `detect` or `parse`, or spell it out.
+
+    `inter_host` is the link between hosts under one leaf switch, None for a single host. With a `spine`, groups of
+    `hosts_per_leaf` hosts share a leaf, and traffic between leaves has the spine's figures.
+    """
+
+    name: str
+    groups: tuple[HostGroup, ...]
+    inter_host: Link | None = None
+    spine: Link | None = None
+    hosts_per_leaf: int | None = None
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.groups:
+            raise ClusterError("a cluster needs at least one group of hosts")
+        if self.num_hosts > 1 and self.inter_host is None:
+            problems.append(Problem(path="inter_host", rule=f"is required for {self.num_hosts} hosts"))
+        if (self.spine is None) != (self.hosts_per_leaf is None):
+            problems.append(Problem(path="spine", rule="spine and hosts_per_leaf must be given together"))
+        elif self.hosts_per_leaf is not None and not 1 <= self.hosts_per_leaf <= self.num_hosts:
+            rule = f"must be from 1 to the number of hosts, {self.num_hosts}"
+            problems.append(Problem(path="hosts_per_leaf", value=self.hosts_per_leaf, rule=rule))
+        if len({group.device.device_type for group in self.groups}) > 1:
+            problems.append(Problem(path="groups", rule="the devices must be all cuda or all cpu"))
+        if self.num_devices > MAX_DEVICES:
+            rule = f"at most {MAX_DEVICES:,} devices in all"
+            problems.append(Problem(path="groups", value=self.num_devices, rule=rule))
+        if problems:
+            raise ClusterError(f"cluster {self.name!r} cannot be used", problems)
+
+    # ---- making one ----
+
+    @classmethod
+    def preset(cls, text: str) -> ClusterSpec:
+        """``<n>x<device>``: ``4xcpu``, ``8xh100``, ``64xa100-80gb``.
+
+        More devices than the device's usual host holds make several full hosts. Raises ClusterError for an unknown
+        device or a number that does not fill whole hosts, naming the nearest that does.
+        """
+        from autopar.presets.devices import device_names, device_preset
+
+        match = _PRESET.fullmatch(text.strip().lower())
+        if match is None:
+            hint = f"did you mean '8x{text}'?" if text.lower() in device_names() else "for example 8xh100 or 4xcpu"
+            raise ClusterError(f"a cluster is <n>x<device> or a YAML file; got {text[:80]!r} ({hint})")
+        num_devices, preset = int(match[1]), device_preset(match[2])
+        per_host = min(num_devices, int(preset.devices_per_host.value))
+        if num_devices < 1 or num_devices > MAX_DEVICES:
+            raise ClusterError(f"{text}: the number of devices must be from 1 to {MAX_DEVICES:,}")
+        if num_devices % per_host:
+            below = num_devices - num_devices % per_host
+            raise ClusterError(
+                f"{text}: {num_devices} devices do not fill hosts of {per_host}; "
+                f"use {below} or {below + per_host}, or write a cluster file with hosts of another size"
+            )
+        device = device_of_preset(preset)
+        in_host = link_of_preset(preset.in_host)
+        num_hosts = num_devices // per_host
+        group = HostGroup(num_hosts=num_hosts, devices_per_host=per_host, device=device, in_host=in_host)
+        several = num_hosts > 1
+        skipped = () if several else ("inter_host", "devices_per_host")
+        assumptions = tuple(a for a in preset.assumptions() if not any(f": {key}" in a for key in skipped))
+        inter_host = link_of_preset(preset.inter_host) if several else None
+        return cls(name=text.strip().lower(), groups=(group,), inter_host=inter_host, assumptions=assumptions)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ClusterSpec:
+        """Read a YAML cluster file (docs/clusters.md). Raises ClusterError with every problem of the file.
+
+        Values unlike any known hardware are legal and give a `ClusterWarning` each.
+        """
+        from autopar.ir.cluster_file import read_cluster_file
+
+        entry, devices, problems = read_cluster_file(path)
+        if problems or entry is None:
+            raise ClusterError(f"cluster file {os.fspath(path)!r} cannot be used", problems)
+        return cls._from_entry(entry, devices, name=Path(path).stem)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> ClusterSpec:
+        """What `to_dict` gave, or the content of a cluster file. Raises ClusterError with every problem."""
+        from autopar.ir.cluster_file import check_cluster
+
+        entry, devices, problems = check_cluster(dict(content))
+        if problems or entry is None:
+            raise ClusterError("the cluster description cannot be used", problems)
+        return cls._from_entry(entry, devices, name="cluster")
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterSpec:
+        """What a command line says: ``detect``, a YAML file, or a preset."""
+        if text == "detect":
+            return cls.detect()
+        is_file = text.lower().endswith((".yaml", ".yml")) or os.sep in text
+        return cls.load(text) if is_file or os.path.isfile(text) else cls.preset(text)
+
+    @classmethod
+    def detect(cls) -> ClusterSpec:
+        """This host's GPUs, else its CPU, as one torchrun job sees them; imports torch and initialises CUDA.
+
+        Under torchrun, LOCAL_WORLD_SIZE devices a host and WORLD_SIZE / LOCAL_WORLD_SIZE hosts like this one; without
+        it, every GPU of this host. Memory is the driver's figure, the rest is the preset's of that device; a GPU that
+        no preset describes gets the slowest preset's figures. Whatever is assumed is listed. Raises ClusterError when
+        ranks outnumber the GPUs, for unlike GPUs in one host, and for unlike hosts.
+        """
+        from autopar.ir.cluster_detect import detect_hosts
+
+        found = detect_hosts(os.environ)
+        return cls(
+            name=f"{found.group.num_devices}x{found.group.device.name}",
+            groups=(found.group,),
+            inter_host=found.inter_host if found.group.num_hosts > 1 else None,
+            assumptions=found.assumptions,
+        )
+
+    @classmethod
+    def _from_entry(cls, entry: ClusterEntry, devices: list[ResolvedDevice], *, name: str) -> ClusterSpec:
+        from autopar.ir.cluster_file import implausible, resolve
+
+        for sentence in implausible(entry, devices):
+            warnings.warn(sentence, ClusterWarning, stacklevel=3)
+        resolved = resolve(entry, devices)
+        return cls(
+            name=entry.name or name,
+            groups=resolved.groups,
+            inter_host=resolved.inter_host,
+            spine=resolved.spine,
+            hosts_per_leaf=entry.spine.hosts_per_leaf if entry.spine is not None else None,
+            assumptions=resolved.assumptions,
+        )
+
+    # ---- writing one ----
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a cluster file that loads back as an equal cluster; self-contained, no preset named."""
+        from autopar.ir.cluster_file import group_entry, link_entry
+
+        content: dict[str, Any] = {"version": 1, "name": self.name, "groups": [group_entry(g) for g in self.groups]}
+        if self.inter_host is not None:
+            content["inter_host"] = link_entry(self.inter_host)
+        if self.spine is not None:
+            content["spine"] = link_entry(self.spine) | {"hosts_per_leaf": self.hosts_per_leaf}
+        if self.assumptions:
+            content["assumptions"] = list(self.assumptions)
+        return content
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` as YAML, whole or not at all."""
+        from ruamel.yaml import YAML
+
+        writer = YAML(typ="safe", pure=True)
+        writer.default_flow_style = False
+        writer.sort_base_mapping_type_on_output = False
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                writer.dump(self.to_dict(), file)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    # ---- reading one ----
+
+    @property
+    def num_hosts(self) -> int:
+        return sum(group.num_hosts for group in self.groups)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)
+
+    @property
+    def device_type(self) -> DeviceType:
+        """What `torch.device` calls the devices ("cuda" for AMD's too)."""
+        return self.groups[0].device.device_type
+
+    @property
+    def backend(self) -> Literal["gloo", "nccl"]:
+        """The torch.distributed backend: "gloo" on CPU, else "nccl"."""
+        return "gloo" if self.device_type == "cpu" else "nccl"
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The distinct devices, in the order of the groups."""
+        return tuple(dict.fromkeys(group.device for group in self.groups))
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        return len({(group.device, group.devices_per_host, group.in_host) for group in self.groups}) > 1
+
+    @property
+    def min_memory_bytes(self) -> int:
+        return min(group.device.memory_bytes for group in self.groups)
+
+    @property
+    def price_usd_per_hour(self) -> float | None:
+        """The whole cluster's price, or None when a group has none."""
+        prices = [(group.price_usd_per_device_hour, group.num_devices) for group in self.groups]
+        return None if any(p is None for p, _ in prices) else sum(p * n for p, n in prices if p is not None)
+
+    @property
+    def power_w(self) -> float | None:
+        """The devices' power, or None when a device's is unknown. Hosts and switches come on top."""
+        powers = [(group.device.power_w, group.num_devices) for group in self.groups]
+        return None if any(p is None for p, _ in powers) else sum(p * n for p, n in powers if p is not None)
+
+    def place_of(self, rank: int) -> tuple[HostGroup, int]:
+        """The group of a rank and the number of its host, counted over the whole cluster."""
+        first_rank = first_host = 0
+        for group in self.groups:
+            if 0 <= rank - first_rank < group.num_devices:
+                return group, first_host + (rank - first_rank) // group.devices_per_host
+            first_rank += group.num_devices
+            first_host += group.num_hosts
+        raise IndexError(f"rank {rank} of a cluster of {self.num_devices} devices")
+
+    def tier(self, rank: int, other: int) -> Tier:
+        """The tier that traffic between two ranks crosses."""
+        host, other_host = self.place_of(rank)[1], self.place_of(other)[1]
+        if host == other_host:
+            return "in_host"
+        if self.hosts_per_leaf is None or host // self.hosts_per_leaf == other_host // self.hosts_per_leaf:
+            return "inter_host"
+        return "spine"
+
+    def link(self, rank: int, other: int) -> Link:
+        """The link that traffic between two different ranks crosses."""
+        tier = self.tier(rank, other)
+        found = self.place_of(rank)[0].in_host if tier == "in_host" else getattr(self, tier)
+        assert isinstance(found, Link), f"no {tier} link between ranks {rank} and {other}"
+        return found
+
+    def __repr__(self) -> str:
+        parts = [f"{g.num_hosts}x{g.devices_per_host} {g.device.name}" for g in self.groups[:4]]
+        more = ", ..." if len(self.groups) > 4 else ""
+        return f"ClusterSpec({self.name!r}: {', '.join(parts)}{more}; {self.backend})"

@@ -1,0 +1,279 @@
+"""The cluster file: what people write, checked all at once, and how it becomes the parts of a `ClusterSpec`.
+
+Units are in the keys and decimal: GB is 10^9 bytes, never GiB; GB/s is bytes, never bits; TFLOP/s is 10^12. Numbers are
+bare, never text with a unit. Bandwidths are per device and per direction.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from autopar.errors import Problem, did_you_mean
+from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, in_unit, link_of_preset, si
+from autopar.presets._schema import StrictModel, join, validate
+from autopar.presets.devices import DTYPES, DevicePreset, DeviceType, device_names, device_preset, known_range
+from autopar.presets.strict_yaml import read_yaml
+
+# Beyond these a number is a slip of units or of the keyboard, whatever hardware the future brings.
+_Tflops = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+_Gb = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+_GbPerS = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+_Us = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+_Money = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+_Watts = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+_Text = Annotated[str, Field(min_length=1, max_length=200)]
+MAX_HOSTS = 100_000
+MAX_DEVICES_PER_HOST = 1_024
+
+
+class LinkEntry(StrictModel):
+    bandwidth_gb_per_s: _GbPerS
+    latency_us: _Us
+    name: _Text | None = None
+
+
+class SpineEntry(LinkEntry):
+    hosts_per_leaf: Annotated[int, Field(ge=1, le=MAX_HOSTS)]
+
+
+class PeaksEntry(StrictModel):
+    float64: _Tflops | None = None
+    float32: _Tflops
+    tf32: _Tflops | None = None
+    bfloat16: _Tflops | None = None
+    float16: _Tflops | None = None
+    float8: _Tflops | None = None
+
+
+class DeviceEntry(StrictModel):
+    name: _Text
+    device_type: DeviceType = "cuda"
+    peak_tflops: PeaksEntry
+    memory_gb: _Gb
+    memory_bandwidth_gb_per_s: _GbPerS
+    power_w: _Watts | None = None
+    source: _Text = "the cluster file"
+
+
+class GroupEntry(StrictModel):
+    num_hosts: Annotated[int, Field(ge=1, le=MAX_HOSTS)] = 1
+    devices_per_host: Annotated[int, Field(ge=1, le=MAX_DEVICES_PER_HOST)]
+    device: Any  # a preset's name or a DeviceEntry: checked apart, because a union's violations are unreadable
+    in_host: LinkEntry | None = None
+    price_usd_per_device_hour: _Money | None = None
+
+
+class ClusterEntry(StrictModel):
+    """The file as a whole."""
+
+    version: Literal[1] = 1
+    name: _Text | None = None
+    groups: Annotated[list[GroupEntry], Field(min_length=1, max_length=1000)]
+    inter_host: LinkEntry | None = None
+    spine: SpineEntry | None = None
+    assumptions: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=200)] = Field(
+        default_factory=list
+    )
+
+
+ResolvedDevice = DevicePreset | DeviceEntry
+
+
+def read_cluster_file(path: str | os.PathLike[str]) -> tuple[ClusterEntry | None, list[ResolvedDevice], list[Problem]]:
+    """The file's entry, the device of each group, and every problem; the first two are usable when there is none."""
+    content, problems = read_yaml(path)
+    if content is None and problems:
+        return None, [], problems
+    entry, devices, violations = check_cluster(content)
+    return entry, devices, problems + violations
+
+
+def check_cluster(content: object) -> tuple[ClusterEntry | None, list[ResolvedDevice], list[Problem]]:
+    """As `read_cluster_file`, from the file's content."""
+    entry, problems = validate(ClusterEntry, content)
+    devices, device_problems = _check_devices(content)
+    problems += device_problems
+    if entry is not None and not problems:
+        problems += _check_links(entry, devices)
+    return entry, devices, problems
+
+
+def _check_devices(content: object) -> tuple[list[ResolvedDevice], list[Problem]]:
+    """The groups' devices, looked up in the raw content so that they are checked though something else is wrong."""
+    groups = content.get("groups") if isinstance(content, dict) else None
+    devices: list[ResolvedDevice] = []
+    problems: list[Problem] = []
+    for index, group in enumerate(groups[:1000] if isinstance(groups, list) else []):
+        if not isinstance(group, dict) or "device" not in group:
+            continue  # reported by the schema
+        path, given = join("", ("groups", index, "device")), group["device"]
+        if isinstance(given, dict):
+            device, violations = validate(DeviceEntry, given, path)
+            problems += violations
+            devices += [device] if device is not None else []
+        elif isinstance(given, str) and given.lower() in device_names():
+            devices.append(device_preset(given))
+        else:
+            hint = did_you_mean(given, device_names()) if isinstance(given, str) else None
+            rule = "must be the name of a device preset or a mapping that describes a device"
+            problems.append(Problem(path=path, value=given, rule=rule, suggestion=hint))
+    return devices, problems
+
+
+def _check_links(entry: ClusterEntry, devices: list[ResolvedDevice]) -> list[Problem]:
+    """A link that carries traffic needs a speed: from the file, or from the preset of the device."""
+    problems = []
+    for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
+        if group.in_host is None and group.devices_per_host > 1 and not isinstance(device, DevicePreset):
+            path = join("", ("groups", index, "in_host"))
+            problems.append(Problem(path=path, rule="is required for a device that is not a preset"))
+    num_hosts = sum(group.num_hosts for group in entry.groups)
+    if entry.inter_host is None and num_hosts > 1 and not any(isinstance(d, DevicePreset) for d in devices):
+        problems.append(Problem(path="inter_host", rule=f"is required: {num_hosts} hosts and no device preset"))
+    if entry.spine is not None and entry.spine.hosts_per_leaf > num_hosts:
+        path, value = "spine.hosts_per_leaf", entry.spine.hosts_per_leaf
+        problems.append(Problem(path=path, value=value, rule=f"must be at most the number of hosts, {num_hosts}"))
+    kinds = {device.device_type for device in devices}
+    if len(kinds) > 1:
+        rule = "the groups' devices must be all cuda or all cpu: one process group has one backend"
+        problems.append(Problem(path="groups", rule=rule))
+    return problems
+
+
+def implausible(entry: ClusterEntry, devices: list[ResolvedDevice]) -> list[str]:
+    """One sentence per value that is under a tenth of, or over ten times, what known hardware has."""
+    checks: list[tuple[str, str, float | None]] = []
+    accelerators = all(device.device_type != "cpu" for device in devices)
+    for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
+        prefix = join("", ("groups", index))
+        checks += _link_checks(f"{prefix}.in_host", "in_host", group.in_host)
+        if isinstance(device, DeviceEntry):
+            at = f"{prefix}.device"
+            checks += [(f"{at}.peak_tflops.{d}", f"peak_tflops.{d}", getattr(device.peak_tflops, d)) for d in DTYPES]
+            for key in ("memory_gb", "memory_bandwidth_gb_per_s", "power_w"):
+                checks.append((f"{at}.{key}", key, getattr(device, key)))
+    checks += _link_checks("inter_host", "inter_host", entry.inter_host)
+    checks += _link_checks("spine", "inter_host", entry.spine)
+    sentences = []
+    for path, figure, value in checks:
+        known = known_range(figure, accelerators_only=accelerators)
+        if value is None or known is None or known[0] / 10 <= value <= known[1] * 10:
+            continue
+        which = "under a tenth of the smallest" if value < known[0] else "over ten times the largest"
+        bound = known[0] if value < known[0] else known[1]
+        sentences.append(f"{path} = {value:g} is {which} known, {bound:g}; check the unit (decimal GB, bytes not bits)")
+    return sentences
+
+
+def _link_checks(path: str, figure: str, link: LinkEntry | None) -> list[tuple[str, str, float | None]]:
+    if link is None:
+        return []
+    keys = ("bandwidth_gb_per_s", "latency_us")
+    return [(f"{path}.{key}", f"{figure}.{key}", getattr(link, key)) for key in keys]
+
+
+# ---- from entries to values and back ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedCluster:
+    groups: tuple[HostGroup, ...]
+    inter_host: Link | None
+    spine: Link | None
+    assumptions: tuple[str, ...]
+
+
+def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedCluster:
+    """The values of a file without problems; a link that the file leaves out is the preset's, and said to be so."""
+    assumptions = list(entry.assumptions)
+    groups = []
+    for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
+        in_host = _link(group.in_host)
+        if in_host is None and isinstance(device, DevicePreset):
+            in_host = link_of_preset(device.in_host)
+            if group.devices_per_host > 1:
+                assumptions.append(_assumed_link(f"groups[{index}].in_host", device.name, in_host))
+        made = device_of_preset(device) if isinstance(device, DevicePreset) else _device(device)
+        price = float(group.price_usd_per_device_hour) if group.price_usd_per_device_hour is not None else None
+        groups.append(
+            HostGroup(
+                num_hosts=group.num_hosts,
+                devices_per_host=group.devices_per_host,
+                device=made,
+                in_host=in_host,
+                price_usd_per_device_hour=price,
+            )
+        )
+    inter_host = _link(entry.inter_host)
+    presets = [device for device in devices if isinstance(device, DevicePreset)]
+    if inter_host is None and sum(group.num_hosts for group in groups) > 1:
+        slowest = min(presets, key=lambda preset: preset.inter_host.bandwidth_gb_per_s.value)
+        inter_host = link_of_preset(slowest.inter_host)
+        assumptions.append(_assumed_link("inter_host", slowest.name, inter_host))
+    for preset in presets:
+        # links are covered above, given or listed; devices_per_host is always given
+        assumptions += [a for a in preset.assumptions() if "_host" not in a.partition("=")[0]]
+    return ResolvedCluster(
+        groups=tuple(groups),
+        inter_host=inter_host,
+        spine=_link(entry.spine),
+        assumptions=tuple(dict.fromkeys(assumptions)),
+    )
+
+
+def group_entry(group: HostGroup) -> dict[str, Any]:
+    """The file's form of a group, with its device spelt out."""
+    entry: dict[str, Any] = {"num_hosts": group.num_hosts, "devices_per_host": group.devices_per_host}
+    entry["device"] = _device_entry(group.device)
+    if group.in_host is not None:
+        entry["in_host"] = link_entry(group.in_host)
+    if group.price_usd_per_device_hour is not None:
+        entry["price_usd_per_device_hour"] = group.price_usd_per_device_hour
+    return entry
+
+
+def link_entry(link: Link) -> dict[str, Any]:
+    """The file's form of a link."""
+    name = {"name": link.name} if link.name else {}
+    return name | {"bandwidth_gb_per_s": in_unit(link.bytes_per_s, 1e9), "latency_us": in_unit(link.latency_s, 1e-6)}
+
+
+def _device_entry(device: Device) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": device.name, "device_type": device.device_type}
+    entry["peak_tflops"] = {dtype: in_unit(peak, 1e12) for dtype, peak in device.peak_flops_per_s.items()}
+    entry["memory_gb"] = in_unit(device.memory_bytes, 1e9)
+    entry["memory_bandwidth_gb_per_s"] = in_unit(device.memory_bandwidth_bytes_per_s, 1e9)
+    if device.power_w is not None:
+        entry["power_w"] = device.power_w
+    if device.source:
+        entry["source"] = device.source
+    return entry
+
+
+def _device(entry: DeviceEntry) -> Device:
+    peaks = {dtype: peak for dtype, peak in entry.peak_tflops.model_dump().items() if peak is not None}
+    return Device(
+        name=entry.name,
+        device_type=entry.device_type,
+        peak_flops_per_s=Peaks({dtype: si(peak, 1e12) for dtype, peak in peaks.items()}),
+        memory_bytes=round(entry.memory_gb * 1e9),
+        memory_bandwidth_bytes_per_s=si(entry.memory_bandwidth_gb_per_s, 1e9),
+        power_w=float(entry.power_w) if entry.power_w is not None else None,
+        source=entry.source,
+    )
+
+
+def _link(entry: LinkEntry | None) -> Link | None:
+    if entry is None:
+        return None
+    bytes_per_s = si(entry.bandwidth_gb_per_s, 1e9)
+    return Link(bytes_per_s=bytes_per_s, latency_s=entry.latency_us / 1e6, name=entry.name or "")
+
+
+def _assumed_link(path: str, preset: str, link: Link) -> str:
+    figures = f"{in_unit(link.bytes_per_s, 1e9):g} GB/s, {in_unit(link.latency_s, 1e-6):g} us"
+    return f"{path} is not given: {link.name} of the {preset} preset assumed ({figures})"

@@ -1,0 +1,156 @@
+"""The values a cluster is made of: `Device`, `Link` and `HostGroup`, in SI units, and how presets become them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from autopar.errors import ClusterError, Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from autopar.presets.devices import DevicePreset, PresetLink
+
+DeviceType = Literal["cuda", "cpu"]
+
+
+class Peaks(Mapping[str, float]):
+    """Dense peak FLOP/s per dtype name; immutable and hashable. A dtype that is absent has no unit of its own."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, peaks: Mapping[str, float]) -> None:
+        self._items = tuple(sorted((dtype, float(peak)) for dtype, peak in peaks.items()))
+
+    def __getitem__(self, dtype: str) -> float:
+        for known, peak in self._items:
+            if known == dtype:
+                return peak
+        raise KeyError(dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return (dtype for dtype, _ in self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def __repr__(self) -> str:
+        return "Peaks({" + ", ".join(f"{dtype!r}: {peak:g}" for dtype, peak in self._items) + "})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator, or one CPU process.
+
+    `peak_flops_per_s`: dense peaks per dtype ("float32", "tf32", "bfloat16", "float16", "float8", "float64").
+    `source` says where the figures come from; a preset's file has the source of each.
+    """
+
+    name: str
+    device_type: DeviceType
+    peak_flops_per_s: Mapping[str, float]
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    power_w: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.peak_flops_per_s, Peaks):
+            object.__setattr__(self, "peak_flops_per_s", Peaks(self.peak_flops_per_s))  # a dict cannot be hashed
+        figures = {f"peak_flops_per_s[{dtype!r}]": peak for dtype, peak in self.peak_flops_per_s.items()}
+        figures["memory_bytes"] = self.memory_bytes
+        figures["memory_bandwidth_bytes_per_s"] = self.memory_bandwidth_bytes_per_s
+        if self.power_w is not None:
+            figures["power_w"] = self.power_w
+        _require_positive(f"device {self.name!r}", figures)
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s in `dtype`. Raises ClusterError when the device has no unit for it."""
+        if dtype not in self.peak_flops_per_s:
+            hint = did_you_mean(dtype, tuple(self.peak_flops_per_s))
+            raise ClusterError(f"device {self.name!r} has no peak for dtype {dtype!r}; {hint}")
+        return self.peak_flops_per_s[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One tier's link as a device sees it: bytes/s per direction, and seconds per hop."""
+
+    bytes_per_s: float
+    latency_s: float
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _require_positive(f"link {self.name!r}", {"bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGroup:
+    """Equal hosts of equal devices. `in_host` may be None where a host has one device."""
+
+    num_hosts: int
+    devices_per_host: int
+    device: Device
+    in_host: Link | None
+    price_usd_per_device_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        figures: dict[str, float] = {"num_hosts": self.num_hosts, "devices_per_host": self.devices_per_host}
+        for name, count in figures.items():
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise ClusterError("not a host group", [Problem(path=name, value=count, rule="must be a whole number")])
+        if self.price_usd_per_device_hour is not None:
+            figures["price_usd_per_device_hour"] = self.price_usd_per_device_hour
+        _require_positive("host group", figures)
+        if self.in_host is None and self.devices_per_host > 1:
+            raise ClusterError(f"hosts of {self.devices_per_host} devices need an in_host link")
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+
+def device_of_preset(preset: DevicePreset) -> Device:
+    return Device(
+        name=preset.name,
+        device_type=preset.device_type,
+        peak_flops_per_s=Peaks({dtype: si(figure.value, 1e12) for dtype, figure in preset.peaks().items()}),
+        memory_bytes=round(preset.memory_gb.value * 1e9),
+        memory_bandwidth_bytes_per_s=si(preset.memory_bandwidth_gb_per_s.value, 1e9),
+        power_w=float(preset.power_w.value) if preset.power_w is not None else None,
+        source=f"preset {preset.name}: {preset.memory_gb.source}",
+    )
+
+
+def link_of_preset(link: PresetLink) -> Link:
+    return Link(
+        bytes_per_s=si(link.bandwidth_gb_per_s.value, 1e9), latency_s=link.latency_us.value / 1e6, name=link.name
+    )
+
+
+def si(value: float, unit: float) -> float:
+    """`value` in `unit` as a whole number of SI units, so that writing and reading a file changes nothing."""
+    return float(round(value * unit))
+
+
+def in_unit(value: float, unit: float) -> float:
+    """The shortest decimal that `si` (or, for a unit below 1, division) turns back into `value`."""
+    for digits in range(1, 18):
+        written = float(f"{value / unit:.{digits}g}")
+        if (si(written, unit) if unit >= 1 else written / (1 / unit)) == value:
+            return written
+    return value / unit
+
+
+def _require_positive(what: str, figures: Mapping[str, float]) -> None:
+    problems = [
+        Problem(path=path, value=value, rule="must be a finite number greater than 0")
+        for path, value in figures.items()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0
+    ]
+    if problems:
+        raise ClusterError(f"{what} cannot be used", problems)

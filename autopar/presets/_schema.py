@@ -1,0 +1,114 @@
+"""What pydantic's violations are called in our own words, for every file we read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from autopar.errors import Problem, nearest
+
+
+class StrictModel(BaseModel):
+    """Strict, closed and immutable: no coercion, no unknown keys."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+M = TypeVar("M", bound=StrictModel)
+
+
+def validate(model: type[M], content: object, prefix: str = "") -> tuple[M | None, list[Problem]]:
+    """`content` as `model`, or None and every violation, each under `prefix`."""
+    if not isinstance(content, dict):
+        fields = ", ".join(model.model_fields)
+        return None, [Problem(path=prefix, rule=f"must be a mapping with the keys {fields}", value=content)]
+    try:
+        return model.model_validate(content), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        return None, [_problem(model, detail, prefix) for detail in details]
+
+
+def join(prefix: str, parts: tuple[object, ...]) -> str:
+    """``groups[0].device`` from ("groups", 0, "device")."""
+    path = prefix
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part != "[key]":
+            path += f".{part}" if path else str(part)
+    return path
+
+
+def _problem(model: type[StrictModel], detail: Mapping[str, Any], prefix: str) -> Problem:
+    location: tuple[object, ...] = tuple(detail["loc"])
+    path, value, kind = join(prefix, location), detail.get("input"), detail["type"]
+    if kind == "extra_forbidden":
+        valid = list(_fields_at(model, location[:-1]))
+        guess = nearest(str(location[-1]), valid)
+        suggestion = f"did you mean {guess!r}?" if guess else f"valid keys: {', '.join(valid)}"
+        return Problem(path=path, rule="is not a known key", suggestion=suggestion)
+    if kind == "missing":
+        return Problem(path=path, rule="is required")
+    context = detail.get("ctx", {})
+    return Problem(path=path, value=value, rule=_rule(kind, detail, context), suggestion=_suggestion(kind, value))
+
+
+def _rule(kind: str, detail: Mapping[str, Any], context: Mapping[str, Any]) -> str:
+    bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than_equal": "le", "less_than": "lt"}
+    words = {"gt": "greater than", "ge": "at least", "le": "at most", "lt": "less than"}
+    if kind in bounds:
+        bound = bounds[kind]
+        return f"must be {words[bound]} {context[bound]:,}"
+    known = {
+        "finite_number": "must be a finite number",
+        "float_type": "must be a number",
+        "int_type": "must be a whole number",
+        "int_parsing_size": "must be a whole number of reasonable size",
+        "string_type": "must be text",
+        "dict_type": "must be a mapping",
+        "model_type": "must be a mapping",
+        "model_attributes_type": "must be a mapping",
+        "list_type": "must be a list",
+        "invalid_key": "keys must be text",
+    }
+    if kind in known:
+        return known[kind]
+    message: str = detail["msg"]
+    return message[:1].lower() + message[1:]
+
+
+def _suggestion(kind: str, value: object) -> str | None:
+    if isinstance(value, bool):
+        return "true and false are not numbers"
+    if isinstance(value, str) and kind in ("float_type", "int_type"):
+        try:
+            float(value)
+        except ValueError:
+            return "write the bare number; the unit is in the key's name"
+        return f"write {value.strip()} without quotes"
+    if kind == "int_type" and isinstance(value, float):
+        return "write it without a decimal point or exponent"
+    return None
+
+
+def _fields_at(model: type[BaseModel], location: tuple[object, ...]) -> list[str]:
+    """The keys that `model` knows at `location`, found by walking its annotations."""
+    current: type[BaseModel] | None = model
+    for part in location:
+        if current is None or not isinstance(part, str) or part not in current.model_fields:
+            continue  # an index into a list of models, whose annotation was resolved already
+        current = _model_in(current.model_fields[part].annotation)
+    return list(current.model_fields) if current is not None else []
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _model_in(argument)
+        if found is not None:
+            return found
+    return None

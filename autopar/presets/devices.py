@@ -1,0 +1,166 @@
+"""Device presets: one YAML file per device in ``presets/devices``, every number with its source.
+
+Adding a device is adding a file; its name is the file's. Peaks are dense (without structured sparsity) and of the unit
+that a matrix product uses, in 10^12 FLOP/s; GB are decimal (10^9 bytes); bandwidths are per device and *per direction*;
+latencies are per hop of a collective. Memory is the datasheet's figure read as decimal GB, which is a few per cent less
+than what a driver reports: `ClusterSpec.detect` takes the driver's. "assumed" opens the source of every number that is
+nobody's publication.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from autopar.errors import ClusterError, Problem, did_you_mean
+from autopar.presets._schema import StrictModel, validate
+from autopar.presets.strict_yaml import read_yaml
+
+DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
+DeviceType = Literal["cuda", "cpu"]
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Figure(StrictModel):
+    """A number and where it comes from."""
+
+    value: _Positive
+    source: Annotated[str, Field(min_length=8, max_length=300)]
+
+    @property
+    def is_assumed(self) -> bool:
+        return self.source.startswith("assumed")
+
+
+class PresetLink(StrictModel):
+    name: str
+    bandwidth_gb_per_s: Figure
+    latency_us: Figure
+
+
+class PresetPeaks(StrictModel):
+    """Absent means that the device has no such unit."""
+
+    float64: Figure | None = None
+    float32: Figure
+    tf32: Figure | None = None
+    bfloat16: Figure | None = None
+    float16: Figure | None = None
+    float8: Figure | None = None
+
+
+class DevicePreset(StrictModel):
+    """One file of ``presets/devices``."""
+
+    name: _Name
+    description: str
+    aliases: list[_Name]
+    device_type: DeviceType
+    torch_names: list[str]  # what torch.cuda.get_device_properties(i).name says
+    peak_tflops: PresetPeaks
+    memory_gb: Figure
+    memory_bandwidth_gb_per_s: Figure
+    power_w: Figure | None = None
+    devices_per_host: Figure
+    in_host: PresetLink
+    inter_host: PresetLink
+
+    def peaks(self) -> dict[str, Figure]:
+        """Figure per dtype, for the dtypes that the device computes in."""
+        found = ((dtype, getattr(self.peak_tflops, dtype)) for dtype in DTYPES)
+        return {dtype: figure for dtype, figure in found if figure is not None}
+
+    def figures(self) -> dict[str, Figure]:
+        """Every number of the file by its path."""
+        flat = {f"peak_tflops.{dtype}": figure for dtype, figure in self.peaks().items()}
+        flat |= {"memory_gb": self.memory_gb, "memory_bandwidth_gb_per_s": self.memory_bandwidth_gb_per_s}
+        if self.power_w is not None:
+            flat["power_w"] = self.power_w
+        flat["devices_per_host"] = self.devices_per_host
+        for tier, link in (("in_host", self.in_host), ("inter_host", self.inter_host)):
+            flat |= {f"{tier}.bandwidth_gb_per_s": link.bandwidth_gb_per_s, f"{tier}.latency_us": link.latency_us}
+        return flat
+
+    def assumptions(self) -> tuple[str, ...]:
+        """The figures that nobody published, as sentences."""
+        if self.device_type == "cpu":  # every figure is; one sentence says it
+            return (f"{self.name}: {self.memory_gb.source}",)
+        figures = self.figures().items()
+        return tuple(f"{self.name}: {path} = {f.value:g} ({f.source})" for path, f in figures if f.is_assumed)
+
+
+@functools.cache
+def device_presets() -> dict[str, DevicePreset]:
+    """Every preset by its name, sorted. Raises ClusterError when a file is malformed or a name is taken twice."""
+    presets: dict[str, DevicePreset] = {}
+    problems: list[Problem] = []
+    taken: dict[str, str] = {}
+    with resources.as_file(resources.files("autopar.presets") / "devices") as folder:
+        for path in sorted(Path(folder).glob("*.yaml")):
+            preset, found = load_device_preset(path)
+            problems += found
+            if preset is None:
+                continue
+            presets[preset.name] = preset
+            for name in (preset.name, *preset.aliases):
+                if name in taken:
+                    problems.append(Problem(path=path.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
+                taken[name] = preset.name
+    if problems:
+        raise ClusterError("the device presets are malformed", problems)
+    return presets
+
+
+def load_device_preset(path: Path) -> tuple[DevicePreset | None, list[Problem]]:
+    """One preset file, and everything wrong with it, each path opened by the file's name."""
+    content, problems = read_yaml(path)
+    preset = None
+    if content is not None or not problems:
+        preset, violations = validate(DevicePreset, content)
+        problems = problems + violations
+    if preset is not None and preset.name != path.stem:
+        problems.append(Problem(path="name", value=preset.name, rule=f"must be the file's name, {path.stem!r}"))
+    return preset, [
+        Problem(path=f"{path.name}: {p.path}", rule=p.rule, value=p.value, suggestion=p.suggestion) for p in problems
+    ]
+
+
+def device_names() -> tuple[str, ...]:
+    """Every name and alias that `device_preset` accepts, sorted."""
+    return tuple(sorted(name for preset in device_presets().values() for name in (preset.name, *preset.aliases)))
+
+
+def device_preset(name: str) -> DevicePreset:
+    """The preset of that name or alias, case ignored. Raises ClusterError naming the nearest."""
+    wanted = name.lower().replace("_", "-")
+    for preset in device_presets().values():
+        if wanted == preset.name or wanted in preset.aliases:
+            return preset
+    raise ClusterError(f"unknown device {name[:80]!r}; {did_you_mean(name, device_names())}")
+
+
+def device_preset_for_torch_name(torch_name: str) -> DevicePreset | None:
+    """The preset of the device that torch calls `torch_name`, or None. A slice of a device (MIG) is not that device."""
+    wanted = re.sub(r"\s+", " ", torch_name).strip().lower()
+    for preset in device_presets().values():
+        if any(wanted == known.lower() for known in preset.torch_names):
+            return preset
+    return None
+
+
+def known_range(path: str, *, accelerators_only: bool) -> tuple[float, float] | None:
+    """Smallest and largest value of one figure (`DevicePreset.figures` path) over the presets; None if none has it."""
+    values = [
+        figure.value
+        for preset in device_presets().values()
+        if not (accelerators_only and preset.device_type == "cpu")
+        for known, figure in preset.figures().items()
+        if known == path
+    ]
+    return (min(values), max(values)) if values else None

@@ -1,0 +1,175 @@
+"""Reading small YAML files written by people, strictly and within bounds.
+
+YAML 1.2 through ruamel.yaml's safe constructor: ``1e9`` is a number, ``no`` is a string. On top: duplicate keys are
+errors, and so are anchors, aliases, tags and further documents, which no file of ours needs and which make a small file
+big. Size, depth and node count are bounded *before* anything is constructed, so a hostile file is refused quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import Problem
+
+MAX_BYTES = 64 * 1024
+MAX_DEPTH = 16
+MAX_NODES = 5_000
+
+
+class _Refused(Exception):
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
+    """The file's content as plain Python values, and what is wrong with its form.
+
+    When a problem makes the content meaningless (not YAML, too big, an alias) the content is None and the list says
+    why; after duplicate keys alone the content is returned too, so that a caller can report everything at once.
+    Never raises for anything the file contains.
+    """
+    try:
+        text = read_text(Path(path), max_bytes=MAX_BYTES)
+        duplicates = _scan(text)
+        return _construct(text), duplicates
+    except _Refused as refused:
+        return None, [refused.problem]
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """The text of a regular UTF-8 file of at most `max_bytes`."""
+    try:
+        # O_NONBLOCK: opening a pipe that nobody writes to must not wait
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        raise _Refused(Problem(path=str(path), rule="no such file", suggestion="check the path")) from None
+    except (OSError, ValueError) as error:
+        raise _Refused(Problem(path=str(path), rule=f"cannot be opened: {error}")) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _Refused(Problem(path=str(path), rule="must be a regular file"))
+    with open(descriptor, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        rule = f"must be at most {max_bytes} bytes"
+        raise _Refused(Problem(path=str(path), rule=rule, suggestion="is it the right file?"))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _Refused(Problem(path=str(path), rule=f"must be UTF-8 text; byte {error.start} is not")) from None
+    if "\0" in text:
+        raise _Refused(Problem(path=str(path), rule="must be text; it has NUL bytes"))
+    return text
+
+
+def read_json_text(path: Path, *, max_bytes: int) -> tuple[str | None, list[Problem]]:
+    """`read_text` with the same calling convention as `read_yaml`, for JSON files."""
+    try:
+        return read_text(path, max_bytes=max_bytes), []
+    except _Refused as refused:
+        return None, [refused.problem]
+
+
+def _yaml() -> Any:
+    from ruamel.yaml import YAML
+
+    reader = YAML(typ="safe", pure=True)
+    reader.allow_duplicate_keys = True  # _scan reports them all; the constructor would stop at the first
+    return reader
+
+
+class _Open:
+    """A collection whose end has not been seen."""
+
+    __slots__ = ("is_mapping", "key", "keys", "path")
+
+    def __init__(self, path: str, *, is_mapping: bool) -> None:
+        self.path = path
+        self.is_mapping = is_mapping
+        self.keys: set[str] = set()
+        self.key: str | None = None
+
+
+def _scan(text: str) -> list[Problem]:
+    """Check the bounds on the stream of parse events, which costs no memory; return the duplicate keys."""
+    from ruamel.yaml import events
+    from ruamel.yaml.error import YAMLError
+
+    duplicates: list[Problem] = []
+    open_collections: list[_Open] = []
+    num_nodes = num_documents = 0
+    try:
+        for event in _yaml().parse(text):
+            if isinstance(event, events.DocumentStartEvent):
+                num_documents += 1
+                if num_documents > 1:
+                    raise _Refused(Problem(path=_line(event), rule="a file holds one YAML document"))
+            elif isinstance(event, events.CollectionEndEvent):
+                open_collections.pop()
+            elif isinstance(event, events.NodeEvent):
+                num_nodes += 1
+                _refuse_forms(event, num_nodes, len(open_collections))
+                path = _enter(event, open_collections, duplicates)
+                if isinstance(event, events.CollectionStartEvent):
+                    is_mapping = isinstance(event, events.MappingStartEvent)
+                    open_collections.append(_Open(path, is_mapping=is_mapping))
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise _Refused(_not_yaml(error)) from None
+    return duplicates
+
+
+def _refuse_forms(event: Any, num_nodes: int, depth: int) -> None:
+    from ruamel.yaml import events
+
+    if isinstance(event, events.AliasEvent) or getattr(event, "anchor", None):
+        rule = "anchors (&) and aliases (*) are not allowed"
+        raise _Refused(Problem(path=_line(event), rule=rule, suggestion="write it out"))
+    if getattr(event, "tag", None) not in (None, "!"):
+        raise _Refused(Problem(path=_line(event), rule="tags (!) are not allowed", value=str(event.tag)))
+    if num_nodes > MAX_NODES:
+        raise _Refused(Problem(path=_line(event), rule=f"at most {MAX_NODES} values"))
+    if depth >= MAX_DEPTH:
+        raise _Refused(Problem(path=_line(event), rule=f"at most {MAX_DEPTH} levels of nesting"))
+
+
+def _enter(event: Any, open_collections: list[_Open], duplicates: list[Problem]) -> str:
+    """Advance the innermost collection past `event` and return the path of the node that starts with it."""
+    if not open_collections:
+        return ""
+    parent = open_collections[-1]
+    if not parent.is_mapping:
+        parent.key = str(int(parent.key or "0") + 1)
+        return f"{parent.path}[{int(parent.key) - 1}]"
+    if parent.key is not None:  # this node is the value of the key read before
+        key, parent.key = parent.key, None
+        return f"{parent.path}.{key}" if parent.path else key
+    parent.key = str(getattr(event, "value", "?"))
+    path = f"{parent.path}.{parent.key}" if parent.path else parent.key
+    if parent.key in parent.keys:
+        duplicates.append(Problem(path=path, rule=f"duplicate key, again at {_line(event)}", suggestion="keep one"))
+    parent.keys.add(parent.key)
+    return path
+
+
+def _construct(text: str) -> object:
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        content: object = _yaml().load(text)
+    except (YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
+        raise _Refused(_not_yaml(error)) from None
+    return content
+
+
+def _not_yaml(error: Exception) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    what = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    return Problem(path=where, rule=f"is not valid YAML: {what[:200]}")
+
+
+def _line(event: Any) -> str:
+    return f"line {event.start_mark.line + 1}"
