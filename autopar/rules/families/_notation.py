@@ -1,0 +1,147 @@
+"""What the families share: rules from explicit specs, broadcasting, and emissions with local attributes."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.errors import RuleError
+from autopar.rules.rule import Call, Dim, Emit, Local, Rule, Slot, Spec, Step, make_rule
+
+aten = torch.ops.aten
+PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "exclusive", "flops", "emit"})
+
+
+def rule_from(
+    call: Call,
+    inputs: Sequence[Sequence[Dim]],
+    output: Sequence[Dim],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    whole: Collection[str] = (),
+    linear: Iterable[Collection[int]] = (),
+    **options: Any,
+) -> Rule:
+    """A rule from one spec per operand and one for the output; sizes of packed factors are given in `sizes`.
+
+    Factors of size 1 and broadcast dimensions become the empty product. Sets in `linear` that contain a bool are
+    dropped: a sum over ranks of bools means nothing. Raises `RuleError` where a spec does not fit its shape.
+    """
+    assert options.keys() <= PERMITTED_OPTIONS, options
+    shapes = [operand.shape for operand in call.operands]
+    if len(inputs) != len(shapes):
+        raise RuleError(f"{call.target}: a rule for {len(inputs)} operands met {len(shapes)}")
+    known = dict(sizes or {})
+    specs = [*inputs, output]
+    for spec, shape in zip(specs, [*shapes, call.output.shape], strict=True):
+        if len(spec) != len(shape):
+            raise RuleError(f"{call.target}: {spec} does not fit a tensor of shape {shape}")
+        for dim, size in zip(spec, shape, strict=True):
+            if len(dim) == 1 and dim[0] not in (sizes or {}):
+                known[dim[0]] = max(size, known.get(dim[0], 1))
+    fitted = [_fit(call, s, shape, known) for s, shape in zip(specs, [*shapes, call.output.shape], strict=True)]
+    used = {f for spec in fitted for dim in spec for f in dim}
+    return make_rule(
+        tuple(fitted[:-1]),
+        fitted[-1],
+        known,
+        whole=frozenset(whole) & used,
+        linear=linear_sets(call, linear),
+        **{k: frozenset(v) if isinstance(v, (tuple, list, set)) else v for k, v in options.items()},
+    )
+
+
+def _fit(call: Call, spec: Sequence[Dim], shape: Sequence[int], sizes: Mapping[str, int]) -> Spec:
+    fitted: list[Dim] = []
+    for dim, size in zip(spec, shape, strict=True):
+        kept = () if size == 1 else tuple(f for f in dim if sizes[f] != 1)
+        if prod(sizes[f] for f in kept) != size:
+            raise RuleError(f"{call.target}: dimension {dim} of {tuple(shape)} has not the size of {dict(sizes)}")
+        fitted.append(kept)
+    return tuple(fitted)
+
+
+def linear_sets(call: Call, groups: Iterable[Collection[int]]) -> tuple[frozenset[int], ...]:
+    """The sets of operands that may be partial together, without those in which a bool takes part."""
+    if call.output.dtype is torch.bool:
+        return ()
+    sets = [frozenset(group) for group in groups]
+    return tuple(s for s in sets if s and all(call.operands[k].dtype is not torch.bool for k in s))
+
+
+def dims(shape: Sequence[int], prefix: str = "d") -> list[Dim]:
+    """One factor per dimension: ``d0 d1 ...``."""
+    return [(f"{prefix}{i}",) for i in range(len(shape))]
+
+
+def aligned(spec: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
+    """The part of `spec` that an operand of `shape` has when it broadcasts against it: aligned at the right."""
+    if len(shape) > len(spec):
+        raise RuleError(f"{tuple(shape)} has more dimensions than {spec}")
+    return list(spec[len(spec) - len(shape) :])
+
+
+def broadcast(call: Call, spec: Sequence[Dim]) -> list[list[Dim]]:
+    """Every operand aligned with `spec`."""
+    return [aligned(spec, operand.shape) for operand in call.operands]
+
+
+def slot_of(argument: Any) -> int:
+    """The operand index of an argument that must be a tensor."""
+    if not isinstance(argument, Slot):
+        raise RuleError(f"expected a tensor operand, got {argument!r}")
+    return argument.index
+
+
+def slots_of(arguments: Iterable[Any]) -> list[int]:
+    """The operand indices among some arguments; what is not a tensor is left out."""
+    return [a.index for a in arguments if isinstance(a, Slot)]
+
+
+def in_order(call: Call, specs: Mapping[int, Sequence[Dim]]) -> list[Sequence[Dim]]:
+    """Specs by operand index as a list. Raises `RuleError` where an operand has none."""
+    if set(specs) != set(range(len(call.operands))):
+        raise RuleError(f"{call.target}: specs for operands {sorted(specs)} of {len(call.operands)}")
+    return [specs[k] for k in range(len(call.operands))]
+
+
+def dim_index(dim: int, rank: int) -> int:
+    """A dimension as a number from the left. Raises `RuleError` when it is no number or out of range."""
+    if not isinstance(dim, int) or not -max(rank, 1) <= dim < max(rank, 1):
+        raise RuleError(f"dimension {dim!r} of a tensor with {rank}")
+    return dim % max(rank, 1)
+
+
+def dim_indices(dim: Any, rank: int) -> list[int]:
+    """Dimensions given as None or empty (all), one number or a list, as numbers from the left."""
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return list(range(rank))
+    return [dim_index(d, rank) for d in (dim if isinstance(dim, (list, tuple)) else [dim])] if rank else []
+
+
+def original(call: Call) -> Step:
+    """The call itself."""
+    return Step(call.target, call.args, call.kwargs)
+
+
+def emit_reshape(call: Call, local: Local) -> tuple[Step, ...]:
+    """The first operand reshaped to the local output shape."""
+    return (Step(aten.reshape.default, (call.args[0], list(local.output_shape))),)
+
+
+def emit_mean(factors: Collection[str]) -> Emit:
+    """The call itself, a mean over local elements, divided by the number of ranks that hold the others."""
+
+    def emit(call: Call, local: Local) -> tuple[Step, ...]:
+        degree = local.degree(tuple(factors))
+        if degree == 1:
+            return (original(call),)
+        return (original(call), Step(aten.div.Tensor, (Slot(-1), degree)))
+
+    return emit
+
+
+def multiply_adds(sizes: Mapping[str, int]) -> float:
+    """FLOP of a contraction: every combination of factors is one multiplication and one addition."""
+    return 2.0 * prod(sizes.values())

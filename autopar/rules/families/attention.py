@@ -1,0 +1,54 @@
+"""Scaled dot product attention."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.rules.families._notation import aligned, aten, in_order, rule_from, slot_of
+from autopar.rules.registry import rule
+from autopar.rules.rule import Call, Dim, Rule, Slot
+
+
+def _flops(sizes: Mapping[str, int]) -> float:
+    """Two products over all pairs of positions; a causal mask is not counted as saving any."""
+    pairs = prod(size for name, size in sizes.items() if name not in ("e", "f"))
+    return 2.0 * pairs * (sizes.get("e", 1) + sizes.get("f", 1))
+
+
+@rule(aten.scaled_dot_product_attention.default)
+def scaled_dot_product_attention(call: Call) -> Rule:
+    """``"b h q e, b h k e, b h k f -> b h q f"`` with e and k whole, and q too under a causal mask.
+
+    The head width e sets the scale, so it is whole. With grouped queries h is ``(g r)`` in queries and g in keys
+    and values: a rank's r heads of a group meet its own key head.
+    """
+    query, key, value = (slot_of(a) for a in call.args[:3])
+    mask = call.arg(3, "attn_mask")
+    causal = bool(call.arg(5, "is_causal", False))
+    grouped = bool(call.kwargs.get("enable_gqa", False))
+    rank = len(call.output.shape)
+    if rank < 2 or (grouped and rank < 3):
+        raise RuleError("attention over fewer than two dimensions")
+    batch: list[Dim] = [(f"b{d}",) for d in range(rank - 2)]
+    shared = list(batch)
+    sizes: dict[str, int] = {}
+    if grouped:
+        heads, groups = call.operands[query].shape[-3], call.operands[key].shape[-3]
+        if call.operands[value].shape[-3] != groups or heads % groups:
+            raise RuleError("grouped attention whose keys and values differ in heads")
+        batch[-1], shared[-1] = ("g", "r"), ("g",)
+        sizes = {"g": groups, "r": heads // groups}
+    specs: dict[int, list[Dim]] = {}
+    layouts: list[tuple[Any, list[Dim]]] = [
+        (call.args[0], [*batch, ("q",), ("e",)]),
+        (call.args[1], [*shared, ("k",), ("e",)]),
+        (call.args[2], [*shared, ("k",), ("f",)]),
+        (mask, [*batch, ("q",), ("k",)]),
+    ]
+    for argument, layout in layouts:
+        if isinstance(argument, Slot):
+            specs[argument.index] = aligned(layout, call.operands[argument.index].shape)
+    whole = {"e", "k"} | ({"q"} if causal else set())
+    output = [*batch, ("q",), ("f",)]
+    return rule_from(call, in_order(call, specs), output, sizes=sizes, whole=whole, linear=[{value}], flops=_flops)

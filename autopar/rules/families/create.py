@@ -1,0 +1,53 @@
+"""Operators that create tensors: of a given shape (each rank its part), or with values that depend on position."""
+
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.rules.families._notation import aten, dims, rule_from
+from autopar.rules.registry import rule
+from autopar.rules.rule import Call, Local, Rule, Step
+
+
+def _sized(call: Call, position: int) -> Rule:
+    """Every element is the same, so any dimension of the output may be split; operands only lend dtype and device."""
+
+    def emit(call: Call, local: Local) -> tuple[Step, ...]:
+        arguments: list[Any] = list(call.args)
+        arguments[position] = list(local.output_shape)
+        return (Step(call.target, tuple(arguments), call.kwargs),)
+
+    if len(call.args) <= position:
+        raise RuleError("a shape given by name")
+    inputs = [dims(operand.shape, f"x{k}.") for k, operand in enumerate(call.operands)]
+    whole = {f for spec in inputs for dim in spec for f in dim}
+    return rule_from(call, inputs, dims(call.output.shape), whole=whole, emit=emit)
+
+
+@rule(aten.full.default, aten.zeros.default, aten.ones.default)
+def full(call: Call) -> Rule:
+    if call.operands:
+        raise RuleError("filled with a tensor")
+    return _sized(call, 0)
+
+
+@rule(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)
+def new_full(call: Call) -> Rule:
+    if len(call.operands) > 1:
+        raise RuleError("filled with a tensor")
+    return _sized(call, 1)
+
+
+@rule(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
+def full_like(call: Call) -> Rule:
+    spec = dims(call.output.shape)
+    if len(call.operands) > 1:
+        raise RuleError("filled with a tensor")
+    return rule_from(call, [spec], spec)
+
+
+@rule(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default)
+@rule(aten.linspace.default, aten.eye.default, aten.eye.m)
+def by_position(call: Call) -> Rule:
+    """Whole: a rank's part would begin elsewhere."""
+    spec = dims(call.output.shape)
+    return rule_from(call, [], spec, whole={f for dim in spec for f in dim})

@@ -1,0 +1,97 @@
+"""Losses. A sum over targets may be partial; a mean is corrected where its denominator is a number of elements."""
+
+from collections.abc import Collection
+
+import torch
+
+from autopar.errors import RuleError
+from autopar.rules.families._notation import aten, broadcast, dims, emit_mean, in_order, original, rule_from, slot_of
+from autopar.rules.registry import rule
+from autopar.rules.rule import Call, Dim, Local, MeshDimRef, Rule, Slot, Step
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _emit_cross_entropy(call: Call, local: Local) -> tuple[Step, ...]:
+    """With classes split, each rank holds part of every row and the rewrite sums over ranks inside."""
+    mesh_dims = local.mesh_dims("v")
+    if not mesh_dims:
+        return (original(call),)
+    (name,) = mesh_dims
+    ignore, smoothing = call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
+    arguments = (call.args[0], call.args[1], ignore, smoothing, MeshDimRef(name))
+    return (Step("vocab_parallel_cross_entropy_sum", arguments),)
+
+
+def _classes(call: Call) -> tuple[dict[int, list[Dim]], list[Dim], bool]:
+    """Specs of logits (classes are dimension 1, or 0 without a batch), target and class weights; the targets' dims."""
+    logits, target = slot_of(call.args[0]), slot_of(call.args[1])
+    rank = len(call.operands[logits].shape)
+    at = 1 if rank > 1 else 0
+    batch: list[Dim] = [(f"t{d}",) for d in range(rank - 1)]
+    full: list[Dim] = [*batch[:at], ("v",), *batch[at:]]
+    by_id = not call.operands[target].dtype.is_floating_point
+    specs = {logits: full, target: batch if by_id else full}
+    weight = call.arg(2, "weight")
+    if isinstance(weight, Slot):
+        specs[weight.index] = [("v",)]
+    return specs, batch, by_id
+
+
+@rule(aten.cross_entropy_loss.default)
+def cross_entropy_loss(call: Call) -> Rule:
+    """``"t v, t ->"`` for a sum. The classes are split by a rewrite where the target is an id without weights.
+
+    A mean divides by the number (or weight) of valid targets, which no rank knows: everything is whole.
+    """
+    specs, batch, by_id = _classes(call)
+    reduction = call.arg(3, "reduction", MEAN)
+    smoothing = call.arg(5, "label_smoothing", 0.0)
+    targets = {f for dim in batch for f in dim}
+    inputs = in_order(call, specs)
+    if reduction != SUM:
+        return rule_from(
+            call, inputs, batch if reduction == NONE else [], whole={"v"} | (targets if reduction == MEAN else set())
+        )
+    rewritable = by_id and not isinstance(call.arg(2, "weight"), Slot) and smoothing == 0
+    if not rewritable:
+        return rule_from(call, inputs, [], whole={"v"})
+    return rule_from(call, inputs, [], invariant={"v"}, outermost={"v"}, emit=_emit_cross_entropy)
+
+
+@rule(aten.nll_loss_nd.default, aten.nll_loss.default)
+def nll_loss(call: Call) -> Rule:
+    """Classes are whole: the picked one lies on one rank only."""
+    specs, batch, by_id = _classes(call)
+    reduction = call.arg(3, "reduction", MEAN)
+    if not by_id:
+        raise RuleError("nll_loss by probabilities")
+    whole = {"v"} | ({f for dim in batch for f in dim} if reduction == MEAN else set())
+    return rule_from(call, in_order(call, specs), batch if reduction == NONE else [], whole=whole)
+
+
+def _elementwise(call: Call, reduction: int) -> Rule:
+    """A loss per element of the broadcast operands, kept, summed or averaged."""
+    shape = torch.broadcast_shapes(*(operand.shape for operand in call.operands))
+    spec = dims(shape)
+    factors: Collection[str] = sorted(f for dim in spec for f in dim)
+    if reduction == NONE:
+        return rule_from(call, broadcast(call, spec), spec)
+    emit = emit_mean(factors) if reduction == MEAN else None
+    return rule_from(call, broadcast(call, spec), [], emit=emit)
+
+
+@rule(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
+@rule(aten.kl_div.default, aten.soft_margin_loss.default)
+def elementwise_loss(call: Call) -> Rule:
+    return _elementwise(call, call.arg(2, "reduction", MEAN))
+
+
+@rule(aten.binary_cross_entropy.default)
+def binary_cross_entropy(call: Call) -> Rule:
+    return _elementwise(call, call.arg(3, "reduction", MEAN))
+
+
+@rule(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(call: Call) -> Rule:
+    return _elementwise(call, call.arg(4, "reduction", MEAN))

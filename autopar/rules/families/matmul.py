@@ -1,0 +1,101 @@
+"""Matrix products. A multiplication and its addition count as two FLOP."""
+
+import string
+from collections.abc import Collection
+
+from autopar.errors import RuleError
+from autopar.rules.families._notation import aligned, aten, in_order, linear_sets, multiply_adds, rule_from, slot_of
+from autopar.rules.registry import rule
+from autopar.rules.rule import Call, Dim, Rule, parse
+
+
+@rule(aten.linear.default)
+def linear(call: Call) -> Rule:
+    """The bias is additive: each rank's partial product must not add all of it."""
+    groups = [{0, 2}] if len(call.operands) > 2 else [{0}]
+    text = "... i, o i[, o] -> ... o"
+    return parse(text, call, additive=(2,), linear=[sorted(g) for g in groups], flops=multiply_adds)
+
+
+def _product(call: Call, text: str) -> Rule:
+    groups = [sorted(group) for group in linear_sets(call, [{0}, {1}])]
+    return parse(text, call, linear=groups, flops=multiply_adds)
+
+
+@rule(aten.mm.default)
+def mm(call: Call) -> Rule:
+    return _product(call, "m k, k n -> m n")
+
+
+@rule(aten.bmm.default)
+def bmm(call: Call) -> Rule:
+    return _product(call, "b m k, b k n -> b m n")
+
+
+@rule(aten.mv.default)
+def mv(call: Call) -> Rule:
+    return _product(call, "m k, k -> m")
+
+
+@rule(aten.dot.default)
+def dot(call: Call) -> Rule:
+    return _product(call, "k, k ->")
+
+
+@rule(aten.outer.default)
+def outer(call: Call) -> Rule:
+    return _product(call, "m, n -> m n")
+
+
+@rule(aten.matmul.default)
+def matmul(call: Call) -> Rule:
+    """All ranks: a vector on the left has no rows, one on the right no columns; batch dimensions broadcast."""
+    left, right = (len(operand.shape) for operand in call.operands)
+    rows, columns = ("... m " if left > 1 else ""), (" n" if right > 1 else "")
+    batch = "... " if left > 1 or right > 2 else ""
+    text = f"{rows}k, {'... ' if right > 1 else ''}k{columns} -> {batch}{'m' if left > 1 else ''}{columns}"
+    return _product(call, text)
+
+
+def _with_addend(call: Call, left: list[Dim], right: list[Dim], output: list[Dim]) -> Rule:
+    """``beta * self + alpha * left @ right``: a partial factor makes `self` partial with it."""
+    addend, a, b = (slot_of(argument) for argument in call.args[:3])
+    specs = {addend: aligned(output, call.operands[addend].shape), a: left, b: right}
+    sets: list[Collection[int]] = [{addend, a}, {addend, b}]
+    return rule_from(call, in_order(call, specs), output, additive={addend}, linear=sets, flops=multiply_adds)
+
+
+@rule(aten.addmm.default)
+def addmm(call: Call) -> Rule:
+    return _with_addend(call, [("m",), ("k",)], [("k",), ("n",)], [("m",), ("n",)])
+
+
+@rule(aten.baddbmm.default)
+def baddbmm(call: Call) -> Rule:
+    return _with_addend(call, [("b",), ("m",), ("k",)], [("b",), ("k",), ("n",)], [("b",), ("m",), ("n",)])
+
+
+@rule(aten.einsum.default)
+def einsum(call: Call) -> Rule:
+    """Factors are the letters of the equation; a letter twice in one operand (a diagonal) has no rule."""
+    equation = str(call.args[0]).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    slots = [slot_of(argument) for argument in call.args[1]]
+    if not arrow:
+        letters = [c for c in left if c in string.ascii_letters]
+        right = ("..." if "." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    if len(terms) != len(slots) or ("..." not in right and "." in left):
+        raise RuleError(f"einsum equation {equation!r} for {len(slots)} operands")
+    specs = {k: _letters(term, len(call.operands[k].shape)) for k, term in zip(slots, terms, strict=True)}
+    flops = multiply_adds if len(terms) > 1 else None
+    output = _letters(right, len(call.output.shape))
+    return rule_from(call, in_order(call, specs), output, linear=[{k} for k in slots], flops=flops)
+
+
+def _letters(term: str, rank: int) -> list[Dim]:
+    before, dots, after = term.partition("...")
+    if len(set(before + after)) != len(before + after):
+        raise RuleError(f"a letter occurs twice in {term!r}")
+    count = rank - len(before) - len(after) if dots else 0
+    return [(factor,) for factor in (*before, *(f".{count - 1 - i}" for i in range(count)), *after)]

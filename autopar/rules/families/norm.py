@@ -1,0 +1,57 @@
+"""Normalisation: what is normalised is whole, the rest is parallel."""
+
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.rules.families._notation import aten, dims, in_order, rule_from, slot_of
+from autopar.rules.registry import rule
+from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
+
+
+def _over_last(call: Call, count: int, affine: list[Any]) -> Rule:
+    """The last `count` dimensions are normalised, and are those of weight and bias."""
+    x = slot_of(call.args[0])
+    spec = dims(call.operands[x].shape)
+    last = spec[len(spec) - count :]
+    specs = {x: spec} | {a.index: last for a in affine if isinstance(a, Slot)}
+    return rule_from(call, in_order(call, specs), spec, whole={f for dim in last for f in dim})
+
+
+@rule(aten.layer_norm.default)
+def layer_norm(call: Call) -> Rule:
+    return _over_last(call, len(call.args[1]), [call.arg(2, "weight"), call.arg(3, "bias")])
+
+
+@rule(aten.rms_norm.default)
+def rms_norm(call: Call) -> Rule:
+    return _over_last(call, len(call.args[1]), [call.arg(2, "weight")])
+
+
+@rule(aten.group_norm.default)
+def group_norm(call: Call) -> Rule:
+    """Channels are ``(g c)``; whole groups may be split."""
+    x = slot_of(call.args[0])
+    spec = dims(call.operands[x].shape)
+    groups = call.args[1]
+    spec[1] = ("g", "c")
+    affine = [a for a in (call.arg(2, "weight"), call.arg(3, "bias")) if isinstance(a, Slot)]
+    sizes = {"g": groups, "c": call.operands[x].shape[1] // groups}
+    specs: dict[int, list[Dim]] = {x: spec} | {a.index: [("g", "c")] for a in affine}
+    whole = {"c", *(f"d{d}" for d in range(2, len(spec)))}
+
+    def emit(call: Call, local: Local) -> tuple[Step, ...]:
+        num_groups = groups // local.degree(("g",))
+        return (Step(call.target, (call.args[0], num_groups, *call.args[2:]), call.kwargs),)
+
+    return rule_from(call, in_order(call, specs), spec, sizes=sizes, whole=whole, emit=emit)
+
+
+@rule(aten.batch_norm.default)
+def batch_norm(call: Call) -> Rule:
+    """In training the statistics run over everything but channels, and running ones are written: all whole."""
+    if call.args[5]:
+        raise RuleError("batch norm in training")
+    x = slot_of(call.args[0])
+    spec = dims(call.operands[x].shape)
+    specs = {x: spec} | {a.index: spec[1:2] for a in call.args[1:5] if isinstance(a, Slot)}
+    return rule_from(call, in_order(call, specs), spec)
