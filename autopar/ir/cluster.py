@@ -132,8 +132,10 @@ class ClusterSpec:
         """What a command line says: ``detect``, a YAML file, or a preset."""
         if text == "detect":
             return cls.detect()
-        is_file = text.lower().endswith((".yaml", ".yml")) or os.sep in text
-        return cls.load(text) if is_file or os.path.isfile(text) else cls.preset(text)
+        if _PRESET.fullmatch(text.strip().lower()):  # whatever files lie in the current folder
+            return cls.preset(text)
+        is_file = text.lower().endswith((".yaml", ".yml")) or os.sep in text or os.path.isfile(text)
+        return cls.load(text) if is_file else cls.preset(text)
 
     @classmethod
     def detect(cls) -> ClusterSpec:

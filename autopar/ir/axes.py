@@ -1,0 +1,109 @@
+"""Named axes: every tensor dimension is an ordered product of axes.
+
+A dimension starts as one *axis variable*. `Axes.unify` states that two sequences of variables cover the same
+elements in the same order, for example ``[rows] == [kv_heads, repeat, head_dim]``. Unification refines both
+sides to their common cut points, so a variable ends as an ordered product of *atoms*. A variable of size 1 is
+the empty product, which settles broadcasting, ``unsqueeze`` and ``keepdim`` without a special case.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+Variable = int
+Atom = int
+
+
+def common_cuts(left: Sequence[int], right: Sequence[int]) -> list[int] | None:
+    """Sizes of the common refinement of two factorisations of one number, or None where they cross.
+
+    >>> common_cuts([12, 8], [3, 4, 8])
+    [3, 4, 8]
+    >>> common_cuts([3, 4], [4, 3]) is None
+    True
+    """
+    if prod(left) != prod(right):
+        return None
+    cuts = sorted({prod(left[: i + 1]) for i in range(len(left))} | {prod(right[: i + 1]) for i in range(len(right))})
+    sizes, previous = [], 1
+    for cut in cuts:
+        if cut % previous:
+            return None
+        if cut != previous:
+            sizes.append(cut // previous)
+        previous = cut
+    return sizes
+
+
+class Axes:
+    """Union-find over axis variables in which a variable may be split into an ordered product of others."""
+
+    def __init__(self) -> None:
+        self._size: list[int] = []
+        self._parent: list[Variable] = []
+        self._children: list[tuple[Variable, ...] | None] = []
+
+    def new(self, size: int) -> Variable:
+        """A fresh variable for a dimension of `size` elements."""
+        self._size.append(size)
+        self._parent.append(len(self._parent))
+        self._children.append(None)
+        return len(self._size) - 1
+
+    def size(self, variable: Variable) -> int:
+        return self._size[variable]
+
+    def _find(self, variable: Variable) -> Variable:
+        while self._parent[variable] != variable:
+            self._parent[variable] = self._parent[self._parent[variable]]
+            variable = self._parent[variable]
+        return variable
+
+    def atoms(self, variables: Variable | Iterable[Variable]) -> tuple[Atom, ...]:
+        """The ordered atoms of a product of variables; atoms of size 1 are left out."""
+        stack = [variables] if isinstance(variables, int) else list(variables)
+        found: list[Atom] = []
+        stack.reverse()
+        while stack:
+            root = self._find(stack.pop())
+            children = self._children[root]
+            if children is not None:
+                stack.extend(reversed(children))
+            elif self._size[root] != 1:
+                found.append(root)
+        return tuple(found)
+
+    def split(self, atom: Atom, sizes: Sequence[int]) -> tuple[Atom, ...]:
+        """Refine an atom into an ordered product of fresh atoms everywhere it occurs."""
+        root = self._find(atom)
+        assert self._children[root] is None and prod(sizes) == self._size[root]
+        children = tuple(self.new(size) for size in sizes)
+        self._children[root] = children
+        return children
+
+    def unify(self, left: Sequence[Variable], right: Sequence[Variable]) -> bool:
+        """State that two products are the same dimension(s); False, and nothing done, where they cross."""
+        sizes = common_cuts([self._size[a] for a in self.atoms(left)], [self._size[a] for a in self.atoms(right)])
+        if sizes is None:
+            return False
+        self._refine(left, sizes)
+        self._refine(right, sizes)
+        left_atoms, right_atoms = self.atoms(left), self.atoms(right)
+        if [self._size[a] for a in left_atoms] != [self._size[b] for b in right_atoms]:
+            return False  # one axis occurs twice with different cuts
+        for a, b in zip(left_atoms, right_atoms, strict=True):
+            if a != b and self._find(a) != self._find(b):
+                self._parent[self._find(b)] = self._find(a)
+        return True
+
+    def _refine(self, variables: Sequence[Variable], sizes: Sequence[int]) -> None:
+        """Split the atoms of `variables` at the given cut points; a repeated atom may be split already."""
+        start = 0
+        for atom in self.atoms(variables):
+            parts: list[int] = []
+            covered = 1
+            while covered < self._size[atom] and start < len(sizes):
+                parts.append(sizes[start])
+                covered *= sizes[start]
+                start += 1
+            if len(parts) > 1 and covered == self._size[atom] and self._children[self._find(atom)] is None:
+                self.split(atom, parts)

@@ -1,0 +1,139 @@
+"""The captured program: distinct blocks of ATen operators and the sequence of calls that makes up the model.
+
+A `Program` is folded: repeated layers are one `Block` called several times, so that analysis, labelling, cost and
+code generation are done once per distinct block. `Block.graph` is a `torch.fx.Graph` whose placeholders are the
+block's ports; every node carries ``meta["info"]`` (a `TensorInfo`) and ``meta["key"]`` (module path, operator,
+occurrence), which is how plans name it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.ir.sharding import Dims
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx
+
+Role = Literal["input", "parameter", "buffer", "constant", "scalar", "value"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """A parameter: its first name, every other name it is tied to, shape and dtype."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: "torch.dtype"
+    requires_grad: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputInfo:
+    """A tensor input of the model: its name, the path in the example inputs, captured (global) shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: "torch.dtype"
+    batch_dim: int | None
+    sequence_dim: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One placeholder of a block: what may be bound to it."""
+
+    name: str
+    role: Role
+    differentiable: bool
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Block:
+    """A distinct block: its graph, ports, output node names, and axes once analysed."""
+
+    name: str
+    graph: "fx.Graph"
+    ports: tuple[Port, ...]
+    outputs: tuple[str, ...]
+    signature: str
+    dims: Mapping[str, Dims] = field(default_factory=dict)
+
+    @property
+    def short_signature(self) -> str:
+        return self.signature[:12]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSite:
+    """One call of a block: where it stands in the model, what its ports are bound to, what its outputs are called.
+
+    `arguments` holds, per port, the name of a value, parameter, constant or input, or a number for scalars.
+    """
+
+    block: int
+    path: str
+    arguments: tuple[str | float | int, ...]
+    results: tuple[str, ...]
+    phase: Literal["denominator", "main"] = "main"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Constants:
+    """The part of the model that depends on no input and no parameter: a graph from buffers to named values."""
+
+    graph: "fx.Graph"
+    buffers: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Program:
+    """A captured model. Shapes are those of the global micro-batch."""
+
+    blocks: tuple[Block, ...]
+    calls: tuple[CallSite, ...]
+    parameters: Mapping[str, ParameterInfo]
+    inputs: tuple[InputInfo, ...]
+    constants: Constants
+    loss: str
+    denominator: str | None
+    outputs: Mapping[str, str]
+    batch: int | None
+    sequence: int | None
+    batch_axes: frozenset[int] = frozenset()
+    sequence_axes: frozenset[int] = frozenset()
+    hidden_axes: frozenset[int] = frozenset()
+    splits_in_time: str | None = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of parameter shapes, block signatures, call order and axes; sizes of batch and sequence count."""
+        text = json.dumps(
+            [
+                [(p.name, p.shape, str(p.dtype), p.requires_grad) for p in self.parameters.values()],
+                [b.signature for b in self.blocks],
+                [[sorted((k, d.sizes) for k, d in b.dims.items())] for b in self.blocks],
+                [(c.block, c.path, c.arguments) for c in self.calls],
+            ],
+            default=str,
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_blocks(self, blocks: tuple[Block, ...], **changes: Any) -> "Program":
+        return replace(self, blocks=blocks, **changes)
+
+    def uses_of_block(self, index: int) -> tuple[CallSite, ...]:
+        return tuple(call for call in self.calls if call.block == index)

@@ -1,0 +1,240 @@
+"""Operator rules in factor notation.
+
+A rule names every dimension of an operator's operands and output by *factors*. ``"... i, o i[, o] -> ... o"``
+says of ``linear`` that `o` is parallel and `i` is reduced. Parsed against an operator's actual shapes, a pattern
+becomes a `Rule`: the only thing that analysis, labelling, code generation and the rule proof read.
+
+Per mesh dimension an operator is labelled by one way of `Rule` (see `autopar.rules.variants`):
+
+* one splittable factor is split: operands that have it are shards, operands that have not are replicated (partial
+  if the factor is reduced and they are additive), the output is a shard, or partial if the factor is reduced;
+* or it is computed whole, as ``I -> I``, ``R -> R`` (every vector-Jacobian product is linear in the cotangent), or
+  on a partial operand in which the operator is linear.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from autopar.errors import RuleError
+
+Dim = tuple[str, ...]
+Spec = tuple[Dim, ...]
+Argument = Any  # an fx argument: node, number, list, None ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape and dtype of an operand; `differentiable` says whether a cotangent may flow into it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    differentiable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator call: its target, arguments with `Slot`s in place of tensors, and what the tensors look like."""
+
+    target: Any
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument]
+    operands: tuple[TensorInfo, ...]
+    output: TensorInfo
+
+    def arg(self, index: int, name: str, default: Argument = None) -> Argument:
+        """Argument by position or by name."""
+        return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the tensor operand `index` inside a call's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a rank knows when an operator is emitted: local shapes, and the mesh dimensions that split a factor."""
+
+    operand_shapes: tuple[tuple[int, ...], ...]
+    output_shape: tuple[int, ...]
+    split: Mapping[str, tuple[tuple[str, int], ...]]  # factor -> ((mesh dimension, degree), ...)
+
+    def degree(self, factors: Sequence[str]) -> int:
+        """By how much the mesh divides a product of factors."""
+        return prod(degree for factor in factors for _, degree in self.split.get(factor, ()))
+
+    def mesh_dims(self, factor: str) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.split.get(factor, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDimRef:
+    """Stands for a mesh dimension object inside emitted arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One emitted operation; `Slot(-1)` in its arguments is the previous step's result."""
+
+    target: Any
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+Emit = Callable[[Call, Local], tuple[Step, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A parsed rule: factor names per operand dimension, and what may be done with each factor.
+
+    `whole` factors are never split. `reduced` factors are absent from the output. `additive` operands enter the
+    output by addition. Each set in `linear` lists operands that may be partial together. A factor in `invariant`
+    has a rewrite whose own collectives sum over ranks, so its output is ``I``; `operand_only` restricts the
+    splitting of a factor to the outermost axis of its product, for rewrites that compute offsets.
+    """
+
+    inputs: tuple[Spec, ...]
+    output: Spec
+    sizes: Mapping[str, int]
+    reduced: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    additive: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    invariant: frozenset[str] = frozenset()
+    outermost: frozenset[str] = frozenset()
+    exclusive: bool = False
+    flops: Callable[[Mapping[str, int]], float] | None = None
+    emit: Emit | None = None
+    known: bool = True
+
+    def factor_flops(self) -> float:
+        """Multiply-add FLOP of the whole operator, forward; 0 for operators that only move memory."""
+        return self.flops(self.sizes) if self.flops else 0.0
+
+
+_TOKEN = re.compile(r"\(|\)|\.\.\.|\S+?(?=[\s()]|$)")
+
+
+def _parse_operand(text: str) -> list[Dim | None]:
+    """Dims of one operand; None stands for ``...``."""
+    dims: list[Dim | None] = []
+    group: list[str] | None = None
+    for token in _TOKEN.findall(text):
+        if token == "(":
+            group = []
+        elif token == ")":
+            assert group is not None, text
+            dims.append(tuple(group))
+            group = None
+        elif token == "...":
+            dims.append(None)
+        elif group is not None:
+            group.append(token)
+        else:
+            dims.append(() if token == "1" else (token,))
+    return dims
+
+
+def _split_operands(text: str) -> list[str]:
+    """Operands of the left side; ``[, o]`` marks an optional one."""
+    return [part.strip() for part in text.replace("[,", ",").replace("]", "").split(",")]
+
+
+def _bind(dims: list[Dim | None], shape: Sequence[int], sizes: dict[str, int], pattern: str) -> Spec:
+    """Expand ``...`` to factors numbered from the right and read factor sizes off a shape."""
+    count = len(shape) - sum(d is not None for d in dims)
+    bound: list[Dim] = []
+    for dim in dims:
+        if dim is None:
+            bound.extend((f".{count - 1 - i}",) for i in range(count))
+        else:
+            bound.append(dim)
+    if count < 0 or len(bound) != len(shape):
+        raise RuleError(f"rule {pattern!r} does not fit an operand of shape {tuple(shape)}")
+    for position, (dim, size) in enumerate(zip(bound, shape, strict=True)):
+        unknown = [f for f in dim if f not in sizes]
+        if dim and unknown and size == 1:  # a broadcast dimension has no axis
+            bound[position] = ()
+        elif len(unknown) == 1:
+            sizes[unknown[0]] = size // prod(sizes[f] for f in dim if f != unknown[0])
+        elif dim and not unknown and prod(sizes[f] for f in dim) != size:
+            if size != 1:
+                raise RuleError(f"rule {pattern!r}: dimension {position} of {tuple(shape)} is not {dim} = {sizes}")
+            bound[position] = ()
+    return tuple(bound)
+
+
+def parse(
+    pattern: str,
+    call: Call,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    whole: str = "",
+    additive: Sequence[int] = (),
+    linear: Sequence[Sequence[int]] = (),
+    invariant: str = "",
+    outermost: str = "",
+    exclusive: bool = False,
+    flops: Callable[[Mapping[str, int]], float] | None = None,
+    emit: Emit | None = None,
+) -> Rule:
+    """Bind a pattern to a call's shapes. `whole`, `invariant` and `outermost` are space-separated factor names.
+
+    Raises `RuleError` where the pattern does not fit the shapes.
+    """
+    left, right = pattern.split("->")
+    operand_dims = [_parse_operand(text) for text in _split_operands(left)][: len(call.operands)]
+    if len(operand_dims) < len(call.operands):
+        raise RuleError(f"rule {pattern!r} names {len(operand_dims)} operands, the call has {len(call.operands)}")
+    known = dict(sizes or {})
+    order = sorted(range(len(operand_dims)), key=lambda k: sum(len(d or ()) > 1 for d in operand_dims[k]))
+    specs: dict[int, Spec] = {}
+    for k in order:
+        specs[k] = _bind(operand_dims[k], call.operands[k].shape, known, pattern)
+    inputs = tuple(specs[k] for k in range(len(operand_dims)))
+    output = _bind(_parse_operand(right), call.output.shape, known, pattern)
+    return make_rule(
+        inputs,
+        output,
+        known,
+        whole=frozenset(whole.split()),
+        additive=frozenset(additive),
+        linear=tuple(frozenset(group) for group in linear),
+        invariant=frozenset(invariant.split()),
+        outermost=frozenset(outermost.split()),
+        exclusive=exclusive,
+        flops=flops,
+        emit=emit,
+    )
+
+
+def make_rule(inputs: tuple[Spec, ...], output: Spec, sizes: Mapping[str, int], **options: Any) -> Rule:
+    """A rule from explicit factor names; `reduced` is what the output lacks, additive operands what adds to it."""
+    in_output = {f for dim in output for f in dim}
+    used = in_output | {f for spec in inputs for dim in spec for f in dim}
+    reduced = frozenset(f for f in used if f not in in_output)
+    return Rule(inputs=inputs, output=output, sizes={f: sizes[f] for f in used}, reduced=reduced, **options)
+
+
+def whole_rule(call: Call) -> Rule:
+    """The rule of an operator that has none: every dimension its own factor, nothing splittable."""
+    sizes: dict[str, int] = {}
+
+    def name(prefix: str, shape: Sequence[int]) -> Spec:
+        spec = []
+        for d, size in enumerate(shape):
+            sizes[f"{prefix}{d}"] = size
+            spec.append((f"{prefix}{d}",))
+        return tuple(spec)
+
+    inputs = tuple(name(f"x{k}.", operand.shape) for k, operand in enumerate(call.operands))
+    output = name("y.", call.output.shape)
+    return Rule(inputs=inputs, output=output, sizes=sizes, whole=frozenset(sizes), known=False)

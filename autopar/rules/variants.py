@@ -1,0 +1,92 @@
+"""Variants: the ways in which one operator can run on one mesh dimension, as types of its operands and output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.sharding import Dims, I, P, R, S, Type
+from autopar.rules.rule import Rule, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compute an operator: its label, the types its operands must have, and what it yields.
+
+    `label` is ``"I"``, ``"R"``, ``"P:k"`` (linear in the k-th set of operands) or ``"factor.axis"`` (that axis of
+    the factor's product is split). `share` is the fraction of the operator's work that one rank does.
+    """
+
+    label: str
+    operands: tuple[Type, ...]
+    output: Type
+    share: float
+    factor: str = ""
+    axis: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A rule bound to axes: sizes and identities of the atoms of every factor, and the dims of its values."""
+
+    rule: Rule
+    factors: dict[str, tuple[tuple[int, int], ...]]  # factor -> ((atom, size), ...)
+    operands: tuple[Dims, ...]
+    output: Dims
+
+    def position(self, spec: Spec, factor: str, axis: int) -> tuple[int, int] | None:
+        """Where an axis of a factor lies in an operand: (dimension, position), None if it has it not."""
+        for d, dim in enumerate(spec):
+            position = 0
+            for name in dim:
+                if name == factor:
+                    return d, position + axis
+                position += len(self.factors[name])
+        return None
+
+
+def split_variants(bound: Bound, degree: int) -> list[Variant]:
+    """Every variant that splits one axis of one factor over `degree` ranks."""
+    rule, found = bound.rule, []
+    for factor, atoms in bound.factors.items():
+        if factor in rule.whole:
+            continue
+        for axis, (_, size) in enumerate(atoms):
+            if size % degree or (axis and factor in rule.outermost):
+                continue
+            operands = tuple(_operand_type(bound, k, factor, axis) for k in range(len(rule.inputs)))
+            where = bound.position(rule.output, factor, axis)
+            output = S(*where) if where else (I if factor in rule.invariant else P)
+            found.append(Variant(f"{factor}.{axis}", operands, output, 1 / degree, factor, axis))
+    return found
+
+
+def _operand_type(bound: Bound, index: int, factor: str, axis: int) -> Type:
+    rule = bound.rule
+    where = bound.position(rule.inputs[index], factor, axis)
+    if where:
+        return S(*where)
+    if factor in rule.invariant:
+        return I
+    return P if factor in rule.reduced and index in rule.additive else R
+
+
+def whole_variants(bound: Bound) -> list[Variant]:
+    """The ways to compute an operator whole: invariant, replicate, and linear in partial operands."""
+    count = len(bound.rule.inputs)
+    found = [Variant("I", (I,) * count, I, 1.0), Variant("R", (R,) * count, R, 1.0)]
+    for k, group in enumerate(bound.rule.linear):
+        if all(index < count for index in group):
+            found.append(Variant(f"P:{k}", tuple(P if i in group else R for i in range(count)), P, 1.0))
+    return found
+
+
+def variants(bound: Bound, degree: int) -> list[Variant]:
+    """All variants of a bound rule on a mesh dimension of the given degree."""
+    return whole_variants(bound) + split_variants(bound, degree)
+
+
+def by_label(found: Sequence[Variant], label: str) -> Variant:
+    """The variant with a label. Raises `KeyError` naming the legal ones."""
+    for variant in found:
+        if variant.label == label:
+            return variant
+    raise KeyError(f"no variant {label!r}; there are {[v.label for v in found]}")

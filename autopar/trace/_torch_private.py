@@ -1,0 +1,70 @@
+"""The only file that touches torch's underscore modules: one-process ranks, and what export hides."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._local_tensor import (
+    LocalTensor,
+    LocalTensorMode,
+    enabled_local_tensor_mode,
+    maybe_disable_local_tensor_mode,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A process group of `world_size` ranks of which this process is rank 0 and nothing is sent."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already; a fake world needs a process without one")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def one_process_ranks(world_size: int) -> Iterator[None]:
+    """Run all ranks in this process: tensors are `LocalTensor`s that hold one tensor per rank."""
+    with fake_world(world_size), LocalTensorMode(world_size):
+        yield
+
+
+def from_ranks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor that holds the given tensor on each rank."""
+    with maybe_disable_local_tensor_mode():
+        return LocalTensor({rank: tensor.contiguous().clone() for rank, tensor in enumerate(tensors)})
+
+
+def to_ranks(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """The tensor of each rank; a plain tensor is the same on all."""
+    if isinstance(tensor, LocalTensor):
+        return [tensor._local_tensors[rank] for rank in range(world_size)]
+    return [tensor] * world_size
+
+
+def map_ranks(tensor: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Apply a function of (rank, that rank's tensor) to each rank's tensor."""
+    assert isinstance(tensor, LocalTensor)
+    with maybe_disable_local_tensor_mode():
+        return LocalTensor({rank: function(rank, part).contiguous() for rank, part in tensor._local_tensors.items()})
+
+
+def rank_values(world_size: int, function: Callable[[int], int]) -> torch.Tensor:
+    """A scalar int64 tensor whose value on each rank is `function(rank)`."""
+    with maybe_disable_local_tensor_mode():
+        return LocalTensor({rank: torch.tensor(function(rank)) for rank in range(world_size)})
+
+
+def is_rank_tensor(value: Any) -> bool:
+    return isinstance(value, LocalTensor)
+
+
+def in_one_process() -> bool:
+    """Whether all ranks live in this process."""
+    return enabled_local_tensor_mode() is not None

@@ -1,0 +1,212 @@
+"""Axis analysis of a folded program: union-find over the dimensions of every value of every distinct block."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.axes import Axes, Variable
+from autopar.ir.program import Block, Program
+from autopar.ir.sharding import Dims, Mesh
+from autopar.rules.registry import rule_of
+from autopar.rules.rule import Call, Rule, Slot, Spec, TensorInfo, whole_rule
+from autopar.rules.variants import Bound
+
+NodeName = str
+Key = tuple[int, NodeName]  # (block, node)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Analysis:
+    """Dims of every value and the bound rule of every operator, per block; calls hold slots for operands."""
+
+    dims: tuple[Mapping[NodeName, Dims], ...]
+    bounds: tuple[Mapping[NodeName, Bound], ...]
+    calls: tuple[Mapping[NodeName, Call], ...]
+    operands: tuple[Mapping[NodeName, tuple[NodeName, ...]], ...]
+    outer: Mapping[str, Dims]  # inputs, parameters, constants and values that cross blocks
+    batch_axes: frozenset[int]
+    sequence_axes: frozenset[int]
+    hidden_axes: frozenset[int]
+
+
+def call_of(node: fx.Node) -> tuple[Call, tuple[fx.Node, ...]]:
+    """A node as a `Call` with slots, and the nodes of its tensor operands in slot order."""
+    operands: list[fx.Node] = []
+
+    def slot(value: Any) -> Any:
+        if isinstance(value, fx.Node) and "info" in value.meta:
+            operands.append(value)
+            return Slot(len(operands) - 1)
+        if isinstance(value, (list, tuple)):
+            return tuple(slot(v) for v in value) if isinstance(value, tuple) else [slot(v) for v in value]
+        return value
+
+    args = tuple(slot(a) for a in node.args)
+    kwargs = {k: slot(v) for k, v in node.kwargs.items()}
+    infos = tuple(n.meta["info"] for n in operands)
+    return Call(node.target, args, kwargs, infos, node.meta["info"]), tuple(operands)
+
+
+class _Unifier:
+    """State of one analysis: variables of every dimension and of every factor."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.axes = Axes()
+        self.outer: dict[str, list[Variable]] = {}
+        self.values: list[dict[NodeName, list[Variable]]] = [{} for _ in program.blocks]
+        self.rules: list[dict[NodeName, tuple[Rule, dict[str, Variable]]]] = [{} for _ in program.blocks]
+        self.calls: list[dict[NodeName, Call]] = [{} for _ in program.blocks]
+        self.operands: list[dict[NodeName, tuple[NodeName, ...]]] = [{} for _ in program.blocks]
+
+    def variables(self, shape: Sequence[int]) -> list[Variable]:
+        return [self.axes.new(size) for size in shape]
+
+    def join(self, left: Sequence[Variable], right: Sequence[Variable]) -> bool:
+        return all(self.axes.unify([a], [b]) for a, b in zip(left, right, strict=True))
+
+    def boundaries(self) -> None:
+        """Values bound to ports and results are the same values."""
+        for i, block in enumerate(self.program.blocks):
+            for node in block.graph.nodes:
+                if "info" in node.meta:
+                    self.values[i][node.name] = self.variables(node.meta["info"].shape)
+        linked: set[tuple[Any, ...]] = set()
+        for call in self.program.calls:
+            block = self.program.blocks[call.block]
+            pairs = [*zip((p.name for p in block.ports), call.arguments, strict=True)]
+            pairs += zip(block.outputs, call.results, strict=True)
+            for name, outer in pairs:
+                if not isinstance(outer, str):
+                    continue
+                own = self.values[call.block][name]
+                known = self.outer.setdefault(outer, own)
+                link = (tuple(own), tuple(known))
+                if known is not own and link not in linked:
+                    linked.add(link)
+                    assert self.join(known, own), (outer, name)
+
+    def node(self, i: int, node: fx.Node) -> None:
+        call, operands = call_of(node)
+        names = tuple(n.name for n in operands)
+        values = [self.values[i][n] for n in names]
+        rule = rule_of(call)
+        factors = {f: self.axes.new(size) for f, size in rule.sizes.items()}
+        if not self.bind(rule, factors, values, self.values[i][node.name]):
+            rule = whole_rule(call)
+            factors = {f: self.axes.new(size) for f, size in rule.sizes.items()}
+            self.values[i][node.name] = (
+                self.variables(node.meta["info"].shape)
+                if not node_is_output(self.program.blocks[i], node.name)
+                else self.values[i][node.name]
+            )
+            assert self.bind(rule, factors, values, self.values[i][node.name]), (node, call)
+        self.rules[i][node.name] = (rule, factors)
+        self.calls[i][node.name] = call
+        self.operands[i][node.name] = names
+
+    def bind(
+        self, rule: Rule, factors: Mapping[str, Variable], inputs: Sequence[Sequence[Variable]], out: Sequence[Variable]
+    ) -> bool:
+        def one(spec: Spec, dims: Sequence[Variable]) -> bool:
+            return all(
+                self.axes.unify([factors[f] for f in names], [dim]) for names, dim in zip(spec, dims, strict=True)
+            )
+
+        return all(one(s, v) for s, v in zip(rule.inputs, inputs, strict=True)) and one(rule.output, out)
+
+    def dims(self, variables: Sequence[Variable]) -> Dims:
+        atoms = tuple(self.axes.atoms(v) for v in variables)
+        return Dims(tuple(tuple(self.axes.size(a) for a in dim) for dim in atoms), atoms)
+
+
+def node_is_output(block: Block, name: str) -> bool:
+    return name in block.outputs
+
+
+def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
+    """Split atoms that several tensor mesh dimensions may split into one part for each of them.
+
+    Only mesh dimensions of one kind compete for an axis: `dp` owns the batch, so with a single other dimension
+    nothing is refined.
+    """
+    rivals = [degree for name, degree in mesh.as_dict().items() if name != "dp" and degree > 1]
+    if len(rivals) < 2:
+        return
+    for atom in atoms:
+        parts, rest = [], axes.size(atom)
+        for degree in rivals[:-1]:
+            if rest % degree == 0 and rest // degree > 1:
+                parts.append(degree)
+                rest //= degree
+        if parts:
+            axes.split(atom, [*parts, rest])
+
+
+def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
+    """Axes of a program; with a mesh, refined so that every axis is split by at most one mesh dimension."""
+    state = _Unifier(program)
+    state.boundaries()
+    for i, block in enumerate(program.blocks):
+        for node in block.graph.nodes:
+            if node.op == "call_function":
+                state.node(i, node)
+    axes = state.axes
+    batch = {
+        a
+        for info in program.inputs
+        if info.batch_dim is not None and info.name in state.outer
+        for a in axes.atoms(state.outer[info.name][info.batch_dim])
+    }
+    if mesh is not None:
+        every = {a for block in state.values for dims in block.values() for a in axes.atoms(dims)}
+        refinement(axes, sorted(every - batch), mesh)
+    sequence = {
+        a
+        for info in program.inputs
+        if info.sequence_dim is not None and info.name in state.outer
+        for a in axes.atoms(state.outer[info.name][info.sequence_dim])
+    }
+    crossing = {r for call in program.calls for r in call.results}
+    hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence
+    bounds = tuple(
+        {
+            name: Bound(
+                rule,
+                {f: tuple((a, axes.size(a)) for a in axes.atoms(v)) for f, v in factors.items()},
+                tuple(state.dims(state.values[i][n]) for n in state.operands[i][name]),
+                state.dims(state.values[i][name]),
+            )
+            for name, (rule, factors) in rules.items()
+        }
+        for i, rules in enumerate(state.rules)
+    )
+    return Analysis(
+        dims=tuple({n: state.dims(v) for n, v in block.items()} for block in state.values),
+        bounds=bounds,
+        calls=tuple(state.calls),
+        operands=tuple(state.operands),
+        outer={name: state.dims(v) for name, v in state.outer.items()},
+        batch_axes=frozenset(batch),
+        sequence_axes=frozenset(sequence),
+        hidden_axes=frozenset(hidden),
+    )
+
+
+def described(program: Program, analysis: Analysis) -> Program:
+    """The program with its axes written into its blocks."""
+    blocks = tuple(replace(b, dims=d) for b, d in zip(program.blocks, analysis.dims, strict=True))
+    return replace(
+        program,
+        blocks=blocks,
+        batch_axes=analysis.batch_axes,
+        sequence_axes=analysis.sequence_axes,
+        hidden_axes=analysis.hidden_axes,
+    )
+
+
+def infos(block: Block) -> dict[NodeName, TensorInfo]:
+    """`TensorInfo` of every value of a block by node name."""
+    return {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}

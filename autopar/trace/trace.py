@@ -1,0 +1,234 @@
+"""`trace`: module and example inputs to a folded, analysed `Program`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.errors import CaptureError
+from autopar.ir.program import Block, CallSite, Constants, InputInfo, ParameterInfo, Program, Role
+from autopar.trace import blocks as folding
+from autopar.trace.analysis import analyse, described
+from autopar.trace.capture import Flat, Inputs, capture_flat, input_names, resize_inputs
+from autopar.trace.constants import closure, constant_nodes, merge_equal, recognise_causal
+from autopar.trace.normalize import normalise
+
+aten = torch.ops.aten
+
+
+def trace(model: nn.Module, example_inputs: Inputs, *, batch: int | None = None) -> Program:
+    """Capture a model at the shapes of `example_inputs`, whose batch (dimension 0) is set to `batch` if given.
+
+    The model may lie on meta, CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
+    """
+    named = input_names(model, example_inputs)
+    if not named:
+        raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
+    sizes = batch_and_sequence(named)
+    big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, batch or sizes[0], sizes[1]))
+    flat = _captured(model, big)
+    small_sizes = (3 if sizes[0] != 3 else 2, None if sizes[1] is None else (6 if sizes[1] != 6 else 7))
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat)
+    if small is not None:
+        recognise_causal(flat.graph, small.graph, lambda node: getattr(small.root, str(node.target)))
+        flat.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    names = input_names(model, big)
+    inputs = tuple(
+        InputInfo(
+            name=name,
+            shape=tuple(t.shape),
+            dtype=t.dtype,
+            batch_dim=0 if t.dim() and sizes[0] == named[name].shape[0] else None,
+            sequence_dim=1 if sequence_varies and _has_sequence(named[name], sizes) else None,
+        )
+        for name, t in names.items()
+    )
+    return fold_program(model, flat, inputs, batch or sizes[0], sizes[1] if sequence_varies else None)
+
+
+def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
+    """Batch size (dimension 0 of the first input) and sequence length (dimension 1 of token inputs), if any."""
+    first = next((t for t in named.values() if t.dim()), None)
+    if first is None:
+        raise CaptureError("example_inputs hold only scalars; the batch is read from dimension 0 of the first input")
+    tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
+    return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
+
+
+def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
+    return t.dim() >= 2 and t.shape[0] == sizes[0] and t.shape[1] == sizes[1]
+
+
+def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
+    shape = list(t.shape)
+    if _has_sequence(t, sizes) and sequence is not None:
+        shape[1] = sequence
+    if shape and shape[0] == sizes[0]:
+        shape[0] = batch
+    return tuple(shape)
+
+
+def _captured(model: nn.Module, inputs: Inputs) -> Flat:
+    flat = capture_flat(model, inputs)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    names = frozenset(n for n, (kind, name) in flat.placeholders.items() if kind == "parameter" and name in trainable)
+    normalise(flat.graph, flat.root, names)
+    return flat
+
+
+def _small_capture(
+    model: nn.Module, inputs: Inputs, sizes: tuple[int, int | None], small: tuple[int, int | None], flat: Flat
+) -> tuple[Flat | None, bool]:
+    """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
+    for sequence in (small[1], sizes[1]):
+        shapes = (small[0], sequence)
+        resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
+        try:
+            other = _captured(model, resized)
+        except CaptureError:
+            continue
+        if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:
+            return other, sequence != sizes[1]
+    return None, False
+
+
+def fold_program(
+    model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], batch: int, sequence: int | None
+) -> Program:
+    """Constants, denominator, blocks and axes of a normalised graph."""
+    kinds = {name: kind for name, (kind, _) in flat.placeholders.items()}
+    merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
+    constants = constant_nodes(flat.graph, kinds)
+    is_constant = set(constants)
+    names: dict[fx.Node, str] = {n: flat.placeholders[n.name][1] for n in flat.graph.nodes if n.name in kinds}
+    role_of: dict[fx.Node, Role] = {}
+    for node in flat.graph.nodes:
+        kind = kinds.get(node.name)
+        role_of[node] = "constant" if node in is_constant else (kind if kind in ("parameter", "input") else "value")
+    output = next(iter(reversed(flat.graph.nodes)))
+    results = dict(zip(flat.outputs, output.args[0], strict=True))
+    loss = results["loss"]
+    main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
+    denominator = denominator_of(loss, role_of)
+    den_nodes = [n for n in closure([denominator]) if n in set(main)] if denominator is not None else []
+    needed_elsewhere = _needed(main, denominator, results)
+    segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
+    for node in main:  # what only the denominator uses is no use of the main program's values
+        node.meta["main"] = node in needed_elsewhere
+    if den_nodes:
+        segments.insert(0, folding.Segment("denominator", den_nodes))
+    leaves = [n for n in constants if any(u in set(main) for u in n.users)]
+    for i, node in enumerate(leaves):
+        names[node] = f"constant_{i}"
+    used_later = set(results.values()) | ({denominator} if denominator is not None else set())
+    distinct, calls = _fold_with_denominator(segments, role_of, names, used_later, bool(den_nodes))
+    constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
+    parameters = _parameters(model)
+    used = {a for c in calls for a in c.arguments if isinstance(a, str)}
+    program = Program(
+        blocks=distinct,
+        calls=calls,
+        parameters={n: p for n, p in parameters.items() if n in used},
+        unused=tuple(n for n in parameters if n not in used),
+        inputs=inputs,
+        constants=constant_graph,
+        loss=names[loss],
+        denominator=names[denominator] if den_nodes and denominator is not None else None,
+        outputs={name: names[node] for name, node in results.items() if name != "loss" and node in names},
+        batch=batch,
+        sequence=sequence,
+    )
+    return described(program, analyse(program))
+
+
+def _needed(main: list[fx.Node], denominator: fx.Node | None, results: Mapping[str, fx.Node]) -> set[fx.Node]:
+    """Nodes that the outputs need when the denominator is given from outside."""
+    found: set[fx.Node] = set()
+    stack = [n for n in results.values() if n is not denominator]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        stack.extend(n for n in node.all_input_nodes if n is not denominator)
+    return found & set(main)
+
+
+def _fold_with_denominator(
+    segments: list[folding.Segment],
+    role_of: Mapping[fx.Node, Role],
+    names: dict[fx.Node, str],
+    used_later: set[fx.Node],
+    has_denominator: bool,
+) -> tuple[tuple[Block, ...], tuple[CallSite, ...]]:
+    """Fold; the denominator's block keeps only the denominator as output, since it runs in a phase of its own."""
+    if not has_denominator:
+        return folding.fold(segments, role_of, names, used_later)
+    first_blocks, first_calls = folding.fold(segments[:1], role_of, names, set())
+    block, call = first_blocks[0], first_calls[0]
+    last = block.graph.output_node()
+    kept = last.args[0][-1]
+    last.args = ((kept,),)
+    block = replace(block, name="denominator", outputs=(kept.name,))
+    call = replace(call, path="denominator", results=call.results[-1:], phase="denominator")
+    for node in segments[0].outputs:
+        if node is not segments[0].nodes[-1]:
+            names.pop(node, None)
+    blocks, calls = folding.fold(segments[1:], role_of, names, used_later - {segments[0].nodes[-1]})
+    shifted = tuple(replace(c, block=c.block + 1) for c in calls)
+    return (block, *blocks), (call, *shifted)
+
+
+def denominator_of(loss: fx.Node, role_of: Mapping[fx.Node, Role]) -> fx.Node | None:
+    """The divisor of the loss if it depends on inputs and constants alone."""
+    if loss.target is not aten.div.Tensor or not isinstance(loss.args[1], fx.Node):
+        return None
+    divisor = loss.args[1]
+    if divisor.op == "placeholder" or any(role_of[n] == "parameter" for n in closure([divisor])):
+        return None
+    return None if role_of[divisor] == "constant" else divisor
+
+
+def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Constants:
+    """A graph from buffers to the constants that blocks use."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    buffers: list[str] = []
+    for node in closure(leaves):
+        if node.op == "call_function":
+            values[node] = graph.node_copy(node, lambda n: values[n])
+            continue
+        name = flat.placeholders[node.name][1] if node.op == "placeholder" else str(node.target)
+        lifted = node.op == "get_attr" or flat.placeholders[node.name][0] == "lifted"
+        values[node] = graph.placeholder(f"buffer_{len(buffers)}")
+        values[node].meta["info"] = node.meta["info"]
+        if lifted:
+            values[node].meta["literal"] = getattr(flat.root, name.replace(".", "_"), None)
+        buffers.append(name)
+    graph.output(tuple(values[n] for n in leaves))
+    return Constants(graph=graph, buffers=tuple(buffers), results=tuple(names))
+
+
+def _parameters(model: nn.Module) -> dict[str, ParameterInfo]:
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    found: dict[str, Any] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in first:
+            aliases[first[id(p)]].append(name)
+            continue
+        first[id(p)] = name
+        aliases[name] = []
+        found[name] = p
+    return {
+        name: ParameterInfo(
+            name=name,
+            aliases=tuple(aliases[name]),
+            shape=tuple(p.shape),
+            dtype=p.dtype,
+            requires_grad=p.requires_grad,
+        )
+        for name, p in found.items()
+    }

@@ -1,0 +1,265 @@
+"""Code generation: a block and its labels become one rank's graph, every collective visible.
+
+Values carry a source type per mesh dimension, uses a destination type. A conversion belongs to (value, destination
+type): it is emitted once and shared by all uses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block
+from autopar.ir.sharding import Dims, Mesh, Type
+from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
+from autopar.rules.variants import Bound, Variant, by_label, variants
+from autopar.runtime import conversions, vocabulary
+from autopar.trace.analysis import Analysis
+
+RUNTIME_FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "vocab_parallel_embedding": vocabulary.vocab_parallel_embedding,
+    "vocab_parallel_cross_entropy_sum": vocabulary.vocab_parallel_cross_entropy_sum,
+}
+Types = tuple[Type, ...]
+_NO_DIM: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = {
+    ("I", "R"): conversions.invariant_to_replicate,
+    ("P", "I"): conversions.all_reduce_to_invariant,
+    ("P", "R"): conversions.all_reduce_to_replicate,
+    ("I", "P"): conversions.partial_of_invariant,
+    ("R", "I"): conversions.replicate_to_invariant,
+    ("R", "P"): conversions.partial_of_replicate,
+}
+_ONE_DIM: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = {
+    ("P", "S"): conversions.reduce_scatter,
+    ("S", "R"): conversions.all_gather_to_replicate,
+    ("S", "I"): conversions.all_gather_to_invariant,
+    ("I", "S"): conversions.shard_of_invariant,
+    ("S", "P"): conversions.partial_of_shard,
+    ("R", "S"): conversions.shard_of_replicate,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Generated:
+    """A generated graph, the attribute names of the mesh dimensions it uses, and the local types of its ports."""
+
+    graph: fx.Graph
+    mesh_dims: tuple[str, ...]
+    ports: Mapping[str, Types]
+    results: Mapping[str, Types]
+
+
+def same(source: Type, target: Type, differentiable: bool) -> bool:
+    """Whether no conversion is needed; without a cotangent I and R are one."""
+    return source == target or (not differentiable and {source.kind, target.kind} == {"I", "R"})
+
+
+class _Writer:
+    """Writes one block's graph; holds the conversions made so far."""
+
+    def __init__(self, block: Block, mesh: Mesh, dims: Mapping[str, Dims], device: str) -> None:
+        self.graph = fx.Graph()
+        self.block, self.mesh, self.dims, self.device = block, mesh, dims, device
+        self.values: dict[str, fx.Node] = {}
+        self.types: dict[str, Types] = {}
+        self.differentiable: dict[str, bool] = {}
+        self.converted: dict[tuple[str, Types], fx.Node] = {}
+        self.attributes: dict[str, fx.Node] = {}
+
+    def mesh_dim(self, name: str) -> fx.Node:
+        if name not in self.attributes:
+            first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+            with self.graph.inserting_before(first) if first else self.graph.inserting_after(None):
+                self.attributes[name] = self.graph.get_attr(name)
+        return self.attributes[name]
+
+    def use(self, name: str, target: Types) -> fx.Node:
+        """The value `name` in the wanted types."""
+        source = self.types[name]
+        flows = self.differentiable[name]
+        target = tuple(s if same(s, t, flows) else t for s, t in zip(source, target, strict=True))
+        if target == source:
+            return self.values[name]
+        key = (name, target)
+        if key not in self.converted:
+            self.converted[key] = self.convert(self.values[name], self.dims[name], source, target)
+        return self.converted[key]
+
+    def convert(self, node: fx.Node, dims: Dims, source: Types, target: Types) -> fx.Node:
+        """One conversion per differing mesh dimension; those that shrink the value go first."""
+        todo = [i for i in range(len(source)) if source[i] != target[i]]
+        current = list(source)
+        for i in sorted(todo, key=lambda i: target[i].kind != "S"):
+            before = tuple(current)
+            current[i] = target[i]
+            node = self.convert_one(node, dims, before, tuple(current), i)
+        return node
+
+    def convert_one(self, node: fx.Node, dims: Dims, source: Types, target: Types, i: int) -> fx.Node:
+        a, b = source[i], target[i]
+        inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
+        degrees = self.mesh.degrees
+        mesh_dim = self.mesh_dim(self.mesh.names[i])
+        if inner:
+            cuts = {
+                d: sorted({t.position for t in (a, b) if t.kind == "S" and t.dim == d and t.position > 0})
+                for d in {t.dim for t in inner}
+            }
+            node = self.reshape(node, _cut(dims.local_sizes(source, degrees), cuts))
+            a, b = _moved(a, cuts), _moved(b, cuts)
+        if a.kind == "S" and b.kind == "S":
+            node = self.call(conversions.all_to_all, (node, mesh_dim, a.dim, b.dim))
+        elif (a.kind, b.kind) in _NO_DIM:
+            node = self.call(_NO_DIM[a.kind, b.kind], (node, mesh_dim))
+        else:
+            shard = a if a.kind == "S" else b
+            node = self.call(_ONE_DIM[a.kind, b.kind], (node, mesh_dim, shard.dim))
+        if inner:
+            node = self.reshape(node, dims.local_shape(target, degrees))
+        return node
+
+    def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        return self.call(torch.ops.aten.reshape.default, (node, list(shape)))
+
+    def call(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> fx.Node:
+        return self.graph.call_function(target, args, dict(kwargs or {}))
+
+    def operator(
+        self, node: fx.Node, bound: Bound, call: Call, names: Sequence[str], chosen: Sequence[Variant]
+    ) -> None:
+        """Emit one operator under one variant per mesh dimension."""
+        operands = []
+        types: list[Types] = []
+        for k, name in enumerate(names):
+            wanted = tuple(v.operands[k] for v in chosen)
+            operands.append(self.use(name, wanted))
+            types.append(wanted)
+        out_types = tuple(v.output for v in chosen)
+        degrees = self.mesh.degrees
+        split: dict[str, list[tuple[str, int]]] = {}
+        for mesh_name, degree, variant in zip(self.mesh.names, degrees, chosen, strict=True):
+            if variant.factor:
+                split.setdefault(variant.factor, []).append((mesh_name, degree))
+        local = Local(
+            tuple(d.local_shape(t, degrees) for d, t in zip(bound.operands, types, strict=True)),
+            bound.output.local_shape(out_types, degrees),
+            {f: tuple(m) for f, m in split.items()},
+        )
+        steps = bound.rule.emit(call, local) if bound.rule.emit else (Step(call.target, call.args, call.kwargs),)
+        previous: fx.Node | None = None
+        for step in steps:
+            target = RUNTIME_FUNCTIONS[step.target] if isinstance(step.target, str) else step.target
+            args = self.fill(step.args, operands, previous)
+            kwargs = self.fill(dict(step.kwargs), operands, previous)
+            if "device" in kwargs:
+                kwargs["device"] = self.device
+                kwargs.pop("pin_memory", None)
+            previous = self.graph.create_node(
+                "call_function", target, args, kwargs, node.name if step is steps[-1] else None
+            )
+        assert previous is not None
+        self.define(node.name, previous, out_types, node.meta["info"].differentiable)
+
+    def fill(self, value: Any, operands: Sequence[fx.Node], previous: fx.Node | None) -> Any:
+        if isinstance(value, Slot):
+            return previous if value.index < 0 else operands[value.index]
+        if isinstance(value, MeshDimRef):
+            return self.mesh_dim(value.name)
+        if isinstance(value, fx.Node):  # a scalar argument of the block
+            return self.values[value.name]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.fill(v, operands, previous) for v in value)
+        if isinstance(value, dict):
+            return {k: self.fill(v, operands, previous) for k, v in value.items()}
+        return value
+
+    def define(self, name: str, node: fx.Node, types: Types, differentiable: bool) -> None:
+        self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
+
+
+def _cut(sizes: Sequence[Sequence[int]], cuts: Mapping[int, Sequence[int]]) -> list[int]:
+    shape: list[int] = []
+    for d, dim in enumerate(sizes):
+        edges = [0, *cuts.get(d, ()), len(dim)]
+        shape.extend(prod(dim[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    return shape
+
+
+def _moved(t: Type, cuts: Mapping[int, Sequence[int]]) -> Type:
+    """Where a shard's axis begins after the dimensions are cut at the given positions."""
+    if t.kind != "S":
+        return t
+    before = sum(len(c) for d, c in cuts.items() if d < t.dim)
+    own = list(cuts.get(t.dim, ()))
+    return Type("S", t.dim + before + (own.index(t.position) + 1 if t.position else 0), 0)
+
+
+def chosen_variants(bound: Bound, labels: Sequence[str], mesh: Mesh, where: str) -> list[Variant]:
+    """The variant of every mesh dimension. Raises `PlanError` where a label is not legal."""
+    found = []
+    for name, degree, label in zip(mesh.names, mesh.degrees, labels, strict=True):
+        try:
+            found.append(by_label(variants(bound, degree), label))
+        except KeyError as error:
+            raise PlanError(f"{where}, mesh dimension {name}: {error.args[0]}") from error
+    return found
+
+
+def generate(
+    analysis: Analysis,
+    block: Block,
+    index: int,
+    labels: BlockLabels,
+    mesh: Mesh,
+    *,
+    device: str = "cpu",
+    keep: Sequence[str] | None = None,
+    regather: bool = False,
+) -> Generated:
+    """One rank's graph of a block. `keep` names the outputs wanted (default: all)."""
+    writer = _Writer(block, mesh, analysis.dims[index], device)
+    for port in block.ports:
+        node = writer.graph.placeholder(port.name)
+        writer.define(port.name, node, tuple(labels.ports.get(port.name, ())), port.differentiable)
+    needed = _needed(block, keep)
+    for node in block.graph.nodes:
+        if node.op != "call_function" or node.name not in needed:
+            continue
+        bound = analysis.bounds[index][node.name]
+        key = node.meta["key"]
+        if key not in labels.labels:
+            raise PlanError(f"block {block.name}: the plan has no label for {key}; plan again")
+        chosen = chosen_variants(bound, labels.labels[key], mesh, f"block {block.name}, operator {key}")
+        call = analysis.calls[index][node.name]
+        writer.operator(node, bound, call, analysis.operands[index][node.name], chosen)
+    outputs = [name for name in block.outputs if keep is None or name in keep]
+    writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
+    if regather:
+        from autopar.runtime.passes.regather import fuse_gathers
+
+        fuse_gathers(writer.graph)
+    writer.graph.lint()
+    return Generated(
+        graph=writer.graph,
+        mesh_dims=tuple(writer.attributes),
+        ports=dict(labels.ports),
+        results={name: labels.results[name] for name in outputs},
+    )
+
+
+def _needed(block: Block, keep: Sequence[str] | None) -> set[str]:
+    stack = [n for n in block.graph.output_node().args[0] if keep is None or n.name in keep]
+    found: set[str] = set()
+    while stack:
+        node = stack.pop()
+        if node.name not in found:
+            found.add(node.name)
+            stack.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,65 @@
+"""Which part of a value a rank holds, and how parts make the whole again."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import torch
+
+from autopar.ir.sharding import Dims, Mesh, Type
+
+
+def coordinates(mesh: Mesh) -> Iterator[tuple[int, ...]]:
+    """Coordinates of every rank, in rank order."""
+    return product(*(range(degree) for degree in mesh.degrees))
+
+
+def part(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, at: Sequence[int]) -> torch.Tensor:
+    """The part of a whole value that the rank at the given coordinates holds; partial values lie on coordinate 0."""
+    out = value
+    for kind, degree, coordinate in zip(types, mesh.degrees, at, strict=True):
+        if kind.kind == "P" and coordinate:
+            out = torch.zeros_like(out)
+    flat = [size for dim in dims.sizes for size in dim]
+    out = out.reshape(flat)
+    for kind, degree, coordinate in zip(types, mesh.degrees, at, strict=True):
+        if kind.kind == "S":
+            index = sum(len(dim) for dim in dims.sizes[: kind.dim]) + kind.position
+            size = out.shape[index] // degree
+            out = out.narrow(index, coordinate * size, size)
+    return out.reshape(dims.local_shape(types, mesh.degrees))
+
+
+def parts(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh) -> list[torch.Tensor]:
+    """The part of every rank, in rank order."""
+    return [part(value, dims, types, mesh, at) for at in coordinates(mesh)]
+
+
+def assemble(
+    held: Sequence[torch.Tensor], dims: Dims, types: Sequence[Type], mesh: Mesh, *, cotangent: bool = False
+) -> tuple[torch.Tensor, float]:
+    """The whole value of its parts, and the largest difference among copies that must be equal.
+
+    For cotangents `R` means partial and `P` means equal on all ranks.
+    """
+    sums = {"R"} if cotangent else {"P"}
+    sizes = dims.local_sizes(types, mesh.degrees)
+    grid = [p.reshape([s for dim in sizes for s in dim]) for p in held]
+    difference = 0.0
+    for kind, degree in reversed(list(zip(types, mesh.degrees, strict=True))):
+        merged = []
+        for start in range(0, len(grid), degree):
+            group = grid[start : start + degree]
+            if kind.kind == "S":
+                index = sum(len(dim) for dim in dims.sizes[: kind.dim]) + kind.position
+                merged.append(torch.cat(group, index))
+            elif kind.kind in sums:
+                merged.append(torch.stack(group).sum(0))
+            else:
+                for other in group[1:]:
+                    if other.dtype.is_floating_point and other.numel():
+                        difference = max(difference, float((other - group[0]).abs().max()))
+                    elif not torch.equal(other, group[0]):
+                        difference = float("inf")
+                merged.append(group[0])
+        grid = merged
+    return grid[0].reshape(dims.shape), difference

@@ -1,0 +1,72 @@
+"""Mesh dimensions as generated code sees them: a name, a degree, a process group, and this rank's coordinate."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.ir.sharding import Mesh
+from autopar.trace import _torch_private as private
+
+
+@dataclass(frozen=True, eq=False)
+class MeshDim:
+    """One dimension of a running mesh. In one-process mode `stride` tells each rank's coordinate."""
+
+    name: str
+    degree: int
+    group: dist.ProcessGroup
+    coordinate: int
+    stride: int
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.degree} ranks>"
+
+    @property
+    def group_name(self) -> str:
+        return str(self.group.group_name)
+
+    def of(self, rank: int) -> int:
+        """The coordinate of a global rank on this dimension."""
+        return (rank // self.stride) % self.degree
+
+    def index(self) -> torch.Tensor | int:
+        """This rank's coordinate, or a tensor of every rank's when all ranks live in this process."""
+        if private.in_one_process():
+            return private.rank_values(dist.get_world_size(), self.of)
+        return self.coordinate
+
+    def apply(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`function(coordinate, x)`, on every rank when all ranks live in this process."""
+        if private.is_rank_tensor(x):
+            return private.map_ranks(x, lambda rank, part: function(self.of(rank), part))
+        return function(self.coordinate, x)
+
+
+@dataclass(frozen=True, eq=False)
+class RankMesh:
+    """The running mesh: torch's `DeviceMesh` and one `MeshDim` per named dimension."""
+
+    device_mesh: DeviceMesh
+    dims: Mapping[str, MeshDim]
+    spec: Mesh
+
+    @property
+    def device_type(self) -> str:
+        return self.device_mesh.device_type
+
+
+def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
+    """Build process groups for a mesh over all ranks of the initialised world. Collective."""
+    assert dist.get_world_size() == spec.size, (dist.get_world_size(), spec)
+    device_mesh = init_device_mesh(device_type, spec.degrees, mesh_dim_names=spec.names)
+    dims = {}
+    rank = dist.get_rank()
+    for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
+        stride = prod(spec.degrees[index + 1 :])
+        group = device_mesh.get_group(name)
+        dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
+    return RankMesh(device_mesh, dims, spec)

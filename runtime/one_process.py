@@ -1,0 +1,92 @@
+"""One-process equivalence: all ranks of a generated program in this process, forward and backward, float64.
+
+No process is started, so every rule, block, mesh and odd degree can be checked in seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Program
+from autopar.ir.sharding import Mesh, Type
+from autopar.runtime.codegen import Generated, generate
+from autopar.runtime.execute import constant_values, graph_module, run_calls
+from autopar.runtime.layout import assemble, parts
+from autopar.runtime.mesh import make_mesh
+from autopar.trace import _torch_private as private
+from autopar.trace.analysis import Analysis
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome:
+    """Loss, gradients and outputs made whole, and the largest difference among copies that must be equal."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    disagreement: float
+
+
+def boundary_types(program: Program, labels: Sequence[BlockLabels]) -> dict[str, tuple[Type, ...]]:
+    """The type of every parameter, input, constant and value that crosses blocks."""
+    types: dict[str, tuple[Type, ...]] = {}
+    for call in program.calls:
+        block, own = program.blocks[call.block], labels[call.block]
+        pairs = [(own.ports.get(p.name), a) for p, a in zip(block.ports, call.arguments, strict=True)]
+        pairs += [(own.results[o], r) for o, r in zip(block.outputs, call.results, strict=True)]
+        for kinds, outer in pairs:
+            if isinstance(outer, str) and kinds is not None:
+                assert types.setdefault(outer, tuple(kinds)) == tuple(kinds), (outer, types[outer], kinds)
+    return types
+
+
+def generate_all(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any
+) -> list[Generated]:
+    return [generate(analysis, block, i, labels[i], mesh, **options) for i, block in enumerate(program.blocks)]
+
+
+def run_in_one_process(
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    **options: Any,
+) -> Outcome:
+    """Run loss and backward of the generated program on `mesh.size` ranks in this process."""
+    types = boundary_types(program, labels)
+    whole = {**parameters, **inputs, **constant_values(program.constants, buffers, "cpu")}
+    generated = generate_all(program, analysis, labels, mesh, **options)
+    with private.one_process_ranks(mesh.size):
+        ranks = make_mesh(mesh)
+        modules = [
+            graph_module(g.graph, "Generated", {name: ranks.dims[name] for name in g.mesh_dims}) for g in generated
+        ]
+        values: dict[str, Any] = {}
+        for name, kinds in types.items():
+            if name in whole:
+                held = parts(whole[name].detach(), analysis.outer[name], kinds, mesh)
+                values[name] = private.from_ranks(held)
+                if name in parameters and whole[name].is_floating_point():
+                    values[name].requires_grad_()
+        run_calls(program.calls, lambda _, call: modules[call.block], values, lambda call: call.results)
+        values[program.loss].backward()
+        grads = {n: values[n].grad for n in parameters if n in values and values[n].grad is not None}
+    worst = 0.0
+    gradients: dict[str, torch.Tensor] = {}
+    for name, grad in grads.items():
+        held = private.to_ranks(grad, mesh.size)
+        gradients[name], apart = assemble(held, analysis.outer[name], types[name], mesh, cotangent=True)
+        worst = max(worst, apart)
+    outputs: dict[str, torch.Tensor] = {}
+    for key, name in {**program.outputs, "loss": program.loss}.items():
+        held = [t.detach() for t in private.to_ranks(values[name], mesh.size)]
+        outputs[key], apart = assemble(held, analysis.outer[name], types[name], mesh)
+        worst = max(worst, apart)
+    return Outcome(loss=outputs.pop("loss"), gradients=gradients, outputs=outputs, disagreement=worst)

@@ -1,0 +1,47 @@
+"""Promotion: a program whose own casts to lower precision become float64, for verification.
+
+transformers' norms, rotary tables and routers cast to float32 whatever the model's dtype, which would drown an
+equivalence of 1e-9. Both sides of a verification run the promoted program; the promoted reference is compared with the
+unmodified model once, at float32 tolerance.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.program import Program
+from autopar.rules.rule import TensorInfo
+
+LOWER = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def promoted(program: Program, dtype: torch.dtype = torch.float64) -> Program:
+    """A program in which every floating dtype, of parameters, inputs, casts and constants, is `dtype`."""
+    blocks = tuple(replace(b, graph=promote_graph(b.graph, dtype)) for b in program.blocks)
+    constants = replace(program.constants, graph=promote_graph(program.constants.graph, dtype))
+    parameters = {n: replace(p, dtype=_higher(p.dtype, dtype)) for n, p in program.parameters.items()}
+    inputs = tuple(replace(i, dtype=_higher(i.dtype, dtype)) for i in program.inputs)
+    return replace(program, blocks=blocks, constants=constants, parameters=parameters, inputs=inputs)
+
+
+def _higher(value: Any, dtype: torch.dtype) -> Any:
+    return dtype if value in LOWER else value
+
+
+def promote_graph(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
+    """A copy of a graph with every floating dtype literal and every `TensorInfo` promoted."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for old, node in zip(graph.nodes, copy.nodes, strict=True):
+        node.meta = dict(old.meta)
+        if "info" in node.meta:
+            info: TensorInfo = node.meta["info"]
+            node.meta["info"] = replace(info, dtype=_higher(info.dtype, dtype))
+        if isinstance(node.meta.get("literal"), torch.Tensor):
+            literal = node.meta["literal"]
+            node.meta["literal"] = literal.to(_higher(literal.dtype, dtype))
+        node.args = tuple(_higher(a, dtype) if isinstance(a, torch.dtype) else a for a in node.args)
+        node.kwargs = {k: _higher(v, dtype) if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
+    return copy
