@@ -84,6 +84,9 @@ def _elementwise(call: Call, reduction: int) -> Rule:
 @rule(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
 @rule(aten.kl_div.default, aten.soft_margin_loss.default)
 def elementwise_loss(call: Call) -> Rule:
+    """Operands of different shapes have no rule: torch's own gradients are wrong there."""
+    if call.operands[0].shape != call.operands[1].shape:
+        raise RuleError("a loss of tensors that differ in shape")
     return _elementwise(call, call.arg(2, "reduction", MEAN))
 
 

@@ -5,7 +5,7 @@ from math import prod
 
 from autopar.errors import RuleError
 from autopar.ir.axes import common_cuts
-from autopar.rules.families._notation import aten, dim_index, dim_indices, dims, emit_reshape, rule_from
+from autopar.rules.families._notation import aten, broadcast, dim_index, dim_indices, dims, emit_reshape, rule_from
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Local, Rule, Step
 
@@ -126,12 +126,11 @@ def _emit_expand(call: Call, local: Local) -> tuple[Step, ...]:
     return (Step(aten.expand.default, (call.args[0], list(local.output_shape))),)
 
 
-@rule(aten.expand.default)
+@rule(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 def expand(call: Call) -> Rule:
     """An expanded dimension is a factor of the output only: each rank's gradient is a sum over its own copies."""
-    source = call.operands[0].shape
     spec = dims(call.output.shape)
-    return rule_from(call, [spec[len(spec) - len(source) :]], spec, linear=[{0}], emit=_emit_expand)
+    return rule_from(call, broadcast(call, spec), spec, linear=[{0}], emit=_emit_expand)
 
 
 def _emit_repeat(call: Call, local: Local) -> tuple[Step, ...]:

@@ -1,0 +1,74 @@
+"""Convolutions: batch, groups and output channels are parallel, input channels are reduced."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.rules.families._notation import aten, in_order, rule_from, slot_of
+from autopar.rules.registry import rule
+from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
+
+
+def _flops(sizes: Mapping[str, int]) -> float:
+    """Every output element is a product over the input channels of its group and the kernel."""
+    return 2.0 * prod(size for name, size in sizes.items() if name[0] != "x")
+
+
+def _per_dim(argument: Any, count: int) -> list[int]:
+    if isinstance(argument, int):
+        return [argument] * count
+    if not isinstance(argument, (list, tuple)):
+        raise RuleError(f"convolution with {argument!r}")
+    return [int(n) for n in argument] * (count if len(argument) == 1 else 1)
+
+
+@rule(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+def convolution(call: Call) -> Rule:
+    """``"n (g i) x, (g o) i k[, (g o)] -> n (g o) y"``.
+
+    Where the kernel tiles the input (patches of an image), x is ``(y k)`` and y may be split. Else it is whole.
+    """
+    x, weight = slot_of(call.args[0]), slot_of(call.args[1])
+    shape, kernel, out = call.operands[x].shape, call.operands[weight].shape, call.output.shape
+    count = len(kernel) - 2
+    if len(shape) != count + 2:
+        raise RuleError("convolution without a batch")
+    groups = call.arg(6, "groups", 1)
+    settings = ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    stride, padding, dilation = (_per_dim(call.arg(*setting), count) for setting in settings)
+    sizes = {"g": groups, "o": kernel[0] // groups, "i": kernel[1]}
+    whole: set[str] = set()
+    source: list[Dim] = [("n",), ("g", "i")]
+    window: list[Dim] = [("g", "o"), ("i",)]
+    target: list[Dim] = [("n",), ("g", "o")]
+    for d in range(count):
+        size, width, places = shape[2 + d], kernel[2 + d], out[2 + d]
+        tiles = stride[d] == width and not padding[d] and dilation[d] == 1 and size == places * width
+        source.append((f"y{d}", f"k{d}") if tiles else (f"x{d}",))
+        window.append((f"k{d}",))
+        target.append((f"y{d}",))
+        whole |= {f"k{d}"} if tiles else {f"k{d}", f"x{d}", f"y{d}"}
+        sizes |= {f"k{d}": width, f"y{d}": places} | ({} if tiles else {f"x{d}": size})
+    specs = {x: source, weight: window}
+    bias = call.arg(2, "bias")
+    if isinstance(bias, Slot):
+        specs[bias.index] = [("g", "o")]
+
+    def emit(call: Call, local: Local) -> tuple[Step, ...]:
+        operands = (*call.args[:2], bias, stride, padding, dilation)
+        return (Step(call.target, (*operands, groups // local.degree(("g",)))),)
+
+    additive = {bias.index} if isinstance(bias, Slot) else set()
+    linear = [{x} | additive]
+    return rule_from(
+        call,
+        in_order(call, specs),
+        target,
+        sizes=sizes,
+        whole=whole,
+        additive=additive,
+        linear=linear,
+        flops=_flops,
+        emit=emit,
+    )

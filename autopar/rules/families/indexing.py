@@ -1,0 +1,115 @@
+"""Elements picked, added or replaced by index tensors. Indexed dimensions are whole; the index may be split."""
+
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.rules.families._notation import aten, dim_index, dims, in_order, rule_from, slot_of
+from autopar.rules.registry import rule
+from autopar.rules.rule import Call, Dim, Rule, Slot
+
+
+@rule(aten.index_select.default)
+def index_select(call: Call) -> Rule:
+    """The indexed dimension is whole, the index may be split."""
+    x, index = slot_of(call.args[0]), slot_of(call.args[2])
+    spec = dims(call.operands[x].shape)
+    d = dim_index(call.args[1], len(spec))
+    output = [*spec[:d], ("i",), *spec[d + 1 :]]
+    specs: dict[int, list[Dim]] = {x: spec, index: dims(call.operands[index].shape, "i")}
+    if call.operands[index].shape:
+        specs[index] = [("i",)]
+    return rule_from(call, in_order(call, specs), output, whole={f"d{d}"}, linear=[{x}])
+
+
+@rule(aten.index.Tensor)
+def index(call: Call) -> Rule:
+    """Indexed dimensions are whole, the dimensions of the (broadcast) indices are parallel.
+
+    They stand where the indexed dimensions were when those are adjacent, in front otherwise.
+    """
+    x = slot_of(call.args[0])
+    shape = call.operands[x].shape
+    indices: list[Any] = list(call.args[1])
+    places = [d for d, i in enumerate(indices) if isinstance(i, Slot)]
+    given = [slot_of(indices[d]) for d in places]
+    if not given or any(call.operands[k].dtype.is_floating_point for k in given):
+        raise RuleError("index without index tensors")
+    if any(str(call.operands[k].dtype) in ("torch.bool", "torch.uint8") for k in given):
+        raise RuleError("index by a mask")
+    rank = max(len(call.operands[k].shape) for k in given)
+    block: list[Dim] = [(f"i{n}",) for n in range(rank)]
+    spec = dims(shape)
+    adjacent = places == list(range(places[0], places[-1] + 1))
+    rest = [dim for d, dim in enumerate(spec) if d not in places]
+    at = places[0] if adjacent else 0
+    specs = {x: spec} | {k: block[rank - len(call.operands[k].shape) :] for k in given}
+    output = [*rest[:at], *block, *rest[at:]]
+    return rule_from(call, in_order(call, specs), output, whole={f"d{d}" for d in places}, linear=[{x}])
+
+
+@rule(aten.gather.default)
+def gather(call: Call) -> Rule:
+    """Dimensions that index and operand share in full are parallel; the gathered one is so in the index only."""
+    x, index = slot_of(call.args[0]), slot_of(call.args[2])
+    shape, picked = call.operands[x].shape, call.operands[index].shape
+    if len(shape) != len(picked):
+        raise RuleError("gather of a scalar")
+    d = dim_index(call.args[1], len(shape))
+    output = dims(picked)
+    spec = [dim if n != d and shape[n] == picked[n] else (f"x{n}",) for n, dim in enumerate(output)]
+    whole = {f for n, dim in enumerate(spec) if dim == (f"x{n}",) for f in dim}
+    whole |= {f"d{n}" for n in range(len(shape)) if n != d and shape[n] != picked[n]}
+    specs = {x: spec, index: output}
+    return rule_from(call, in_order(call, specs), output, whole=whole, linear=[{x}])
+
+
+@rule(aten.index_add.default)
+def index_add(call: Call) -> Rule:
+    """Added rows may be split: each rank adds its own, so `self` is additive."""
+    x, index, source = slot_of(call.args[0]), slot_of(call.args[2]), slot_of(call.args[3])
+    spec = dims(call.operands[x].shape)
+    d = dim_index(call.args[1], len(spec))
+    if len(call.operands[index].shape) != 1 or len(call.operands[source].shape) != len(spec):
+        raise RuleError("index_add of scalars")
+    specs: dict[int, list[Dim]] = {x: spec, index: [("i",)], source: [*spec[:d], ("i",), *spec[d + 1 :]]}
+    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}"}, additive={x}, linear=[{x, source}])
+
+
+def _scattered(call: Call, source: int | None) -> tuple[list[Any], list[Dim], set[str], int]:
+    """Specs in operand order, output, whole factors and the slot of self; index and source must fit self elsewhere."""
+    x, index = slot_of(call.args[0]), slot_of(call.args[2])
+    shape, picked = call.operands[x].shape, call.operands[index].shape
+    d = dim_index(call.args[1], len(shape))
+    same = len(shape) == len(picked) and all(
+        a == b for n, (a, b) in enumerate(zip(shape, picked, strict=True)) if n != d
+    )
+    if not shape or not same or (source is not None and call.operands[source].shape != picked):
+        raise RuleError("scatter of an index that is smaller than the tensor")
+    spec = dims(shape)
+    specs = {x: spec, index: [*spec[:d], ("i",), *spec[d + 1 :]]}
+    if source is not None:
+        specs[source] = specs[index]
+    return in_order(call, specs), spec, {f"d{d}"}, x
+
+
+@rule(aten.scatter_add.default)
+def scatter_add(call: Call) -> Rule:
+    """As `index_add`."""
+    source = slot_of(call.args[3])
+    specs, output, whole, x = _scattered(call, source)
+    return rule_from(call, specs, output, whole=whole, additive={x}, linear=[{x, source}])
+
+
+@rule(aten.scatter.src)
+def scatter(call: Call) -> Rule:
+    """What is replaced is known to no single rank: the index is whole too."""
+    source = slot_of(call.args[3])
+    specs, output, whole, x = _scattered(call, source)
+    return rule_from(call, specs, output, whole=whole | {"i"}, linear=[{x, source}])
+
+
+@rule(aten.scatter.value)
+def scatter_value(call: Call) -> Rule:
+    specs, output, whole, x = _scattered(call, None)
+    zero = isinstance(call.args[3], (int, float)) and call.args[3] == 0
+    return rule_from(call, specs, output, whole=whole | {"i"}, linear=[{x}] if zero else [])
