@@ -1,0 +1,439 @@
+"""From what a user names as MODEL to a module and example inputs.
+
+MODEL is a preset's name, a transformers ``config.json``, or ``package.module:factory``.
+
+Nothing is fetched and nothing in a config is run. torch and transformers are imported only when a model is built, so
+unknown names and bad files fail fast.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.errors import InputError, Problem, did_you_mean
+from autopar.presets.configs import check_config, cleaned, read_config, scaled_config
+from autopar.presets.models import model_names, model_preset
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_BATCH = 2  # at batch 1 the batch dimension cannot be told from a broadcast one
+MAX_DEFAULT_SEQ_LEN = 4096
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+ExampleInputs = dict[str, Any] | tuple[Any, ...]
+
+# by the end of the architecture's class name; the first match counts
+_AUTO_CLASSES = (
+    ("ForCausalLM", "AutoModelForCausalLM"),
+    ("LMHeadModel", "AutoModelForCausalLM"),
+    ("ForMaskedLM", "AutoModelForMaskedLM"),
+    ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+    ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+    ("ForTokenClassification", "AutoModelForTokenClassification"),
+    ("ForImageClassification", "AutoModelForImageClassification"),
+)
+_WHAT_TO_PASS = (
+    "pass example_inputs: a dict of the forward's keyword arguments or a tuple of its positional ones, "
+    "tensors with the global batch as the first dimension"
+)
+# keys that every config may have though no config class names them
+_COMMON_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "rope_theta", "rope_scaling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ResolvedModel:
+    """A module and inputs to capture it with.
+
+    `config` is the transformers config that the model was built from, None for a factory. `batch` and `seq_len` are
+    those of the derived inputs, None for a factory. `notes` are things that a user should be told.
+    """
+
+    name: str
+    kind: Literal["preset", "config", "factory"]
+    model: torch.nn.Module
+    example_inputs: ExampleInputs
+    config: Mapping[str, Any] | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, a tied one counted once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def __repr__(self) -> str:
+        return f"ResolvedModel({self.name!r}, {type(self.model).__name__}, {self.num_parameters:,} parameters)"
+
+
+def resolve_model(
+    spec: str,
+    *,
+    layers: int | None = None,
+    hidden: int | None = None,
+    seq_len: int | None = None,
+    batch: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str = "meta",
+) -> ResolvedModel:
+    """The model that `spec` names, in training mode, with example inputs.
+
+    `spec`: a preset's name, a path to a transformers ``config.json`` (or the folder that holds one), or
+    ``package.module:factory`` where ``factory()`` returns ``(model, example_inputs)``, inputs a dict or a tuple.
+
+    Presets and configs are built on `device` ("meta" by default: no memory) in `dtype` (float32 by default, whatever a
+    config says of its stored weights), without key/value cache. `layers` and `hidden` shrink them by the rule of
+    `autopar.presets.configs`, which also sets every dropout to 0. `batch` (2 by default) and `seq_len` (the context
+    length, at most 4096, by default) size the inputs. A factory decides all of this itself: only `dtype` applies.
+
+    Raises InputError: unknown preset (naming the nearest), missing or bad file, a module or attribute that cannot be
+    imported, a factory that fails or returns something else, sizes that the model cannot have.
+    """
+    _check_sizes(layers=layers, hidden=hidden, seq_len=seq_len, batch=batch)
+    dtype_name = _dtype_name(dtype)
+    if _is_factory(spec):
+        given = {"layers": layers, "hidden": hidden, "seq_len": seq_len, "batch": batch}
+        refused = [name for name, value in given.items() if value is not None]
+        if refused:
+            raise InputError(f"{', '.join(refused)}: a factory decides its own sizes; change {spec} instead")
+        return _from_factory(spec, dtype_name if dtype is not None else None)
+    is_preset = spec.lower() in model_names()  # whatever files lie in the current folder
+    if not is_preset and (spec.endswith(".json") or os.sep in spec or os.path.exists(spec)):
+        path = Path(spec)
+        path = path / "config.json" if path.is_dir() else path
+        config, name, kind = read_config(path), path.parent.name or path.stem, "config"
+    else:
+        preset = model_preset(spec)
+        config, name, kind = dict(preset.config), preset.name, "preset"
+    made, notes = _config_object(config)
+    if layers is not None or hidden is not None:
+        made, _ = _config_object(scaled_config(made.to_dict(), layers=layers, hidden=hidden))
+        sizes = [f"layers={layers}" if layers is not None else "", f"hidden={hidden}" if hidden is not None else ""]
+        notes += (f"{name} scaled to {', '.join(s for s in sizes if s)}; every dropout is 0",)
+    model = _build(made, dtype_name, device)
+    batch = DEFAULT_BATCH if batch is None else batch
+    seq_len = _default_seq_len(made) if seq_len is None else seq_len
+    return ResolvedModel(
+        name=name,
+        kind="preset" if kind == "preset" else "config",
+        model=model,
+        example_inputs=example_inputs_for(model, batch=batch, seq_len=seq_len),
+        config=made.to_dict(),
+        batch=batch,
+        seq_len=seq_len,
+        notes=notes,
+    )
+
+
+def example_inputs_for(
+    model: torch.nn.Module, batch: int | None = None, seq_len: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments for one training step of a transformers model, derived from its config.
+
+    ``input_ids`` and ``labels`` are two distinct int64 tensors of (batch, seq_len), ``pixel_values`` is (batch,
+    channels, height, width), ``labels`` of a classifier (batch,). On the device of the model's parameters: meta tensors
+    for a meta model, else seeded random ones. Raises InputError, saying what to pass, for any other model.
+    """
+    _check_sizes(seq_len=seq_len, batch=batch)
+    config = getattr(model, "config", None)
+    main_input = getattr(model, "main_input_name", None)
+    if config is None or main_input not in ("input_ids", "pixel_values") or not hasattr(config, "to_dict"):
+        raise InputError(f"{type(model).__name__} does not say what its inputs are; {_WHAT_TO_PASS}")
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise InputError(f"{type(model).__name__} takes no labels and so has no loss; {_WHAT_TO_PASS}, and a loss_fn")
+    batch = DEFAULT_BATCH if batch is None else batch
+    kind = type(model).__name__
+    if main_input == "pixel_values":
+        if not kind.endswith("ForImageClassification"):
+            raise InputError(f"the labels of {kind} cannot be derived; {_WHAT_TO_PASS}")
+        return {
+            "pixel_values": _floats(model, (batch, config.num_channels, *_image_size(config.image_size))),
+            "labels": _integers(model, (batch,), config.num_labels, seed=1),
+        }
+    seq_len = _default_seq_len(config) if seq_len is None else seq_len
+    _check_seq_len(config, seq_len)
+    vocab = _vocab_size(config)
+    inputs = {"input_ids": _integers(model, (batch, seq_len), vocab, seed=0)}
+    if kind.endswith("ForSequenceClassification"):
+        inputs["labels"] = _integers(model, (batch,), config.num_labels, seed=1)
+    elif kind.endswith("ForTokenClassification"):
+        inputs["labels"] = _integers(model, (batch, seq_len), config.num_labels, seed=1)
+    elif kind.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")):
+        inputs["labels"] = _integers(model, (batch, seq_len), vocab, seed=1)
+    else:
+        raise InputError(f"the labels of {kind} cannot be derived; {_WHAT_TO_PASS}")
+    return inputs
+
+
+# ---- presets and configs ----
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"presets and config files need transformers ({error}); pip install 'autopar[transformers]', "
+            "or name your own model as package.module:factory"
+        ) from None
+    return transformers
+
+
+def _config_object(fields: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """The transformers config of `fields`, and notes on keys that it does not know."""
+    transformers = _transformers()
+    problems = check_config(fields)
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        raise InputError("the model config cannot be used", problems)
+    mapping = transformers.CONFIG_MAPPING
+    if model_type not in mapping:
+        hint = did_you_mean(model_type, tuple(mapping.keys()), max_listed=0)
+        raise InputError(f"transformers has no model_type {model_type!r} and no remote code is run; {hint}")
+    config_class = mapping[model_type]
+    reported = {problem.path for problem in problems} | {"model_type"}
+    usable = {key: value for key, value in cleaned(fields).items() if key not in reported}
+    notes, misspelt = _unknown_keys(config_class, usable)
+    config, violations = _construct_config(config_class, usable)
+    problems += misspelt + violations
+    if problems:
+        raise InputError(f"the {model_type} config cannot be used", problems)
+    config.use_cache = False  # a cache is an output that training has no use for
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # without one labels cannot be shifted
+    return config, notes
+
+
+def _construct_config(config_class: Any, fields: dict[str, Any]) -> tuple[Any, list[Problem]]:
+    """transformers stops at the first field of a wrong type: drop it and go on, to report them all."""
+    problems: list[Problem] = []
+    remaining = dict(fields)
+    while True:
+        try:
+            return config_class(**remaining), problems
+        except Exception as error:  # whatever a config class raises is about the user's values
+            text = " ".join(str(error).split())
+            field = re.search(r"[Ff]ield '([^']+)'", text)
+            name = field[1] if field else ""
+            rule = text.partition("TypeError: ")[2] or text
+            problems.append(Problem(path=name, rule=rule[:300], value=None))
+            if name not in remaining:
+                return None, problems
+            del remaining[name]
+
+
+def _unknown_keys(config_class: Any, fields: Mapping[str, Any]) -> tuple[tuple[str, ...], list[Problem]]:
+    """A key nearly equal to a known one that is absent is a misspelling, which transformers would ignore silently."""
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | set(_COMMON_KEYS)
+    unknown = [key for key in fields if key not in known and not hasattr(config_class, key)]
+    problems, ignored = [], []
+    for key in unknown:
+        guess = difflib.get_close_matches(key, known - fields.keys(), n=1, cutoff=0.85)
+        if guess:
+            problems.append(Problem(path=key, rule="is not a known key", suggestion=f"did you mean {guess[0]!r}?"))
+        else:
+            ignored.append(key)
+    note = f"keys that {config_class.__name__} does not know are ignored: {', '.join(ignored)}"
+    return ((note,) if ignored else ()), problems
+
+
+def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
+    import torch
+
+    architecture = (config.architectures or [""])[0]
+    auto_name = next((auto for end, auto in _AUTO_CLASSES if architecture.endswith(end)), "AutoModelForCausalLM")
+    options: dict[str, Any] = {}
+    if dtype_name == "float64" and any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
+        options["experts_implementation"] = "batched_mm"  # grouped_mm has no float64 kernel
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device {device!r} is not one that torch knows: {error}") from None
+    try:
+        with target:
+            model: torch.nn.Module = getattr(_transformers(), auto_name).from_config(
+                config, dtype=getattr(torch, dtype_name), trust_remote_code=False, **options
+            )
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:400]
+        raise InputError(f"no {auto_name} can be built from the {config.model_type} config: {text}") from error
+    return model.train()
+
+
+def _default_seq_len(config: Any) -> int:
+    return min(_context_length(config) or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
+
+
+def _context_length(config: Any) -> int | None:
+    length = getattr(config, "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _check_seq_len(config: Any, seq_len: int) -> None:
+    """Learned position tables end; rotary positions do not."""
+    length = _context_length(config)
+    if length is not None and seq_len > length and not getattr(config, "rope_parameters", None):
+        raise InputError(
+            f"seq_len {seq_len} is more than the {length} positions of the {config.model_type}; use {length} or less"
+        )
+
+
+def _vocab_size(config: Any) -> int:
+    vocab = getattr(config.get_text_config(), "vocab_size", None)
+    if not isinstance(vocab, int):
+        raise InputError(f"the {config.model_type} config has no vocab_size; {_WHAT_TO_PASS}")
+    return vocab
+
+
+def _image_size(size: Any) -> tuple[int, int]:
+    return (size[0], size[1]) if isinstance(size, (list, tuple)) else (size, size)
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    import torch
+
+    return next((parameter.device for parameter in model.parameters()), torch.device("meta"))
+
+
+def _integers(model: torch.nn.Module, shape: tuple[int, ...], end: int, *, seed: int) -> torch.Tensor:
+    import torch
+
+    device = _device_of(model)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(0, end, shape, generator=generator, device="cpu").to(device)
+
+
+def _floats(model: torch.nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    device, dtype = _device_of(model), next(model.parameters()).dtype
+    if device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device="meta")
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+
+# ---- factories ----
+
+
+def _is_factory(spec: str) -> bool:
+    return ":" in spec and not spec.endswith(".json") and os.sep not in spec
+
+
+def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
+    import torch
+
+    factory = _import_factory(spec)
+    try:
+        returned = factory()
+    except Exception as error:
+        raise InputError(f"{spec} raised {type(error).__name__}: {error} ({_where(error)})") from error
+    expected = "(model, example_inputs): an nn.Module, and a dict of keyword arguments or a tuple of positional ones"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise InputError(f"{spec} must return {expected}; it returned {_kind(returned)}")
+    model, inputs = returned
+    problems = []
+    if not isinstance(model, torch.nn.Module):
+        problems.append(Problem(path="model", rule="must be a torch.nn.Module", value=_kind(model)))
+    if not isinstance(inputs, (dict, tuple)):
+        problems.append(Problem(path="example_inputs", rule="must be a dict or a tuple", value=_kind(inputs)))
+    elif isinstance(inputs, dict) and not all(isinstance(key, str) for key in inputs):
+        problems.append(Problem(path="example_inputs", rule="keys must be names of the forward's arguments"))
+    elif not _has_tensor(inputs):
+        problems.append(Problem(path="example_inputs", rule="must hold at least one tensor", value=_kind(inputs)))
+    if problems:
+        raise InputError(f"{spec} must return {expected}", problems)
+    if dtype_name is not None:
+        dtype = getattr(torch, dtype_name)
+        model = model.to(dtype)
+        inputs = _cast(inputs, dtype)
+    return ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs)
+
+
+def _has_tensor(value: object) -> bool:
+    import torch
+
+    if isinstance(value, (dict, list, tuple)):
+        return any(_has_tensor(each) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors at any depth of dicts, lists and plain tuples, as `dtype`."""
+    import torch
+
+    if isinstance(value, dict):
+        return {key: _cast(each, dtype) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_cast(each, dtype) for each in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _import_factory(spec: str) -> Callable[[], object]:
+    module_name, _, attribute = spec.partition(":")
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module_name) or not attribute.isidentifier():
+        raise InputError(f"{spec!r} is not package.module:factory (a path to a file is not a module name)")
+    # appended, not prepended: a folder of the user's must not shadow an installed package
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            looked = "the current folder and the installed packages were searched"
+            raise InputError(f"no module named {error.name!r}, needed for {spec}; {looked}") from None
+        raise InputError(f"importing {module_name} failed: {error} ({_where(error)})") from error
+    except Exception as error:
+        raise InputError(f"importing {module_name} raised {type(error).__name__}: {error} ({_where(error)})") from error
+    factory: object = getattr(module, attribute, None)
+    if factory is None:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise InputError(f"module {module_name} has no {attribute!r}; {did_you_mean(attribute, public, max_listed=10)}")
+    if not callable(factory):
+        raise InputError(f"{spec} is {_kind(factory)}, not a function that returns (model, example_inputs)")
+    return factory
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no source line"
+
+
+def _kind(value: object) -> str:
+    size = f" of {len(value)}" if isinstance(value, (tuple, list, dict)) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+# ---- arguments ----
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    problems = [
+        Problem(path=name, value=value, rule="must be a whole number greater than 0")
+        for name, value in sizes.items()
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+    ]
+    if problems:
+        raise InputError("the model's sizes cannot be used", problems)
+
+
+def _dtype_name(dtype: str | torch.dtype | None) -> str:
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InputError(f"unknown dtype {name!r}; {did_you_mean(name, DTYPES)}")
+    return name
+
+
+__all__ = ["ExampleInputs", "ResolvedModel", "example_inputs_for", "resolve_model", "scaled_config"]

@@ -1,0 +1,200 @@
+"""A transformers ``config.json``: read within bounds, and shrunk consistently. Plain dictionaries; no torch.
+
+**The scaling rule** (`scaled_config`). ``layers`` replaces every layer count. ``hidden`` (a multiple of 16) replaces
+the residual width, and everything that depends on it follows so that it stays divisible by 2, 4 and 8:
+
+- heads: 8, each of hidden / 8; key/value heads: as many as heads if they were, 1 if it was 1, else half the heads (4);
+- feed-forward widths keep their ratio to hidden, rounded to a multiple of 16;
+- vocabulary: 512, or the model's own if smaller.
+
+When hidden is a multiple of 48 all of these are divisible by 3 as well: 24 heads, 12 key/value heads, feed-forward
+multiples of 48, vocabulary 768. Context length stays. Token ids beyond the new vocabulary are dropped (the decoder's
+start token becomes 0). Every dropout becomes 0, because a scaled model is one for verification.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import InputError, Problem
+from autopar.presets.strict_yaml import read_json_text
+
+MAX_CONFIG_BYTES = 1024 * 1024
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+LAYER_KEYS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"
+)  # fmt: skip
+HEAD_KEYS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"
+)  # fmt: skip
+KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
+FFN_KEYS = (
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim",
+    "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
+HEAD_SIZE_KEYS = ("head_dim", "d_kv")
+VOCAB_KEYS = ("vocab_size",)
+_SIZE_KEYS = frozenset(HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + VOCAB_KEYS)
+# what a config may name as kernels; any other name makes transformers fetch code from a hub
+_IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of a config file, its fields unchecked. Raises InputError with every problem of its form."""
+    text, problems = read_json_text(path, max_bytes=MAX_CONFIG_BYTES)
+    content: object = None
+    if text is not None:
+        try:
+            content = json.loads(
+                text,
+                object_pairs_hook=lambda pairs: _mapping(pairs, problems),
+                parse_constant=lambda name: _constant(name, problems),
+            )
+        except (ValueError, RecursionError) as error:
+            what = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
+            problems.append(Problem(path=str(path), rule=what[:300]))
+    if not problems and not isinstance(content, dict):
+        problems.append(Problem(path=str(path), value=content, rule="must be a JSON object"))
+    if problems or not isinstance(content, dict):
+        raise InputError(f"model config {str(path)!r} cannot be used", problems)
+    return content
+
+
+def check_config(config: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the fields that have a meaning here; the others are the model class's to check.
+
+    Kernels that live on a hub are refused: nothing that a config names is ever fetched or run.
+    """
+    problems = []
+    if not isinstance(config.get("model_type"), str):
+        value = config.get("model_type")
+        problems.append(Problem(path="model_type", value=value, rule="is required: the architecture, such as 'llama'"))
+    if config.get("quantization_config") is not None:
+        problems.append(Problem(path="quantization_config", rule="quantized models cannot be trained; remove the key"))
+    for key, value in config.items():
+        limit = MAX_LAYERS if key in LAYER_KEYS else MAX_SIZE if key in _SIZE_KEYS else None
+        if limit is not None and value is not None and not _is_count(value, limit):
+            problems.append(Problem(path=key, value=value, rule=f"must be a whole number from 1 to {limit:,}"))
+        if key in _IMPLEMENTATIONS and value is not None and value not in _IMPLEMENTATIONS[key]:
+            rule = f"must be one of {', '.join(_IMPLEMENTATIONS[key])}: nothing is fetched from a hub"
+            problems.append(Problem(path=key, value=value, rule=rule))
+    return problems
+
+
+def cleaned(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without ``auto_map`` (remote code) and private keys at any depth, and without kernel names in nested configs."""
+    result = {}
+    for key, value in config.items():
+        if isinstance(key, str) and (key.startswith("_") or key == "auto_map"):
+            continue
+        if isinstance(value, dict):
+            nested = cleaned(value)
+            value = {inner: nested[inner] for inner in nested if inner not in _IMPLEMENTATIONS}
+        result[key] = value
+    return result
+
+
+def scaled_config(config: Mapping[str, Any], *, layers: int | None = None, hidden: int | None = None) -> dict[str, Any]:
+    """A copy of a config with `layers` layers and residual width `hidden`, by the rule in this module's docstring.
+
+    `config` has every field that matters, defaults included. Raises InputError for sizes that the rule cannot make.
+    """
+    result = dict(config)
+    problems = []
+    if layers is not None:
+        problems += _scale_layers(result, layers)
+    if hidden is not None:
+        problems += _scale_widths(result, hidden)
+    if problems:
+        raise InputError(f"model {config.get('model_type')!r} cannot be scaled", problems)
+    for key, value in result.items():
+        is_dropout = "dropout" in key or key.endswith("_pdrop") or key in ("drop_rate", "drop_path_rate")
+        if is_dropout and isinstance(value, (int, float)) and not isinstance(value, bool):
+            result[key] = 0.0
+    return result
+
+
+def _scale_layers(config: dict[str, Any], layers: int) -> list[Problem]:
+    present = [key for key in LAYER_KEYS if config.get(key) is not None]
+    if not present:
+        return [Problem(path="layers", rule=f"the config has none of the keys {', '.join(LAYER_KEYS)}")]
+    if not _is_count(layers, MAX_LAYERS):
+        return [Problem(path="layers", value=layers, rule=f"must be a whole number from 1 to {MAX_LAYERS:,}")]
+    num_before = config[present[0]]
+    for key in present:
+        config[key] = layers
+    for key, value in config.items():
+        # one entry per layer (layer_types, window sizes): cut, or repeat the pattern
+        is_per_layer = any(word in key for word in ("layer", "types", "window"))
+        if is_per_layer and isinstance(value, (list, tuple)) and len(value) == num_before:
+            config[key] = [value[index % num_before] for index in range(layers)]
+    return []
+
+
+def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
+    hidden_keys = [key for key in HIDDEN_KEYS if config.get(key) is not None]
+    head_keys = [key for key in HEAD_KEYS if config.get(key) is not None]
+    if not hidden_keys or not head_keys:
+        rule = f"needs one of {', '.join(HIDDEN_KEYS)} and one of {', '.join(HEAD_KEYS)} in the config"
+        return [Problem(path="hidden", rule=rule)]
+    before = config[hidden_keys[0]]
+    if not _is_count(hidden, MAX_SIZE) or hidden % 16 or hidden > before:
+        legal = max(16, min(before, (hidden + 8) // 16 * 16)) if _is_count(hidden, MAX_SIZE) else 64
+        rule = f"must be a multiple of 16 and at most the model's own width, {before:,}"
+        return [Problem(path="hidden", value=hidden, rule=rule, suggestion=f"use {legal}")]
+    if hidden == before:
+        return []
+    unit, heads = (48, 24) if hidden % 48 == 0 else (16, 8)
+    vocab = 16 * unit if unit == 48 else 512
+    num_heads_before = config[head_keys[0]]
+    for key in hidden_keys:
+        config[key] = hidden
+    for key in head_keys:
+        config[key] = heads
+    for key in KV_HEAD_KEYS:
+        if config.get(key) is not None:
+            config[key] = heads if config[key] == num_heads_before else 1 if config[key] == 1 else heads // 2
+    for key in FFN_KEYS:
+        if config.get(key) is not None:
+            config[key] = max(unit, round(config[key] * hidden / before / unit) * unit)
+    for key in HEAD_SIZE_KEYS:
+        if config.get(key) is not None:
+            config[key] = hidden // heads
+    for key in VOCAB_KEYS:
+        if config.get(key) is not None:
+            config[key] = min(config[key], vocab)
+            _fit_token_ids(config, config[key])
+    return []
+
+
+def _fit_token_ids(config: dict[str, Any], vocab: int) -> None:
+    for key, value in config.items():
+        ids = value if isinstance(value, list) else [value]
+        if key.endswith("_token_id") and any(isinstance(each, int) and each >= vocab for each in ids):
+            config[key] = 0 if key == "decoder_start_token_id" else None
+
+
+def _is_count(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
+
+
+def _mapping(pairs: list[tuple[str, Any]], problems: list[Problem]) -> dict[str, Any]:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            problems.append(Problem(path=key, rule="duplicate key", suggestion="keep one"))
+        seen.add(key)
+    return dict(pairs)
+
+
+def _constant(name: str, problems: list[Problem]) -> None:
+    problems.append(Problem(path="", rule=f"{name} is not a number that JSON has"))

@@ -1,0 +1,84 @@
+"""Model presets: one JSON file per model in ``presets/models``, listed without importing torch or transformers.
+
+A file holds the fields of a transformers config, the exact number of parameters that this config has, the published
+number, and where both come from.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from autopar.errors import InputError, Problem, did_you_mean
+from autopar.presets._schema import StrictModel, validate
+
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
+_Count = Annotated[int, Field(gt=0)]
+_Source = Annotated[str, Field(min_length=8)]
+
+
+class PublishedCount(StrictModel):
+    value: _Count
+    is_rounded: bool
+    source: _Source
+
+
+class ModelPreset(StrictModel):
+    """One file of ``presets/models``. `num_parameters` counts a tied parameter once."""
+
+    name: _Name
+    description: str
+    aliases: list[_Name]
+    num_parameters: _Count
+    published_parameters: PublishedCount
+    config_source: _Source
+    config: dict[str, Any]
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence that the model was made for, in tokens."""
+        length: int = self.config.get("max_position_embeddings") or self.config["n_positions"]
+        return length
+
+
+@functools.cache
+def model_presets() -> dict[str, ModelPreset]:
+    """Every preset by its name, sorted. Raises InputError when a file is malformed or a name is taken twice."""
+    presets: dict[str, ModelPreset] = {}
+    problems: list[Problem] = []
+    taken: dict[str, str] = {}
+    with resources.as_file(resources.files("autopar.presets") / "models") as folder:
+        for path in sorted(Path(folder).glob("*.json")):
+            preset, found = validate(ModelPreset, json.loads(path.read_text(encoding="utf-8")), path.name)
+            problems += found
+            if preset is None:
+                continue
+            presets[preset.name] = preset
+            if preset.name != path.stem:
+                problems.append(Problem(path=path.name, value=preset.name, rule="name must be the file's"))
+            for name in (preset.name, *preset.aliases):
+                if name in taken:
+                    problems.append(Problem(path=path.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
+                taken[name] = preset.name
+    if problems:
+        raise InputError("the model presets are malformed", problems)
+    return presets
+
+
+def model_names() -> tuple[str, ...]:
+    """Every name and alias that `model_preset` accepts, sorted."""
+    return tuple(sorted(name for preset in model_presets().values() for name in (preset.name, *preset.aliases)))
+
+
+def model_preset(name: str) -> ModelPreset:
+    """The preset of that name or alias, case ignored. Raises InputError naming the nearest."""
+    wanted = name.lower().replace("_", "-")
+    for preset in model_presets().values():
+        if wanted == preset.name or wanted in preset.aliases:
+            return preset
+    raise InputError(f"unknown model preset {name[:80]!r}; {did_you_mean(name, model_names())}")

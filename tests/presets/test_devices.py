@@ -1,0 +1,104 @@
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import ClusterError
+from autopar.presets.devices import (
+    device_names,
+    device_preset,
+    device_preset_for_torch_name,
+    device_presets,
+    known_range,
+    load_device_preset,
+)
+
+REQUIRED = (
+    "v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "a800-80gb", "h100-sxm", "h100-pcie", "h100-96gb-hbm2e", "h200",
+    "h20", "b200", "gb200", "gb300", "mi250x", "mi300x", "mi325x", "mi355x", "l40s", "rtx4090", "cpu",
+)  # fmt: skip
+
+
+def test_all_devices_are_there() -> None:
+    assert set(REQUIRED) <= set(device_presets())
+
+
+@pytest.mark.parametrize("name", sorted(device_presets()))
+def test_every_number_has_a_source_and_is_of_a_possible_size(name: str) -> None:
+    preset = device_presets()[name]
+    assert all(len(figure.source) > 8 for figure in preset.figures().values())
+    peaks = {dtype: figure.value for dtype, figure in preset.peaks().items()}
+    # narrower is never slower
+    for wider, narrower in (("float32", "tf32"), ("tf32", "bfloat16"), ("float32", "float16"), ("float16", "float8")):
+        if wider in peaks and narrower in peaks:
+            assert peaks[wider] <= peaks[narrower]
+    assert peaks.get("bfloat16", peaks["float16"]) == peaks["float16"]
+    assert preset.in_host.bandwidth_gb_per_s.value >= preset.inter_host.bandwidth_gb_per_s.value or name == "cpu"
+    assert preset.devices_per_host.value == int(preset.devices_per_host.value)
+    if name != "cpu":
+        # a peak taken with sparsity, or bandwidth of both directions, would stand out here
+        assert 20 <= peaks["float16"] * 1e3 / preset.memory_bandwidth_gb_per_s.value <= 450
+        assert preset.in_host.bandwidth_gb_per_s.value <= 900
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("h100", "h100-sxm"),
+        ("H100_SXM", "h100-sxm"),
+        ("a100", "a100-80gb"),
+        ("a800", "a800-80gb"),
+        ("v100", "v100-32gb"),
+        ("a100-40", "a100-40gb"),
+        ("h100-96gb", "h100-96gb-hbm2e"),
+        ("rtx-4090", "rtx4090"),
+        ("gb200-nvl72", "gb200"),
+    ],
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert device_preset(alias).name == name
+
+
+def test_names_are_unique_and_unknown_ones_are_refused() -> None:
+    assert len(device_names()) == len(set(device_names()))
+    with pytest.raises(ClusterError, match="did you mean 'mi300x'"):
+        device_preset("mi300")
+    torch_names = [name for preset in device_presets().values() for name in preset.torch_names]
+    assert len(torch_names) == len(set(torch_names))
+
+
+def test_torch_names() -> None:
+    found = device_preset_for_torch_name("NVIDIA H100 80GB HBM3")
+    assert found is not None and found.name == "h100-sxm"
+    assert device_preset_for_torch_name("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+
+
+def test_the_hbm2e_h100_is_what_its_benchmark_says() -> None:
+    preset = device_preset("h100-96gb-hbm2e")
+    assert (preset.memory_gb.value, preset.memory_bandwidth_gb_per_s.value) == (96, 2400)
+    assert any("bfloat16" in text for text in preset.assumptions())  # its exact peak was never published
+
+
+def test_known_range() -> None:
+    assert known_range("memory_gb", accelerators_only=True) == (16, 288)
+    assert known_range("nothing", accelerators_only=True) is None
+
+
+def test_a_malformed_preset_names_file_and_field(tmp_path: Path) -> None:
+    path = tmp_path / "new.yaml"
+    path.write_text("name: other\nmemory_gb: {value: 3}\nmemory_gbs: 3\n")
+    preset, problems = load_device_preset(path)
+    assert preset is None
+    paths = [problem.path for problem in problems]
+    assert "new.yaml: memory_gb.source" in paths and "new.yaml: memory_gbs" in paths
+
+
+def test_the_documentation_has_these_figures() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    for name, preset in device_presets().items():
+        half = preset.peak_tflops.bfloat16 or preset.peak_tflops.float16
+        assert half is not None
+        figures = (preset.memory_gb, half, preset.devices_per_host)
+        links = (preset.in_host.bandwidth_gb_per_s, preset.inter_host.bandwidth_gb_per_s)
+        aliases = ", ".join(f"`{alias}`" for alias in preset.aliases)
+        row = " | ".join([f"| `{name}`", aliases, *(f"{figure.value:g}" for figure in (*figures, *links))]) + " |"
+        assert row in text
