@@ -4,8 +4,10 @@ Values carry a source type per mesh dimension, uses a destination type. A conver
 type): it is emitted once and shared by all uses.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -20,6 +22,7 @@ from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
 from autopar.rules.variants import Bound, Variant, by_label, variants
 from autopar.runtime import conversions, vocabulary
 from autopar.trace.analysis import Analysis
+from autopar.trace.nodes import output_nodes
 
 RUNTIME_FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "vocab_parallel_embedding": vocabulary.vocab_parallel_embedding,
@@ -105,12 +108,14 @@ class _Writer:
         inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
         degrees = self.mesh.degrees
         mesh_dim = self.mesh_dim(self.mesh.names[i])
+        cuts: dict[int, list[int]] = {}
         if inner:
             cuts = {
                 d: sorted({t.position for t in (a, b) if t.kind == "S" and t.dim == d and t.position > 0})
                 for d in {t.dim for t in inner}
             }
             node = self.reshape(node, _cut(dims.local_sizes(source, degrees), cuts))
+            _describe(node, source, cuts)
             a, b = _moved(a, cuts), _moved(b, cuts)
         if a.kind == "S" and b.kind == "S":
             node = self.call(conversions.all_to_all, (node, mesh_dim, a.dim, b.dim))
@@ -119,8 +124,10 @@ class _Writer:
         else:
             shard = a if a.kind == "S" else b
             node = self.call(_ONE_DIM[a.kind, b.kind], (node, mesh_dim, shard.dim))
+        _describe(node, target, cuts)
         if inner:
             node = self.reshape(node, dims.local_shape(target, degrees))
+            _describe(node, target, {})
         return node
 
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -165,6 +172,8 @@ class _Writer:
                 "call_function", target, args, kwargs, node.name if step is steps[-1] else None
             )
         assert previous is not None
+        previous.meta["operand_types"] = tuple(types)
+        previous.meta["rewritten"] = len(steps) > 1
         self.define(node.name, previous, out_types, node.meta["info"].differentiable)
 
     def fill(self, value: Any, operands: Sequence[fx.Node], previous: fx.Node | None) -> Any:
@@ -182,13 +191,14 @@ class _Writer:
 
     def define(self, name: str, node: fx.Node, types: Types, differentiable: bool) -> None:
         self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
+        node.meta["types"], node.meta["differentiable"] = types, differentiable
 
 
 def _cut(sizes: Sequence[Sequence[int]], cuts: Mapping[int, Sequence[int]]) -> list[int]:
     shape: list[int] = []
     for d, dim in enumerate(sizes):
         edges = [0, *cuts.get(d, ()), len(dim)]
-        shape.extend(prod(dim[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+        shape.extend(prod(dim[a:b]) for a, b in pairwise(edges))
     return shape
 
 
@@ -197,8 +207,14 @@ def _moved(t: Type, cuts: Mapping[int, Sequence[int]]) -> Type:
     if t.kind != "S":
         return t
     before = sum(len(c) for d, c in cuts.items() if d < t.dim)
-    own = list(cuts.get(t.dim, ()))
-    return Type("S", t.dim + before + (own.index(t.position) + 1 if t.position else 0), 0)
+    own = [0, *cuts.get(t.dim, ())]
+    part = bisect_right(own, t.position) - 1
+    return Type("S", t.dim + before + part, t.position - own[part])
+
+
+def _describe(node: fx.Node, types: Types, cuts: Mapping[int, Sequence[int]]) -> None:
+    """What the type check reads: the types of a converted value whose dimensions are cut."""
+    node.meta["types"] = tuple(_moved(t, cuts) for t in types)
 
 
 def chosen_variants(bound: Bound, labels: Sequence[str], mesh: Mesh, where: str) -> list[Variant]:
@@ -255,7 +271,7 @@ def generate(
 
 
 def _needed(block: Block, keep: Sequence[str] | None) -> set[str]:
-    stack = [n for n in block.graph.output_node().args[0] if keep is None or n.name in keep]
+    stack = [n for n in output_nodes(block.graph) if keep is None or n.name in keep]
     found: set[str] = set()
     while stack:
         node = stack.pop()

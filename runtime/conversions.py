@@ -55,7 +55,8 @@ def ordered(gathered: torch.Tensor, mesh: MeshDim, dim: int) -> torch.Tensor:
     """Ranks' parts stacked along dimension 0, concatenated along `dim` instead."""
     if dim == 0:
         return gathered
-    return gathered.unflatten(0, (mesh.degree, -1)).movedim(0, dim).flatten(dim, dim + 1)
+    out: torch.Tensor = gathered.unflatten(0, (mesh.degree, -1)).movedim(0, dim).flatten(dim, dim + 1)
+    return out
 
 
 def all_gather_(x: torch.Tensor, mesh: MeshDim, dim: int, to: int) -> torch.Tensor:
@@ -68,7 +69,8 @@ def _split_first(x: torch.Tensor, mesh: MeshDim, dim: int) -> torch.Tensor:
     """Make `dim`'s rank-sized chunks the leading dimension, as reduce-scatter and all-to-all want them."""
     if dim == 0:
         return x.contiguous()
-    return x.unflatten(dim, (mesh.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
+    out: torch.Tensor = x.unflatten(dim, (mesh.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
+    return out
 
 
 def reduce_scatter_(x: torch.Tensor, mesh: MeshDim, dim: int, to: int) -> torch.Tensor:
@@ -106,7 +108,7 @@ def all_to_all_(x: torch.Tensor, mesh: MeshDim, dim: int, to: int) -> torch.Tens
     parts = _split_first(x, mesh, to)
     sizes = [parts.shape[0] // mesh.degree] * mesh.degree
     out: torch.Tensor = c10d.wait_tensor(c10d.all_to_all_single(parts, sizes, sizes, mesh.group_name))
-    received = out.unflatten(0, (mesh.degree, -1))
+    received: torch.Tensor = out.unflatten(0, (mesh.degree, -1))
     return received.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 

@@ -9,7 +9,6 @@ from autopar.ir.sharding import Dims, I, Mesh, R, S, Type
 from autopar.rules.variants import Bound, Variant, variants
 from autopar.trace.analysis import Analysis
 
-
 Owned = Callable[[int], bool]
 
 

@@ -16,7 +16,7 @@ def coordinates(mesh: Mesh) -> Iterator[tuple[int, ...]]:
 def part(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, at: Sequence[int]) -> torch.Tensor:
     """The part of a whole value that the rank at the given coordinates holds; partial values lie on coordinate 0."""
     out = value
-    for kind, degree, coordinate in zip(types, mesh.degrees, at, strict=True):
+    for kind, coordinate in zip(types, at, strict=True):
         if kind.kind == "P" and coordinate:
             out = torch.zeros_like(out)
     flat = [size for dim in dims.sizes for size in dim]

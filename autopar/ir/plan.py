@@ -189,7 +189,7 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in data.items():
-        name = _ALIASES.get(key, key)
+        name: Any = _ALIASES.get(key, key)
         if name not in fields:
             problems.append(f"unknown key {key!r}; {did_you_mean(str(key), sorted(fields | set(_ALIASES)))}")
         elif name in values:

@@ -12,8 +12,11 @@ from torch.distributed._local_tensor import (
     enabled_local_tensor_mode,
     maybe_disable_local_tensor_mode,
 )
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
+
+pytree = _pytree
 
 
 @contextmanager
@@ -68,3 +71,9 @@ def is_rank_tensor(value: Any) -> bool:
 def in_one_process() -> bool:
     """Whether all ranks live in this process."""
     return enabled_local_tensor_mode() is not None
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and global offset of a DTensor's local part, FSDP2's strided shards included."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.program import Block, CallSite, Port, Role
+from autopar.trace.nodes import operator_name
 
 _INDEXED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
 
@@ -138,7 +139,7 @@ def build_block(
         kwargs = {k: copy(v) if k not in ("device", "pin_memory") else v for k, v in node.kwargs.items()}
         path = module_path(node)
         relative = path.removeprefix(segment.path).lstrip(".") if segment.path else path
-        operator = node.target._opname if hasattr(node.target, "_opname") else node.target.__name__
+        operator = operator_name(node)
         label = f"{relative}:{operator}" if relative else operator
         new = graph.create_node("call_function", node.target, args, kwargs, _node_name(relative, operator))
         new.meta["info"] = node.meta["info"]
@@ -197,7 +198,10 @@ def fold(
         which, positions = index[segment.skeleton]
         for k, node in enumerate(segment.outputs):
             names[node] = f"{path}/{k}"
-        arguments = (*(names[n] for n in segment.externals), *(segment.floats[i] for i in positions))
+        arguments: tuple[str | float | int, ...] = (
+            *(names[n] for n in segment.externals),
+            *(segment.floats[i] for i in positions),
+        )
         results = tuple(names[n] for n in segment.outputs)
         calls.append(CallSite(block=which, path=path, arguments=arguments, results=results))
     return tuple(blocks), tuple(calls)

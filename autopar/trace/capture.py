@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from autopar.trace._torch_private import pytree
 
 from autopar.errors import CaptureError
+from autopar.trace._torch_private import pytree
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 
@@ -59,7 +59,8 @@ def named_outputs(out: Any) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def _training_without_cache(model: nn.Module) -> Iterator[None]:
     """Generation caches are no part of training; modules that have the switch (`config.use_cache`) have it off."""
-    configs = {id(c): c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", None)}
+    owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
     was_training = [m for m in model.modules() if not m.training]
     for config in configs.values():
         config.use_cache = False

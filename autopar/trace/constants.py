@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.trace.nodes import function
+
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 
@@ -19,11 +21,12 @@ def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
     constant: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            if kinds.get(node.name) in ("buffer", "lifted"):
-                constant[node] = None
-        elif node.op == "get_attr" or (node.op == "call_function" and not is_random(node)):
-            if all(n in constant for n in node.all_input_nodes):
-                constant[node] = None
+            is_constant = kinds.get(node.name) in ("buffer", "lifted")
+        else:
+            computed = node.op == "get_attr" or (node.op == "call_function" and not is_random(node))
+            is_constant = computed and all(n in constant for n in node.all_input_nodes)
+        if is_constant:
+            constant[node] = None
     return list(constant)
 
 
@@ -57,7 +60,7 @@ def evaluate(wanted: fx.Node, leaf: Callable[[fx.Node], torch.Tensor], device: s
             values[node] = leaf(node)
         else:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
-            values[node] = node.target(*args, **on_device(kwargs, device))
+            values[node] = function(node)(*args, **on_device(kwargs, device))
     result: torch.Tensor = values[wanted]
     return result
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
+from autopar.trace.nodes import arg, int_arg, operator_name
 
 aten = torch.ops.aten
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
@@ -37,9 +38,9 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
                 if inner.op == "placeholder":
                     values[inner] = next(inputs)
                 elif inner.op == "output":
-                    result = fx.map_arg(inner.args[0], lambda n: values[n])
+                    result = fx.map_arg(inner.args[0], values.__getitem__)
                 else:
-                    copy = graph.node_copy(inner, lambda n: values[n])
+                    copy = graph.node_copy(inner, values.__getitem__)
                     copy.meta = dict(inner.meta) | ({"no_grad": True} if no_grad else {})
                     copy.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
                     values[inner] = copy
@@ -76,13 +77,13 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 def _is_no_op(node: fx.Node) -> bool:
     if str(node.target).startswith(("aten.to.", "aten._to_copy", "aten.type_as")):
-        source, out = _value(node.args[0]), _value(node)
+        source, out = _value(arg(node, 0)), _value(node)
         return bool(source.dtype == out.dtype and source.device == out.device)
     if node.target in (aten.expand.default, aten.reshape.default, aten.view.default):
-        return tuple(_value(node.args[0]).shape) == tuple(_value(node).shape)
+        return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
     if node.target is aten.slice.Tensor:
-        return tuple(_value(node.args[0]).shape) == tuple(_value(node).shape)
-    return node.target is aten.dropout.default and (node.args[1] == 0 or not node.args[2])
+        return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
+    return node.target is aten.dropout.default and bool(node.args[1] == 0 or not node.args[2])
 
 
 def functionalise(graph: fx.Graph) -> None:
@@ -132,7 +133,7 @@ def one_output_each(graph: fx.Graph) -> None:
 
 
 def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
-    name, index = node.target._opname, user.args[1]
+    name, index = operator_name(node), int_arg(user, 1)
     source = node.args[0]
     default = 0 if name == "unbind" else node.kwargs.get("dim", 0)
     dim = node.args[-1] if len(node.args) > (1 if name == "unbind" else 2) else default

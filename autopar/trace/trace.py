@@ -13,9 +13,11 @@ from autopar.trace import blocks as folding
 from autopar.trace.analysis import analyse, described
 from autopar.trace.capture import Flat, Inputs, capture_flat, input_names, resize_inputs
 from autopar.trace.constants import closure, constant_nodes, merge_equal, recognise_causal
+from autopar.trace.nodes import output_nodes
 from autopar.trace.normalize import normalise
 
 aten = torch.ops.aten
+_ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input"}  # of placeholders by kind
 
 
 def trace(model: nn.Module, example_inputs: Inputs, *, batch: int | None = None) -> Program:
@@ -105,10 +107,8 @@ def fold_program(
     names: dict[fx.Node, str] = {n: flat.placeholders[n.name][1] for n in flat.graph.nodes if n.name in kinds}
     role_of: dict[fx.Node, Role] = {}
     for node in flat.graph.nodes:
-        kind = kinds.get(node.name)
-        role_of[node] = "constant" if node in is_constant else (kind if kind in ("parameter", "input") else "value")
-    output = next(iter(reversed(flat.graph.nodes)))
-    results = dict(zip(flat.outputs, output.args[0], strict=True))
+        role_of[node] = "constant" if node in is_constant else _ROLES.get(kinds.get(node.name, ""), "value")
+    results = dict(zip(flat.outputs, output_nodes(flat.graph), strict=True))
     loss = results["loss"]
     main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
     denominator = denominator_of(loss, role_of)
@@ -168,9 +168,8 @@ def _fold_with_denominator(
         return folding.fold(segments, role_of, names, used_later)
     first_blocks, first_calls = folding.fold(segments[:1], role_of, names, set())
     block, call = first_blocks[0], first_calls[0]
-    last = block.graph.output_node()
-    kept = last.args[0][-1]
-    last.args = ((kept,),)
+    kept = output_nodes(block.graph)[-1]
+    block.graph.output_node().args = ((kept,),)
     block = replace(block, name="denominator", outputs=(kept.name,))
     call = replace(call, path="denominator", results=call.results[-1:], phase="denominator")
     for node in segments[0].outputs:
