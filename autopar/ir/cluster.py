@@ -78,7 +78,7 @@ class ClusterSpec:
         More devices than the device's usual host holds make several full hosts. Raises ClusterError for an unknown
         device or a number that does not fill whole hosts, naming the nearest that does.
         """
-        from autopar.presets.devices import device_names, device_preset
+        from autopar.ir.device_presets import device_names, device_preset
 
         match = _PRESET.fullmatch(text.strip().lower())
         if match is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from autopar.errors import ClusterError, Problem, did_you_mean
 
 if TYPE_CHECKING:
-    from autopar.presets.devices import DevicePreset, PresetLink
+    from autopar.ir.device_presets import DevicePreset, PresetLink
 
 DeviceType = Literal["cuda", "cpu"]
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from autopar.errors import InputError, Problem, did_you_mean
-from autopar.presets._schema import StrictModel, validate
+from autopar.ir.strict_model import StrictModel, validate
 
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
 _Count = Annotated[int, Field(gt=0)]

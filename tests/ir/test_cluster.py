@@ -12,7 +12,7 @@ import pytest
 
 from autopar.errors import ClusterError
 from autopar.ir.cluster import ClusterSpec, ClusterWarning, Device, HostGroup, Link, Peaks
-from autopar.presets.devices import device_names, device_presets
+from autopar.ir.device_presets import device_names, device_presets
 
 GOOD = """
 name: two kinds

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ClusterError
-from autopar.presets.devices import (
+from autopar.ir.device_presets import (
     device_names,
     device_preset,
     device_preset_for_torch_name,

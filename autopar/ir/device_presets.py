@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from autopar.errors import ClusterError, Problem, did_you_mean
-from autopar.presets._schema import StrictModel, validate
-from autopar.presets.strict_yaml import read_yaml
+from autopar.ir.strict_model import StrictModel, validate
+from autopar.ir.strict_yaml import read_yaml
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 DeviceType = Literal["cuda", "cpu"]
