@@ -119,7 +119,7 @@ def _used_after(view: fx.Node, node: fx.Node) -> bool:
 
 
 def one_output_each(graph: fx.Graph) -> None:
-    """`split`, `chunk` and `unbind` with their getitems become slices and selects."""
+    """`split`, `chunk` and `unbind` with their getitems become slices and selects, `broadcast_tensors` expands."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(_value(node), (list, tuple)):
             continue
@@ -144,6 +144,8 @@ def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
             sizes = [value.shape[dim] for value in _value(node)]
             start = sum(sizes[:index])
             piece = graph.call_function(aten.slice.Tensor, (source, dim, start, start + sizes[index]))
+        elif name == "broadcast_tensors":
+            piece = graph.call_function(aten.expand.default, (source[index], list(_value(user).shape)))
         else:
             raise CaptureError(
                 f"operator {node.target} has several outputs; autopar supports operators with one. Use a variant "
