@@ -1,0 +1,85 @@
+"""A captured model with its single-device results, and the comparison of a labelling with them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tiny_models import Example
+
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Program
+from autopar.ir.sharding import Mesh
+from autopar.runtime.execute import run_reference
+from autopar.runtime.fuzz import random_labels
+from autopar.runtime.measure import relative_errors
+from autopar.runtime.one_process import Outcome, run_in_one_process
+from autopar.runtime.promote import promoted
+from autopar.trace.analysis import Analysis, analyse
+from autopar.trace.trace import trace
+
+TOLERANCE = 1e-11  # float64; what a right labelling shows is 1e-15
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Case:
+    """A promoted program with the values and gradients that one device computes."""
+
+    program: Program
+    parameters: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+    analyses: dict[Mesh, Analysis] = field(default_factory=dict)
+
+    def analysis(self, mesh: Mesh) -> Analysis:
+        if mesh not in self.analyses:
+            self.analyses[mesh] = analyse(self.program, mesh)
+        return self.analyses[mesh]
+
+
+def case_of(example: Example) -> Case:
+    """Capture a model, run it on one device."""
+    model, inputs = example
+    program = promoted(trace(model, inputs))
+    every = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    parameters = {n: every[n] for n in program.parameters}
+    buffers = {n: b.double() if b.is_floating_point() else b for n, b in model.named_buffers()}
+    values = run_reference(program, parameters, inputs, buffers)
+    values[program.loss].backward()
+    gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    assert gradients.keys() == parameters.keys()
+    return Case(
+        program=program,
+        parameters=parameters,
+        inputs=inputs,
+        buffers=buffers,
+        loss=values[program.loss].detach(),
+        gradients=gradients,
+        outputs={key: values[name].detach() for key, name in program.outputs.items()},
+    )
+
+
+def run(case: Case, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -> Outcome:
+    return run_in_one_process(
+        case.program, case.analysis(mesh), labels, mesh, case.parameters, case.inputs, case.buffers, **options
+    )
+
+
+def worst(case: Case, outcome: Outcome) -> float:
+    """The worst relative error over loss, outputs, every gradient, and copies that must be equal."""
+    assert outcome.gradients.keys() == case.gradients.keys()
+    errors = relative_errors(outcome.gradients, case.gradients)
+    outputs = relative_errors({**outcome.outputs, "loss": outcome.loss}, {**case.outputs, "loss": case.loss})
+    return max(*errors.values(), *outputs.values(), outcome.disagreement)
+
+
+def check(case: Case, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -> None:
+    error = worst(case, run(case, labels, mesh, **options))
+    assert error < TOLERANCE, error
+
+
+def check_random(case: Case, mesh: Mesh, seed: int, **options: Any) -> None:
+    check(case, random_labels(case.program, case.analysis(mesh), mesh, seed), mesh, **options)
