@@ -97,8 +97,8 @@ class Rule:
 
     `whole` factors are never split. `reduced` factors are absent from the output. `additive` operands enter the
     output by addition. Each set in `linear` lists operands that may be partial together. A factor in `invariant`
-    has a rewrite whose own collectives sum over ranks, so its output is ``I``; `operand_only` restricts the
-    splitting of a factor to the outermost axis of its product, for rewrites that compute offsets.
+    has a rewrite whose own collectives sum over ranks, so its output is ``I``; a factor in `outermost` is split
+    only on the outermost axis of its product, for rewrites that compute offsets.
     """
 
     inputs: tuple[Spec, ...]
@@ -163,8 +163,12 @@ def _bind(dims: list[Dim | None], shape: Sequence[int], sizes: dict[str, int], p
         unknown = [f for f in dim if f not in sizes]
         if dim and unknown and size == 1:  # a broadcast dimension has no axis
             bound[position] = ()
+        elif len(unknown) > 1:
+            raise RuleError(f"rule {pattern!r}: the sizes of {unknown} cannot be told from {tuple(shape)}")
         elif len(unknown) == 1:
-            sizes[unknown[0]] = size // prod(sizes[f] for f in dim if f != unknown[0])
+            sizes[unknown[0]], rest = divmod(size, prod(sizes[f] for f in dim if f != unknown[0]))
+            if rest:
+                raise RuleError(f"rule {pattern!r}: dimension {position} of {tuple(shape)} is not {dim} with {sizes}")
         elif dim and not unknown and prod(sizes[f] for f in dim) != size:
             if size != 1:
                 raise RuleError(f"rule {pattern!r}: dimension {position} of {tuple(shape)} is not {dim} = {sizes}")
@@ -191,9 +195,10 @@ def parse(
     Raises `RuleError` where the pattern does not fit the shapes.
     """
     left, right = pattern.split("->")
-    operand_dims = [_parse_operand(text) for text in _split_operands(left)][: len(call.operands)]
-    if len(operand_dims) < len(call.operands):
+    operand_dims = [_parse_operand(text) for text in _split_operands(left)]
+    if not len(operand_dims) - left.count("[") <= len(call.operands) <= len(operand_dims):
         raise RuleError(f"rule {pattern!r} names {len(operand_dims)} operands, the call has {len(call.operands)}")
+    operand_dims = operand_dims[: len(call.operands)]
     known = dict(sizes or {})
     order = sorted(range(len(operand_dims)), key=lambda k: sum(len(d or ()) > 1 for d in operand_dims[k]))
     specs: dict[int, Spec] = {}

@@ -233,6 +233,8 @@ def combine(
     rest = _shrunk(sizes, kind, degree)
     mine = [combine(pieces[r * size : (r + 1) * size], rest, types[1:], degrees[1:], summed) for r in range(degree)]
     if kind.kind == summed:
+        if mine[0].dtype is torch.bool:
+            raise Disproved("a sum over ranks of bools")
         return torch.stack(mine).sum(0).to(mine[0].dtype)
     if kind.kind != "S":
         for piece in mine[1:]:

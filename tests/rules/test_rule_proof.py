@@ -1,19 +1,16 @@
 """Every registered rule, proved by running its operator whole and in shards on drawn calls."""
 
-import random
-import zlib
 from typing import Any
 
 import pytest
-import rule_samples_compute  # noqa: F401  registers samples
-import rule_samples_pointwise  # noqa: F401
-import rule_samples_shapes  # noqa: F401
 import torch
-from rule_proof import Sample, prove, sample_of
-from rule_samples import SAMPLES, Draw
+from rule_draws import draw_sample
+from rule_proof import prove, run_steps
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.registry import registered, rule_of
+from autopar.rules.rule import Step
 
 aten = torch.ops.aten
 TARGETS = sorted(registered(), key=str)
@@ -27,20 +24,6 @@ NEVER_SPLIT = {
 }  # fmt: skip
 
 
-def draw_sample(target: Any, number: int) -> tuple[Sample, random.Random]:
-    """The sample number `number` of an operator, the same in every run."""
-    if target not in SAMPLES:
-        pytest.fail(f"add a sample for {target} in tests/rules/rule_samples_*.py")
-    seed = zlib.crc32(f"{target}/{number}".encode())
-    torch.manual_seed(seed)
-    arguments = SAMPLES[target](Draw(seed))
-    if len(arguments) == 2 and isinstance(arguments[1], dict):
-        args, kwargs = arguments
-    else:
-        args, kwargs = arguments, {}
-    return sample_of(target, args, kwargs), random.Random(seed)
-
-
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_rule_holds_in_shards(target: Any) -> None:
     pointwise = str(target).split(".")[1] in OPERATORS
@@ -52,3 +35,24 @@ def test_rule_holds_in_shards(target: Any) -> None:
         proved += prove(sample, rule, rng)
     assert known, f"no drawn call of {target} has a rule"
     assert (proved > 0) != (target in NEVER_SPLIT), f"{proved} shardings proved for {target}"
+
+
+def test_an_operator_without_a_sample_fails() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"add a sample for aten\.bincount"):
+        draw_sample(aten.bincount.default, 0)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        aten.linear.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default,
+        aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.scaled_dot_product_attention.default,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_flops_are_those_torch_counts(target: Any) -> None:
+    for number in range(4):
+        sample, _ = draw_sample(target, number)
+        with FlopCounterMode(display=False) as counter:
+            run_steps((Step(target, sample.call.args, sample.call.kwargs),), sample.tensors)
+        assert rule_of(sample.call).factor_flops() == counter.get_total_flops()

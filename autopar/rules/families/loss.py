@@ -67,7 +67,8 @@ def nll_loss(call: Call) -> Rule:
     if not by_id:
         raise RuleError("nll_loss by probabilities")
     whole = {"v"} | ({f for dim in batch for f in dim} if reduction == MEAN else set())
-    return rule_from(call, in_order(call, specs), batch if reduction == NONE else [], whole=whole)
+    output = batch if reduction == NONE else []
+    return rule_from(call, in_order(call, specs), output, whole=whole, linear=[{slot_of(call.args[0])}])
 
 
 def _elementwise(call: Call, reduction: int) -> Rule:

@@ -77,6 +77,9 @@ LINEAR: dict[str, Callable[[Call], Sets]] = {
     "masked_fill": _selection(0, 2),
     "addcmul": _add_product,
     "addcdiv": _sum_of(0, 1),
+    "lerp": _sum_of(0, 1),
+    "deg2rad": _first,
+    "rad2deg": _first,
 }
 
 _NAMES = """
