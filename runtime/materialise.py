@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import InputError, did_you_mean
-from autopar.runtime.weights import Entry, Slot, State, check_state, compare, ignored_names, open_state, slots_of
+from autopar.runtime.weights import Entry, Slot, State, compare, ignored_names, open_state, slots_of
 
 # what modules call their own initialiser; transformers' `init_weights` is another thing and is never called
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
@@ -307,6 +307,3 @@ def _settings(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, plain) and name != "training" and not name.startswith("_")
     }
-
-
-__all__ = ["State", "check_state", "parameter_source"]

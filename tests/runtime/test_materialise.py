@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from autopar.errors import InputError
-from autopar.runtime.materialise import check_state, parameter_source
+from autopar.runtime.materialise import parameter_source
+from autopar.runtime.weights import check_state
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,7 +130,7 @@ def test_scaled_rotary_tables(rope: str) -> None:
 
 
 def test_gpt2_scales_residual_projections_by_depth() -> None:
-    found = values(on_meta(gpt2))
+    found = values(on_meta(gpt2))  # 4 layers
     assert found["transformer.h.1.attn.c_proj.weight"].std() == pytest.approx(0.02 / 8**0.5, rel=0.05)
     assert found["transformer.h.1.attn.c_attn.weight"].std() == pytest.approx(0.02, rel=0.05)
 
@@ -149,7 +150,6 @@ def test_order_of_asking_does_not_matter() -> None:
     forwards, source = values(model), parameter_source(model, state=None, seed=0, dtype=None)
     for name in reversed(forwards):
         torch.rand(3)
-        assert torch.equal(source(name), forwards[name])
         assert torch.equal(source(name), forwards[name])
 
 
