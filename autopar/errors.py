@@ -89,6 +89,17 @@ class RuntimeInputError(InputError):
     """
 
 
+class RankError(AutoparError):
+    """Raised by the process that started ranks when one of them failed; the first failure is the message.
+
+    `rank` is the rank that failed first, None when ranks stopped answering.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
 class InfeasibleError(AutoparError):
     """Raised when no plan satisfies the constraints; says which constraint binds, by how much, and what would help.
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.ir.plan import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.trace import _torch_private as private
 
@@ -70,3 +71,19 @@ def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
         group = device_mesh.get_group(name)
         dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
     return RankMesh(device_mesh, dims, spec)
+
+
+def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
+    """The mesh of a training run: torch's (dp_replicate, dp_shard, tp), and `dp`, `tp` of generated code.
+
+    Collective.
+    """
+    shape = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
+    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    rank = dist.get_rank()
+    dp_group = device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+    dims = {
+        "dp": MeshDim("dp", degrees.dp, dp_group, rank // degrees.tp, degrees.tp),
+        "tp": MeshDim("tp", degrees.tp, device_mesh.get_group("tp"), rank % degrees.tp, 1),
+    }
+    return RankMesh(device_mesh, dims, degrees.mesh)

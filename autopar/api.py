@@ -1,0 +1,127 @@
+"""The composition root: `parallelize` joins capture, labels and runtime."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import HashStore
+
+from autopar.errors import AutoparError, InputError, PlanError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.models import example_inputs_for
+from autopar.planning import PlanLike, capture_for, check_plan, label_plan, resolve_degrees
+from autopar.runtime.broadcast import broadcast_text
+from autopar.runtime.materialise import parameter_source
+from autopar.runtime.mesh import training_mesh
+from autopar.runtime.module import ParallelModel
+from autopar.trace.capture import Inputs, input_names
+from autopar.trace.trace import batch_and_sequence
+
+TIMEOUT_S = 300
+DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128
+
+
+def parallelize(
+    model: nn.Module,
+    cluster_spec: ClusterSpec | str,
+    *,
+    example_inputs: Inputs | None = None,
+    plan: PlanLike = None,
+    state: Mapping[str, torch.Tensor] | str | Path | None = None,
+    seed: int = 0,
+) -> ParallelModel:
+    """Split an unmodified model over the devices of a cluster and return what trains it. Collective, under torchrun.
+
+    `example_inputs` (a dict or tuple of tensors) is one rank's batch of one step; without it, shapes come from a
+    transformers config. `plan` is a `Plan`, the path of one, or a mapping of degrees such as
+    ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A model on meta is materialised shard by
+    shard from `state` (a state dict, or a path to safetensors), or by its own initialisation seeded with `seed`.
+
+    Raises `InputError`, `PlanError` or `CaptureError` before any collective that could hang.
+    """
+    cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+    if world_size != cluster.num_devices:
+        raise PlanError(
+            f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with "
+            f"torchrun --nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
+        )
+    device = start_process_group(cluster)
+    inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
+    program, decided = _decide(model, cluster, inputs, plan, world_size)
+    source = parameter_source(model, state=state, seed=seed, dtype=None)
+    return ParallelModel(program, decided, training_mesh(decided.degrees, device.type), source, device)
+
+
+def start_process_group(cluster: ClusterSpec) -> torch.device:
+    """Join the process group of this job if it has not been joined, and pick this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(cluster.device_type if cluster.device_type == "cpu" else f"cuda:{local_rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=TIMEOUT_S)
+        if "RANK" in os.environ:
+            dist.init_process_group(cluster.backend, timeout=timeout)
+        else:
+            dist.init_process_group(cluster.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def _derived_inputs(model: nn.Module) -> Inputs:
+    try:
+        return example_inputs_for(model, DEFAULT_BATCH, DEFAULT_SEQUENCE)
+    except InputError as error:
+        raise InputError(
+            f"{type(model).__name__} does not say what its inputs look like; pass example_inputs=..., a dict or tuple "
+            f"with the tensors of one rank's batch ({error})"
+        ) from error
+
+
+def _decide(
+    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, plan: PlanLike, world_size: int
+) -> tuple[Program, Plan]:
+    """The program and the plan; rank 0 solves, the others receive its plan."""
+    loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if isinstance(loaded, Plan):
+        program = capture_for(model, inputs, loaded.degrees)
+        check_plan(loaded, program, world_size)
+        _warn_torch_version(loaded)
+        return program, loaded
+    local_batch, _ = batch_and_sequence(input_names(model, inputs))
+    degrees = resolve_degrees(loaded, world_size, local_batch)
+    program = capture_for(model, inputs, degrees)
+    text = error_text = ""
+    if dist.get_rank() == 0:
+        try:
+            text = label_plan(program, cluster, degrees, type(model).__name__).to_json()
+        except AutoparError as error:
+            error_text = str(error)
+    error_text = broadcast_text(error_text)
+    if error_text:
+        raise PlanError(error_text)
+    received = Plan.from_dict(_parsed(broadcast_text(text)), "the plan of rank 0")
+    if received.fingerprint != program.fingerprint:
+        raise PlanError(
+            f"rank {dist.get_rank()} captured another model than rank 0; build the same model on every rank"
+        )
+    return program, received
+
+
+def _parsed(text: str) -> Any:
+    import json
+
+    return json.loads(text)
+
+
+def _warn_torch_version(plan: Plan) -> None:
+    if plan.torch_version and plan.torch_version != torch.__version__:
+        warnings.warn(f"the plan was made with torch {plan.torch_version}, this is {torch.__version__}", stacklevel=3)

@@ -1,0 +1,189 @@
+"""`verify`: start ranks, run the same seeded steps on one device and in parallel, compare everything.
+
+The command line's `autopar verify` and tests call `verify`; steps and comparison are in `autopar.runtime.verify`.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import VerificationError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan, degrees_from
+from autopar.models import ResolvedModel, resolve_model
+from autopar.planning import capture_for, check_plan, label_plan, resolve_degrees
+from autopar.runtime.compare import TOLERANCES, Quantity, error, rms, worst
+from autopar.runtime.launch import DEFAULT_TIMEOUT_S, Ranks
+from autopar.runtime.materialise import parameter_source
+from autopar.runtime.verify import (
+    Report,
+    Steps,
+    batches,
+    check_dtype,
+    compare,
+    in_dtype,
+    parallel_steps,
+    reference_steps,
+)
+from autopar.trace.capture import named_outputs
+from autopar.trace.trace import batch_and_sequence
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank needs to build the same model and plan; plain data."""
+
+    spec: str
+    layers: int | None
+    hidden: int | None
+    seq_len: int | None
+    batch: int | None
+    dtype: str
+    steps: int
+    seed: int
+
+
+def _resolve(job: Job) -> ResolvedModel:
+    storage = "float32" if job.dtype == "float64" else job.dtype
+    return resolve_model(
+        job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch, dtype=storage
+    )
+
+
+def _vocabulary(model: ResolvedModel) -> int:
+    return int((model.config or {}).get("vocab_size", 2))
+
+
+def verify(
+    spec: str,
+    *,
+    world_size: int,
+    degrees: Mapping[str, Any] | None = None,
+    plan: str | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    seq_len: int | None = None,
+    batch: int | None = None,
+    dtype: str = "float64",
+    steps: int = 3,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: Progress = lambda text: None,
+    ranks: Ranks | None = None,
+) -> Report:
+    """Verify a model under degrees, or a plan file, on `world_size` gloo ranks of this machine.
+
+    `batch` is the sequences of one data-parallel rank in one step. `ranks` reuses a world. Raises `InputError` or
+    `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
+    """
+    started = time.monotonic()
+    check_dtype(dtype)
+    job = Job(
+        spec=spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype, steps=steps, seed=seed
+    )
+    on_progress("capturing the model")
+    model = _resolve(job)
+    inputs = model.example_inputs
+    named = dict(inputs) if isinstance(inputs, Mapping) else dict(enumerate(inputs))
+    local_batch, _ = batch_and_sequence({str(k): v for k, v in named.items() if isinstance(v, torch.Tensor)})
+    if plan is not None:
+        decided = Plan.load(plan)
+        program = capture_for(model.model, inputs, decided.degrees)
+        check_plan(decided, program, world_size)
+    else:
+        wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
+        program = capture_for(model.model, inputs, wanted)
+        on_progress("choosing labels")
+        decided = label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
+    on_progress("single-device steps")
+    checked = in_dtype(program, dtype)
+    source = parameter_source(model.model, state=None, seed=seed, dtype=None)
+    data = batches(checked, decided.degrees, steps, seed, _vocabulary(model))
+    reference = reference_steps(checked, source, data, decided.degrees.accumulate)
+    captured = against_model(model, source, data[0], reference, decided.degrees.accumulate)
+    on_progress(f"the same steps on {world_size} ranks")
+    arguments = (job, decided.to_json())
+    if ranks is not None:
+        found: Steps = ranks.run("autopar.verification:rank_steps", *arguments)[0]
+    else:
+        with Ranks(world_size, timeout_s=timeout_s) as world:
+            found = world.run("autopar.verification:rank_steps", *arguments)[0]
+    quantities, notes = compare(reference, found, TOLERANCES[dtype], steps)
+    return Report(
+        world_size=world_size,
+        plan=decided.to_dict(),
+        quantities=(*quantities, *captured),
+        notes=notes,
+        seconds=time.monotonic() - started,
+    )
+
+
+def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Degrees that were asked for, without the ones left open."""
+    given = {k: v for k, v in dict(wish or {}).items() if v is not None}
+    degrees_from(given, "options")
+    return given
+
+
+def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
+    """What one rank does: build the model on meta, capture, run the steps; rank 0 returns what was found."""
+    import json
+
+    plan = Plan.from_dict(json.loads(plan_json))
+    model = _resolve(job)
+    program = capture_for(model.model, model.example_inputs, plan.degrees)
+    check_plan(plan, program, plan.degrees.world_size)
+    checked = in_dtype(program, job.dtype)
+    source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
+    data = batches(checked, plan.degrees, job.steps, job.seed, _vocabulary(model))
+    found = parallel_steps(checked, plan, source, data)
+    return found if rank == 0 else None
+
+
+def against_model(
+    model: ResolvedModel,
+    source: Callable[[str], torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    reference: Steps,
+    accumulate: int,
+) -> tuple[Quantity, ...]:
+    """The promoted reference against the unmodified model in its own dtype, once: loss and gradients."""
+    if accumulate > 1:
+        return ()
+    plain = materialised(model.model, source)
+    dtype = next(plain.parameters()).dtype
+    typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    inputs = model.example_inputs
+    out = plain(**typed) if isinstance(inputs, Mapping) else plain(*typed.values())
+    loss = named_outputs(out)["loss"]
+    loss.backward()
+    tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
+    scale = rms(reference.gradients.values())
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    missing = set(reference.gradients) ^ set(grads)
+    if missing:
+        raise VerificationError(
+            f"the captured program and the model disagree on which gradients exist: {sorted(missing)}"
+        )
+    return (
+        worst("captured loss", {"loss": error(loss.detach(), reference.losses[0], 0.0)}, tolerance),
+        worst("captured gradients", {n: error(g, reference.gradients[n], scale) for n, g in grads.items()}, tolerance),
+    )
+
+
+def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:
+    """A CPU copy of a meta model that holds the weights and buffers of `source`."""
+    import copy
+
+    plain = copy.deepcopy(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(source(name))
+        for name, buffer in plain.named_buffers():
+            buffer.copy_(source(name))
+    return plain.train()

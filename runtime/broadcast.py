@@ -1,0 +1,18 @@
+"""Small things that rank 0 tells the others."""
+
+import torch
+import torch.distributed as dist
+
+
+def broadcast_text(text: str) -> str:
+    """Rank 0's text on every rank, as bytes. Collective."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device) if text else torch.empty(0)
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    if not size.item():
+        return ""
+    if dist.get_rank() != 0:
+        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(data, 0)
+    return bytes(data.cpu().numpy()).decode()

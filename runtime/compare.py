@@ -1,0 +1,89 @@
+"""The error measure of equivalence (design section 5).
+
+The error of a tensor is ‖difference‖ / max(‖reference‖, floor), with floor = 1e-6 × RMS over all gradients × √numel, so
+that gradients that are zero in exact arithmetic (attention key biases) do not count rounding as error.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+
+TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """The worst error of one quantity, where it is, and what is allowed."""
+
+    name: str
+    max_error: float
+    where: str
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.max_error <= self.tolerance  # false for NaN
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "max_error": self.max_error,
+            "where": self.where,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+        }
+
+
+def rms(tensors: Iterable[torch.Tensor]) -> float:
+    """Root mean square over all elements of all tensors."""
+    total, count = 0.0, 0
+    for tensor in tensors:
+        total += float(tensor.detach().double().square().sum())
+        count += tensor.numel()
+    return sqrt(total / count) if count else 0.0
+
+
+def floor_of(scale: float, numel: int) -> float:
+    """Norm below which a tensor counts as zero."""
+    return 1e-6 * scale * sqrt(numel)
+
+
+def error(found: torch.Tensor, reference: torch.Tensor, scale: float) -> float:
+    """Relative error of a tensor; infinite where shapes differ, NaN where values are."""
+    if found.shape != reference.shape:
+        return float("inf")
+    if not reference.numel():
+        return 0.0
+    difference = (found.double() - reference.double()).norm()
+    base = max(float(reference.double().norm()), floor_of(scale, reference.numel()))
+    return float(difference) / base if base else float(difference)
+
+
+def weight_error(
+    found: torch.Tensor, reference: torch.Tensor, gradient: torch.Tensor | None, scale: float, reach: float
+) -> tuple[float, int]:
+    """Error of a weight after optimizer steps, and how many elements were compared by reach.
+
+    AdamW divides by the gradient's own size, so elements whose reference gradient is below the floor move by rounding
+    alone; they may differ by what the optimizer can reach, `reach` = 2 · lr · steps.
+    """
+    if gradient is None:
+        return error(found, reference, 0.0), 0
+    tiny = gradient.abs() < 1e-6 * scale
+    difference = (found.double() - reference.double()).abs()
+    if bool((difference[tiny] > reach).any()):
+        return float("inf"), int(tiny.sum())
+    kept = torch.where(tiny, torch.zeros_like(difference), difference)
+    base = float(reference.double().norm())
+    return float(kept.norm()) / base if base else float(kept.norm()), int(tiny.sum())
+
+
+def worst(name: str, errors: Mapping[str, float], tolerance: float) -> Quantity:
+    """The worst entry of a mapping from where to error; NaN counts as worst."""
+    if not errors:
+        return Quantity(name=name, max_error=0.0, where="", tolerance=tolerance)
+    where = max(errors, key=lambda k: (errors[k] != errors[k], errors[k]))
+    return Quantity(name=name, max_error=errors[where], where=where, tolerance=tolerance)

@@ -1,0 +1,61 @@
+"""What is summed once a step: gradients of replicated parameters, in buckets, and the gradient norm."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+BUCKET_BYTES = 64 * 2**20
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Groups of tensors of one dtype of at most `BUCKET_BYTES`, in order."""
+    group: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if group and (size + bytes_ > BUCKET_BYTES or tensor.dtype != group[0].dtype):
+            yield group
+            group, size = [], 0
+        group.append(tensor)
+        size += bytes_
+    if group:
+        yield group
+
+
+def sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order."""
+    for bucket in buckets(tensors):
+        flat = torch.cat([t.reshape(-1) for t in bucket])
+        dist.all_reduce(flat, group=group)
+        for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+
+
+def num_copies(parameter: torch.Tensor, world_size: int) -> int:
+    """How many ranks hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return world_size
+    shards = 1
+    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        shards *= size if placement.is_shard() else 1
+    return world_size // shards
+
+
+def gradient_norm(parameters: Iterable[torch.Tensor], world_size: int, device: torch.device) -> torch.Tensor:
+    """2-norm of all gradients together, on every rank, by one all-reduce of a scalar in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        grad = local_gradient(parameter)
+        if grad is not None and grad.numel():
+            total += grad.detach().double().square().sum() / num_copies(parameter, world_size)
+    if world_size > 1:
+        dist.all_reduce(total)
+    return total.sqrt()

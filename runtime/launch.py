@@ -1,0 +1,145 @@
+"""Local ranks: processes started once from a server that has torch loaded, fed with functions to run together.
+
+The first rank that raises ends all of them, and its error is the one that is shown. No port is fixed: ranks meet
+through a file in a private folder.
+"""
+
+import importlib
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from autopar.errors import AutoparError, RankError
+
+DEFAULT_TIMEOUT_S = 300.0
+GRACE_S = 5.0
+
+
+def _work(rank: int, world_size: int, store: str, timeout_s: float, pipe: Any) -> None:
+    """A rank: join the group, then run functions until told to stop."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        pipe.send(("ready", None))
+        while (job := pipe.recv()) is not None:
+            target, arguments = job
+            module, name = target.split(":")
+            function = getattr(importlib.import_module(module), name)
+            pipe.send(("done", function(rank, *arguments)))
+    except EOFError:
+        pass
+    except BaseException as error:
+        kind = "user" if isinstance(error, AutoparError) else "bug"
+        pipe.send(("failed", (kind, f"{type(error).__name__}: {error}", traceback.format_exc())))
+        os._exit(1)  # no collective teardown: the others are ended by the parent
+    os._exit(0)
+
+
+class Ranks:
+    """A world of gloo ranks on this machine. Use as a context manager; `run` may be called many times."""
+
+    def __init__(self, world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "autopar.runtime.module"])
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        store = os.path.join(self._folder.name, "store")
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, world_size, store, timeout_s, theirs), daemon=True, name=f"rank-{rank}"
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect("ready")
+
+    def run(self, target: str, *arguments: Any) -> list[Any]:
+        """Run ``module:function(rank, *arguments)`` on every rank; results in rank order.
+
+        Raises `RankError` with the first rank's error and traceback; the world is then gone.
+        """
+        for pipe in self._pipes:
+            pipe.send((target, arguments))
+        return self._collect("done")
+
+    def _collect(self, wanted: str) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while len(results) < self.world_size:
+            waiting = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(waiting.values())} did not answer within {self.timeout_s:.0f} s")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                kind, value = self._receive(rank)
+                if kind == "failed":
+                    self._fail(rank, value)
+                assert kind == wanted, (kind, wanted)
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        try:
+            kind, value = self._pipes[rank].recv()
+            return str(kind), value
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(GRACE_S)
+            code = self._processes[rank].exitcode
+            return "failed", ("bug", f"the process ended with exit code {code}", "")
+
+    def _fail(self, rank: int, value: tuple[str, str, str]) -> None:
+        kind, message, trace = value
+        self.close()
+        text = f"rank {rank} failed: {message}"
+        raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=rank)
+
+    def close(self) -> None:
+        """End every rank; nothing is left running."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                process.terminate()
+            pipe.close()
+        for process in self._processes:
+            process.join(GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self._processes = [], []
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def run_ranks(world_size: int, target: str, *arguments: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> Sequence[Any]:
+    """Start a world, run one function on every rank, end the world."""
+    with Ranks(world_size, timeout_s=timeout_s) as ranks:
+        return ranks.run(target, *arguments)

@@ -1,0 +1,323 @@
+"""`ParallelModel`: what the user holds and trains. Global names and shapes outside, shards and collectives inside."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar.errors import RuntimeInputError
+from autopar.ir.plan import Plan
+from autopar.ir.program import CallSite, Program
+from autopar.ir.sharding import Type
+from autopar.runtime import zero
+from autopar.runtime.codegen import generate
+from autopar.runtime.execute import constant_values, graph_module, run_calls
+from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
+from autopar.runtime.inputs import local_inputs, split_micro_batches
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.one_process import boundary_types
+from autopar.runtime.parameters import Held, held, local_value, make_parameter
+from autopar.runtime.state import flat_state
+from autopar.trace.analysis import Analysis, analyse
+
+
+class Segment(nn.Module):
+    """One call of a block: its parameters, and the generated code that all calls of the block share."""
+
+    def __init__(self, call: CallSite, names: Mapping[str, Held]) -> None:
+        super().__init__()
+        self.call = call
+        self.names = dict(names)
+
+    def forward(self, code: fx.GraphModule, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        filled = [
+            local_value(getattr(self, attribute(a)), self.names[a]) if isinstance(a, str) and a in self.names else value
+            for a, value in zip(self.call.arguments, arguments, strict=True)
+        ]
+        out: tuple[torch.Tensor, ...] = code(*filled)
+        return out
+
+
+def attribute(name: str) -> str:
+    """A parameter's name as an attribute of the module that holds it."""
+    return name.replace(".", "__")
+
+
+class ParallelModel(nn.Module):
+    """A model split over the ranks of a mesh according to a `Plan`.
+
+    `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
+    DTensors under the model's own names. Every method is collective: all ranks call it in the same order.
+    """
+
+    def __init__(
+        self, program: Program, plan: Plan, mesh: RankMesh, source: Callable[[str], torch.Tensor], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.program, self.plan, self.rank_mesh, self.device = program, plan, mesh, device
+        self.analysis: Analysis = analyse(program, plan.mesh)
+        self.types = boundary_types(program, plan.blocks)
+        self._modules_by_use: dict[bool, list[fx.GraphModule]] = {}
+        self._constants = constant_values(program.constants, _buffers(program, source), str(device))
+        self._held = {
+            name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
+        }
+        owners = _owners(program)
+        self.segments = nn.ModuleList()
+        for index, call in enumerate(program.calls):
+            own = {n: self._held[n] for n in call.arguments if isinstance(n, str) and owners.get(n) == index}
+            segment = Segment(call, own)
+            self._fill(segment, own, source)
+            zero.shard(segment, plan.degrees, mesh)
+            self.segments.append(segment)
+        self._shared = {n: self._held[n] for n, owner in owners.items() if owner is None}
+        self._fill(self, self._shared, source)
+        zero.shard(self, plan.degrees, mesh, root=True)
+
+    def _fill(self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]) -> None:
+        mesh = self.rank_mesh
+        at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
+        tp_mesh = mesh.device_mesh["tp"] if self.plan.degrees.tp > 1 else None
+        for name, how in names.items():
+            info = self.program.parameters[name]
+            whole = source(name).to(info.dtype)
+            made = make_parameter(
+                how, whole, self.plan.mesh, at, tp_mesh, self.device, requires_grad=info.requires_grad
+            )
+            module.register_parameter(attribute(name), made)
+
+    # Names: the model's own, whatever the layout.
+
+    def _owner_of(self) -> dict[str, nn.Module]:
+        owners: dict[str, nn.Module] = dict.fromkeys(self._shared, self)
+        for segment in self.segments:
+            assert isinstance(segment, Segment)
+            owners.update(dict.fromkeys(segment.names, segment))
+        return owners
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the model's names; a tied parameter once, or under all its names."""
+        if not recurse:  # what torch asks of one module of the tree
+            yield from super().named_parameters(prefix, False, remove_duplicate)
+            return
+        owners = self._owner_of()
+        start = prefix + ("." if prefix else "")
+        for name, info in self.program.parameters.items():
+            parameter: nn.Parameter = getattr(owners[name], attribute(name))
+            for alias in (name, *(() if remove_duplicate else info.aliases)):
+                yield start + alias, parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Flat global names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        canonical = {a: n for n, i in self.program.parameters.items() for a in (n, *i.aliases)}
+        return {name: flat_state(p.detach(), self._held[canonical[name]]) for name, p in parameters.items()}
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter name, flat and sharded as `state_dict`; values load in place."""
+        state: dict[str, Any] = {}
+        for name, parameter in self.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                state[f"{name}.{key}"] = flat_state(value, self._held[name]) if like else value
+        return state
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Every gradient whole and in its flat shape, on every rank. Collective; for verification."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                found[name] = whole.reshape(self._held[name].dims.shape).clone()
+        return found
+
+    # Running.
+
+    def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
+        """Generated code per distinct block: the training program, or the one that keeps all outputs."""
+        if outputs not in self._modules_by_use:
+            made = []
+            wanted = None if outputs else self._needed_results()
+            for i, block in enumerate(self.program.blocks):
+                generated = generate(
+                    self.analysis,
+                    block,
+                    i,
+                    self.plan.blocks[i],
+                    self.plan.mesh,
+                    device=str(self.device),
+                    keep=None if wanted is None else wanted[i],
+                    regather=self.plan.regather,
+                )
+                dims = {name: self.rank_mesh.dims[name] for name in generated.mesh_dims}
+                made.append(graph_module(generated.graph, f"Block{i}", dims))
+            self._modules_by_use[outputs] = made
+        return self._modules_by_use[outputs]
+
+    def _needed_results(self) -> list[list[str]]:
+        """Outputs per block that the loss needs; training drops the others, so no rank gathers full logits."""
+        used = {a for call in self.program.calls for a in call.arguments} | {
+            self.program.loss,
+            self.program.denominator,
+        }
+        return [
+            [
+                o
+                for k, o in enumerate(block.outputs)
+                if any(call.results[k] in used for call in self.program.uses_of_block(i))
+            ]
+            for i, block in enumerate(self.program.blocks)
+        ]
+
+    def forward(self, values: dict[str, Any], phase: str, outputs: bool = False) -> dict[str, Any]:
+        """Run the calls of one phase over named local values; used by `forward_backward` and `evaluate`."""
+        modules = self.code_modules(outputs=outputs)
+        kept = None if outputs else self._needed_results()
+        shared = {n: local_value(getattr(self, attribute(n)), how) for n, how in self._shared.items()}
+        placeholders = dict.fromkeys(self.program.parameters) | shared
+        scope = placeholders | self._constants | values
+        calls = [(i, c) for i, c in enumerate(self.program.calls) if c.phase == phase]
+
+        def function_of(k: int, call: CallSite) -> Callable[..., Any]:
+            segment = self.segments[calls[k][0]]
+            return lambda *arguments: segment(modules[call.block], *arguments)
+
+        def results_of(call: CallSite) -> Sequence[str]:
+            block = self.program.blocks[call.block]
+            pairs = zip(block.outputs, call.results, strict=True)
+            return [r for o, r in pairs if kept is None or o in kept[call.block]]
+
+        run_calls([c for _, c in calls], function_of, scope, results_of)
+        wanted = {self.program.loss} | (set(self.program.outputs.values()) if outputs else set())
+        return {name: scope[name] for name in wanted}
+
+    def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
+        """One step's loss and gradients; returns the global mean loss, equal on every rank.
+
+        `batch` is this rank's part of the global batch: `micro_batch × accumulate` sequences. Ranks that differ only
+        in `tp` pass the same data. Raises `RuntimeInputError` on a wrong name, shape or dtype.
+        """
+        degrees = self.plan.degrees
+        inputs = local_inputs(self.program, degrees, batch, self.device)
+        micro_batches = split_micro_batches(self.program, inputs, degrees.accumulate)
+        denominator = self.program.denominator
+        total: torch.Tensor | None = None
+        if denominator is not None:
+            with torch.no_grad():
+                for values in micro_batches:
+                    one = self._denominator(values)
+                    total = one if total is None else total + one
+        loss = torch.zeros((), device=self.device)
+        for index, values in enumerate(micro_batches):
+            zero.before_micro_batch(self, degrees, last=index == len(micro_batches) - 1)
+            known = values if denominator is None else {**values, denominator: total}
+            out = self(known, "main")[self.program.loss]
+            out.backward()
+            loss = loss + out.detach()
+        self._sum_deferred()
+        return loss
+
+    def _denominator(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
+        index = next(i for i, c in enumerate(self.program.calls) if c.phase == "denominator")
+        call = self.program.calls[index]
+        scope = {**self._constants, **values}
+        arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
+        out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
+        return out
+
+    def _sum_deferred(self) -> None:
+        """Sum what is deferred to once a step: gradients of parameters whose uses are replicated."""
+        zero_sums_dp = self.plan.degrees.zero > 0
+        for name, dim in self.rank_mesh.dims.items():
+            if dim.degree == 1 or (name == "dp" and zero_sums_dp):
+                continue
+            wanted = []
+            for parameter_name, parameter in self.named_parameters():
+                grad = local_gradient(parameter)
+                if name in self._held[parameter_name].deferred and grad is not None:
+                    wanted.append(grad)
+            with torch.no_grad():
+                sum_over(wanted, dim.group)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes."""
+        values = local_inputs(self.program, self.plan.degrees, batch, self.device, micro_batches=1)
+        if self.program.denominator is not None:
+            values[self.program.denominator] = self._denominator(values)
+        scope = self(values, "main", True)
+        found = {"loss": scope[self.program.loss]}
+        for key, name in self.program.outputs.items():
+            found[key] = self._as_dtensor(scope[name], self.types[name], name)
+        return found
+
+    def _as_dtensor(self, local: torch.Tensor, types: Sequence[Type], name: str) -> torch.Tensor:
+        if dist.get_world_size() == 1:
+            return local
+        degrees = self.plan.degrees
+        by_name = dict(zip(self.plan.mesh.names, types, strict=True))
+        order = {"dp_replicate": "dp", "dp_shard": "dp", "tp": "tp"}
+        kinds = [by_name[order[n]] for n in self.rank_mesh.device_mesh.mesh_dim_names or ()]
+        assert all(k.position == 0 for k in kinds), (name, types, degrees)
+        placements = [Shard(k.dim) if k.kind == "S" else Replicate() for k in kinds]
+        return DTensor.from_local(local.contiguous(), self.rank_mesh.device_mesh, placements, run_check=False)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        norm = gradient_norm(parameters, dist.get_world_size() if dist.is_initialized() else 1, self.device)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            grad = local_gradient(parameter)
+            assert grad is not None
+            grad.mul_(scale.to(grad.dtype))
+        return norm
+
+    # Reading.
+
+    def code(self, block: int | str) -> str:
+        """Generated code of a block, by index, block name or module path."""
+        index = block if isinstance(block, int) else self._block_index(block)
+        return self.code_modules(outputs=False)[index].code.strip()
+
+    def _block_index(self, name: str) -> int:
+        for call in self.program.calls:
+            if name in (call.path, self.program.blocks[call.block].name):
+                return call.block
+        names = sorted({b.name for b in self.program.blocks})
+        raise RuntimeInputError(f"no block {name!r}; the distinct blocks are {names}")
+
+    def __repr__(self) -> str:
+        degrees = self.plan.degrees
+        lines = [f"ParallelModel(tp={degrees.tp}, dp={degrees.dp}, zero={degrees.zero})"]
+        for i, block in enumerate(self.program.blocks):
+            uses = len(self.program.uses_of_block(i))
+            lines.append(f"\n# block {i}: {block.name}, called {uses} time{'s' * (uses > 1)}\n{self.code(i)}")
+        return "\n".join(lines)
+
+
+def _owners(program: Program) -> dict[str, int | None]:
+    """The call that alone uses a parameter, None where several do (tied weights)."""
+    owners: dict[str, int | None] = {}
+    for index, call in enumerate(program.calls):
+        for name in call.arguments:
+            if isinstance(name, str) and name in program.parameters:
+                owners[name] = index if owners.get(name, index) == index else None
+    return owners
+
+
+def _buffers(program: Program, source: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    literal = {n.name for n in program.constants.graph.nodes if n.meta.get("literal") is not None}
+    found: dict[str, torch.Tensor] = {}
+    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
+    for i, name in enumerate(program.constants.buffers):
+        if f"buffer_{i}" not in literal:
+            found[name] = source(name).to(infos[i].dtype)
+    return found

@@ -1,0 +1,43 @@
+"""ZeRO as FSDP2 settings over segments (design section 5).
+
+| stage | mechanism                                                  | volume per step, P parameters, n micro-batches |
+|-------|------------------------------------------------------------|--------------------------------------|
+| 0     | replicated, one bucketed all-reduce                        | 2P                                   |
+| 1     | keep gathered, gradient sync only on the last micro-batch  | 2P                                   |
+| 2     | keep gathered, sync every micro-batch                      | (n+1)P                               |
+| 3     | reshard after forward, regather in backward                | 3nP                                  |
+"""
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+
+from autopar.ir.plan import Degrees
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.parameters import zero_dim
+
+
+def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
+    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
+    if degrees.zero == 0 or degrees.dp == 1:
+        return
+    if not root and not list(module.parameters()):
+        return
+    names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
+    fully_shard(
+        module,
+        mesh=mesh.device_mesh[names],
+        reshard_after_forward=degrees.zero == 3 and not root,
+        shard_placement_fn=lambda p: Shard(zero_dim(p, degrees.dp_shard)),
+    )
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
+
+
+def before_micro_batch(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
+    """Set what FSDP2 does after this micro-batch's backward."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_reshard_after_backward(degrees.zero == 3 or last)
+    model.set_requires_gradient_sync(degrees.zero >= 2 or last)
+    model.set_is_last_backward(last)
