@@ -1,0 +1,71 @@
+"""Work of one operator on one rank: FLOP, bytes touched, and what it keeps for the backward pass.
+
+Training costs three times the forward pass: the gradients of a product's two operands are one product each
+(Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", appendix). Memory traffic
+counts every operand and the output once per pass; views move nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.rules.rule import Call, Rule
+
+PASSES = 3.0  # forward, and two products backward
+VIEWS = frozenset((
+    "alias", "as_strided", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
+    "reshape", "select", "slice", "squeeze", "t", "transpose", "unflatten", "unfold", "unsqueeze", "view", "view_as",
+))
+
+
+def operator_name(target: Any) -> str:
+    """``linear`` of ``aten.linear.default``."""
+    return str(target).split(".")[1] if "." in str(target) else str(target)
+
+
+def is_view(call: Call) -> bool:
+    return operator_name(call.target) in VIEWS
+
+
+def local_flops(rule: Rule, degrees: Mapping[str, float]) -> float:
+    """Forward FLOP of one rank when factors are divided by `degrees`."""
+    if rule.flops is None:
+        return 0.0
+    sizes: dict[str, Any] = {f: size / degrees[f] if f in degrees else size for f, size in rule.sizes.items()}
+    return float(rule.flops(sizes))
+
+
+def peak_flops_per_s(cluster: ClusterSpec, dtype: Any) -> float:
+    """The slowest device's dense peak in a torch dtype, float32's where it has none of its own."""
+    name = str(dtype).removeprefix("torch.")
+
+    def peak(peaks: Mapping[str, float]) -> float:
+        return peaks.get(name) or peaks.get("float32") or max(peaks.values())
+
+    return min(peak(device.peak_flops_per_s) for device in cluster.devices)
+
+
+def memory_bytes_per_s(cluster: ClusterSpec) -> float:
+    return min(device.memory_bandwidth_bytes_per_s for device in cluster.devices)
+
+
+def saved_operands(call: Call, rule: Rule) -> tuple[int, ...]:
+    """Operands that the backward pass needs.
+
+    Where an operator is linear in all differentiable operands together, only the others are kept; elsewhere every
+    floating-point operand is.
+    """
+    if not call.output.differentiable or is_view(call):
+        return ()
+    flows = frozenset(k for k, operand in enumerate(call.operands) if operand.differentiable)
+    if any(flows <= group for group in rule.linear):
+        return tuple(k for k in range(len(call.operands)) if k not in flows)
+    return tuple(k for k, operand in enumerate(call.operands) if operand.dtype.is_floating_point)
+
+
+def parameter_state_bytes(dtypes: Sequence[Any]) -> float:
+    """Mean bytes per element for parameter, gradient and Adam's state: 16, in float32 as in mixed precision.
+
+    Rajbhandari et al. 2020, "ZeRO", section 3.1: 2 + 2 + 12 in mixed precision; 4 + 4 + 8 in float32.
+    """
+    return sum(32.0 if str(d) == "torch.float64" else 16.0 for d in dtypes) / max(1, len(dtypes))

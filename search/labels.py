@@ -1,0 +1,177 @@
+"""The labeller: how to split a program over a mesh whose degrees are given.
+
+`label` solves one integer program per mesh dimension of size > 1 over the *folded* program: each distinct block once,
+costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh dimensions
+are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels_space`), so solving them in
+turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
+
+`check` verifies a labelling without looking at how it was found.
+"""
+
+import time
+from dataclasses import dataclass
+
+from autopar.errors import InfeasibleError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.program import Program
+from autopar.ir.sharding import I, Mesh, Type
+from autopar.search import labels_legal as legal
+from autopar.search.labels_milp import Solution
+from autopar.search.labels_prices import prices_of
+from autopar.search.labels_problem import DimProblem
+from autopar.search.labels_space import DATA, Boundary, NodeKey, Solved, boundary_of, owned_axes, space_of
+from autopar.trace.analysis import Analysis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelOptions:
+    """`hidden_axes`: also split the residual stream's hidden axes. `regather`: gathered values are gathered again in
+    backward instead of kept. `time_limit_s` bounds the solver on each mesh dimension."""
+
+    hidden_axes: bool = False
+    regather: bool = True
+    time_limit_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelling:
+    """Labels of every distinct block, and how good they are.
+
+    `objective` (in units of the largest all-reduce between blocks, at the reference workload) and `size` (columns and
+    rows) are per mesh dimension solved; `gap` is the largest relative gap to a proven bound; `notes` say what stayed
+    whole and how prices were scaled.
+    """
+
+    mesh: Mesh
+    blocks: tuple[BlockLabels, ...]
+    objective: dict[str, float]
+    size: dict[str, tuple[int, int]]
+    gap: float
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def label(
+    program: Program,
+    analysis: Analysis,
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    *,
+    mesh: Mesh | None = None,
+    options: LabelOptions | None = None,
+) -> Labelling:
+    """The best labels on the mesh of `degrees` (or on `mesh`, for which `analysis` was refined).
+
+    Raises `PlanError`, naming every axis, where a degree does not divide what it has to split, and
+    `InfeasibleError` where the solver finds no labels in time.
+    """
+    started = time.perf_counter()
+    mesh, options = mesh or degrees.mesh, options or LabelOptions()
+    boundary = boundary_of(program, analysis)
+    problems = legal.batch_problems(program, mesh)
+    if degrees.sequence_parallel:
+        for name, degree in mesh.as_dict().items():
+            problems += legal.sequence_problems(program, name, degree) if name != DATA and degree > 1 else []
+    solved: list[Solved] = []
+    notes: list[str] = []
+    objective: dict[str, float] = {}
+    size: dict[str, tuple[int, int]] = {}
+    gap = 0.0
+    for index in _order(mesh):
+        if problems and mesh.names[index] == DATA:
+            continue  # reported below, with what else does not divide
+        turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options)
+        found, solution = turn.solve(relaxed=True)
+        if legal.indivisible(analysis, found):
+            relaxed = found
+            found, solution = turn.solve(relaxed=False)
+            more, remarks = legal.violations(program, analysis, boundary, relaxed, found)
+            problems, notes = problems + more, notes + remarks
+        solved.append(found)
+        name = mesh.names[index]
+        objective[name], size[name] = solution.objective, turn.size
+        gap = max(gap, solution.gap)
+        notes += turn.notes()
+    legal.refuse(problems, mesh)
+    return Labelling(
+        mesh=mesh,
+        blocks=_blocks(program, boundary, mesh, solved),
+        objective=objective,
+        size=size,
+        gap=gap,
+        notes=tuple(notes),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _order(mesh: Mesh) -> list[int]:
+    """Mesh dimensions of size > 1, `dp` first."""
+    return sorted((i for i, d in enumerate(mesh.degrees) if d > 1), key=lambda i: (mesh.names[i] != DATA, i))
+
+
+class _Turn:
+    """One mesh dimension's turn."""
+
+    def __init__(
+        self, program: Program, analysis: Analysis, boundary: Boundary, degrees: Degrees, cluster: ClusterSpec,
+        mesh: Mesh, index: int, solved: list[Solved], options: LabelOptions,
+    ) -> None:
+        self.program, self.analysis, self.boundary, self.degrees = program, analysis, boundary, degrees
+        self.mesh, self.index, self.solved, self.options = mesh, index, list(solved), options
+        self.prices = prices_of(program, analysis, boundary, cluster, mesh, index)
+        self.size = (0, 0)
+        self.axes = owned_axes(
+            analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, options.hidden_axes
+        )
+
+    def solve(self, *, relaxed: bool) -> tuple[Solved, Solution]:
+        required = self.degrees.sequence_parallel is True
+        space = space_of(
+            self.program, self.analysis, self.boundary, self.mesh, self.index, self.solved, self.axes, required, relaxed
+        )
+        problem = DimProblem(
+            self.program, self.analysis, self.boundary, space, self.solved, self.prices,
+            regather=self.options.regather, accumulate=self.degrees.accumulate,
+        )
+        found = problem.solve(self.options.time_limit_s)
+        self.size = (problem.milp.num_columns, problem.milp.num_rows)
+        if found is None:
+            name = self.mesh.names[self.index]
+            raise InfeasibleError(
+                f"no labels for {name}={self.mesh.degrees[self.index]} within {self.options.time_limit_s:g} s; "
+                f"allow more time or another degree"
+            )
+        return found
+
+    def notes(self) -> list[str]:
+        name, prices = self.mesh.names[self.index], self.prices
+        scaled = []
+        if prices.compute_scale > 1:
+            scaled.append(f"arithmetic × {prices.compute_scale:.3g}")
+        if prices.latency_scale < 1:
+            scaled.append(f"latency × {prices.latency_scale:.3g}")
+        return [f"{name}: labels chosen at a reference workload ({', '.join(scaled)})"] if scaled else []
+
+
+def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Solved]) -> tuple[BlockLabels, ...]:
+    """Labels by node key, types by port and result; mesh dimensions of size 1 are invariant."""
+    by_index = {s.index: s for s in solved}
+    turns = [by_index.get(k) for k in range(len(mesh.degrees))]
+
+    def types(name: str) -> tuple[Type, ...]:
+        return tuple(turn.types[name] if turn else I for turn in turns)
+
+    def labels(key: NodeKey) -> tuple[str, ...]:
+        return tuple(turn.variants[key].label if turn else "I" for turn in turns)
+
+    return tuple(
+        BlockLabels(
+            name=block.name,
+            signature=block.signature,
+            ports={p.name: types(boundary.ports[i, p.name]) for p in block.ports if p.role != "scalar"},
+            labels={n.meta["key"]: labels((i, n.name)) for n in block.graph.nodes if n.op == "call_function"},
+            results={name: types(boundary.results[i, name]) for name in block.outputs},
+        )
+        for i, block in enumerate(program.blocks)
+    )

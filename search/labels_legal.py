@@ -1,0 +1,169 @@
+"""Degrees that do not divide: found by labelling once as if everything divided, reported all at once.
+
+If the relaxed optimum splits only axes that the degree divides, it is the optimum. Where it splits others, the true
+optimum decides: an operator that carries a good part of its block and can no longer be split along the same factor
+is a violation; a small one (the key projection of a model with fewer key heads than ranks) stays whole, is noted.
+"""
+
+from math import prod
+
+from autopar.cost_model.compute import operator_name
+from autopar.errors import PlanError, Problem
+from autopar.ir.program import Program
+from autopar.ir.sharding import Mesh
+from autopar.search.labels_space import DATA, Boundary, NodeKey, Solved, parameter_values
+from autopar.trace.analysis import Analysis
+
+SMALL = 0.2  # of a block's work in products and tables
+
+
+def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
+    """Inputs whose batch the data-parallel degree does not divide."""
+    found = []
+    for name, degree in mesh.as_dict().items():
+        sizes = {i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None}
+        for size in sorted(sizes) if name == DATA else ():
+            if size % degree:
+                found.append(
+                    Problem(
+                        path="batch",
+                        rule=f"{size} sequences are not divisible by {name}={degree}",
+                        suggestion=nearest_degrees(size, degree),
+                    )
+                )
+    return found
+
+
+def sequence_problems(program: Program, name: str, degree: int) -> list[Problem]:
+    """Inputs whose sequence a required sequence parallelism cannot divide."""
+    sizes = {i.shape[i.sequence_dim] for i in program.inputs if i.sequence_dim is not None}
+    return [
+        Problem(
+            path="sequence_parallel",
+            rule=f"sequence length {size} is not divisible by {name}={degree}",
+            suggestion=nearest_degrees(size, degree),
+        )
+        for size in sorted(sizes)
+        if size % degree
+    ]
+
+
+def nearest_degrees(size: int, degree: int) -> str:
+    """The divisors of `size` next to `degree`: ``nearest legal degrees 2 and 4``."""
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    below = [d for d in divisors if d < degree][-1:]
+    above = [d for d in divisors if d > degree][:1]
+    both = below + above
+    return f"nearest legal degree{'s' if len(both) > 1 else ''} {' and '.join(str(d) for d in both)}"
+
+
+def indivisible(analysis: Analysis, solved: Solved) -> dict[int, list[NodeKey]]:
+    """Axes that a relaxed labelling splits although the degree does not divide them, and the operators that do."""
+    found: dict[int, list[NodeKey]] = {}
+    for (block, node), variant in solved.variants.items():
+        if variant.factor:
+            axis, size = analysis.bounds[block][node].factors[variant.factor][variant.axis]
+            if size % solved.degree:
+                found.setdefault(axis, []).append((block, node))
+    return found
+
+
+def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
+    """How much of a block's work an operator is: FLOP of a product, or what a table's elements would attract."""
+    block, node = key
+    bound, call = analysis.bounds[block][node], analysis.calls[block][node]
+    if bound.rule.flops is not None:
+        return bound.rule.factor_flops()
+    if bound.rule.outermost:  # tables of embeddings, and losses over a vocabulary
+        return 2.0 * prod(call.operands[0].shape) * (program.batch or 1) * (program.sequence or 1)
+    return 0.0
+
+
+def violations(
+    program: Program, analysis: Analysis, boundary: Boundary, relaxed: Solved, true: Solved
+) -> tuple[list[Problem], list[str]]:
+    """Problems of axes that should be split and cannot be, and notes on small operators that stay whole."""
+    totals = {
+        i: sum(weight_of(program, analysis, (i, node)) for node in bounds) for i, bounds in enumerate(analysis.bounds)
+    }
+    problems, notes = [], []
+    for axis, keys in indivisible(analysis, relaxed).items():
+        lost = [key for key in keys if relaxed.variants[key].factor != true.variants[key].factor]
+        weights = {key: weight_of(program, analysis, key) for key in lost if not _is_loss(analysis, key)}
+        blocks = {block for block, _ in weights}
+        heavy = any(sum(w for (b, _), w in weights.items() if b == block) > SMALL * totals[block] for block in blocks)
+        if heavy or any(_is_attention(program, analysis, key) for key in weights):
+            problems.append(_problem(program, analysis, boundary, axis, keys, true))
+            continue
+        for block, node in (key for key, weight in weights.items() if weight):
+            key_name = next(n.meta["key"] for n in program.blocks[block].graph.nodes if n.name == node)
+            size = _size(analysis, (block, node), axis)
+            notes.append(f"{true.name}={true.degree}: {key_name} is not split; its axis of {size} is not divisible")
+    return problems, notes
+
+
+def _is_attention(program: Program, analysis: Analysis, key: NodeKey) -> bool:
+    """A product of activations: without its split, the split of what feeds it has to be undone."""
+    block, node = key
+    return analysis.bounds[block][node].rule.flops is not None and parameter_values(
+        program, analysis, block
+    ).isdisjoint(analysis.operands[block][node])
+
+
+def _is_loss(analysis: Analysis, key: NodeKey) -> bool:
+    return not analysis.calls[key[0]][key[1]].output.shape and analysis.bounds[key[0]][key[1]].rule.flops is None
+
+
+def _size(analysis: Analysis, key: NodeKey, axis: int) -> int:
+    factors = analysis.bounds[key[0]][key[1]].factors
+    return next(size for atoms in factors.values() for a, size in atoms if a == axis)
+
+
+def _problem(
+    program: Program, analysis: Analysis, boundary: Boundary, axis: int, keys: list[NodeKey], solved: Solved
+) -> Problem:
+    size, degree = _size(analysis, keys[0], axis), solved.degree
+    kind = kind_of_axis(analysis, axis)
+    holder = _holder(program, boundary, axis)
+    where = f"{holder} has" if holder else "the model has"
+    unit = {"heads": "heads", "vocabulary": "rows", "sequence": "positions"}.get(kind, "columns or rows")
+    return Problem(
+        path=kind,
+        rule=f"{where} {size} {unit}, not divisible by {solved.name}={degree}",
+        suggestion=nearest_degrees(size, degree),
+    )
+
+
+def _holder(program: Program, boundary: Boundary, axis: int) -> str:
+    """The parameter that has the axis in the simplest product; the largest of those, a matrix before a vector."""
+    found = []
+    for c in boundary.classes.values():
+        simplest = min((len(dim) for dim in c.dims.axes if axis in dim), default=None)
+        if c.role == "parameter" and simplest is not None:
+            elements = program.parameters[c.members[0]].num_elements
+            found.append((-len(c.dims.axes), simplest, -elements, c.members[0]))
+    return min(found)[-1] if found else ""
+
+
+def kind_of_axis(analysis: Analysis, axis: int) -> str:
+    """A word for an axis, from the operators that have it: batch, sequence, heads, vocabulary, or width."""
+    if axis in analysis.batch_axes:
+        return "batch"
+    if axis in analysis.sequence_axes:
+        return "sequence"
+    for bounds, calls in zip(analysis.bounds, analysis.calls, strict=True):
+        for node, bound in bounds.items():
+            factors = {f for f, atoms in bound.factors.items() if any(a == axis for a, _ in atoms)}
+            if factors & bound.rule.outermost:
+                return "vocabulary"
+            attention = operator_name(calls[node].target) == "scaled_dot_product_attention"
+            if attention and factors - bound.rule.whole - {"f"}:
+                return "heads"
+    return "width"
+
+
+def refuse(problems: list[Problem], mesh: Mesh) -> None:
+    """Raise `PlanError` with all problems, if any."""
+    if problems:
+        degrees = ", ".join(f"{n}={d}" for n, d in mesh.as_dict().items() if d > 1)
+        raise PlanError(f"{degrees} does not divide this model", problems)
