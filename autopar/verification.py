@@ -3,6 +3,7 @@
 The command line's `autopar verify` and tests call `verify`; steps and comparison are in `autopar.runtime.verify`.
 """
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -177,13 +178,16 @@ def against_model(
 
 
 def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:
-    """A CPU copy of a meta model that holds the weights and buffers of `source`."""
-    import copy
-
-    plain = copy.deepcopy(model).to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            parameter.copy_(source(name))
-        for name, buffer in plain.named_buffers():
-            buffer.copy_(source(name))
+    """A CPU copy of a meta model that holds the weights and buffers of `source`; tied parameters stay tied."""
+    plain = copy.deepcopy(model)
+    made: dict[int, torch.nn.Parameter] = {}
+    for path, module in plain.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                value = source(prefix + name).detach().clone()
+                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, _ in module.named_buffers(recurse=False):
+            module._buffers[name] = source(prefix + name).clone()
     return plain.train()

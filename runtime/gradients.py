@@ -45,7 +45,7 @@ def num_copies(parameter: torch.Tensor, world_size: int) -> int:
         return world_size
     shards = 1
     for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-        shards *= size if placement.is_shard() else 1
+        shards *= 1 if placement.is_replicate() else size  # FSDP2 makes strided shards too
     return world_size // shards
 
 

@@ -265,7 +265,7 @@ class ParallelModel(nn.Module):
         by_name = dict(zip(self.plan.mesh.names, types, strict=True))
         order = {"dp_replicate": "dp", "dp_shard": "dp", "tp": "tp"}
         kinds = [by_name[order[n]] for n in self.rank_mesh.device_mesh.mesh_dim_names or ()]
-        assert all(k.position == 0 for k in kinds), (name, types, degrees)
+        assert all(k.position <= 0 for k in kinds), (name, types, degrees)
         placements = [Shard(k.dim) if k.kind == "S" else Replicate() for k in kinds]
         return DTensor.from_local(local.contiguous(), self.rank_mesh.device_mesh, placements, run_check=False)
 
