@@ -226,7 +226,8 @@ def make_rule(inputs: tuple[Spec, ...], output: Spec, sizes: Mapping[str, int], 
     in_output = {f for dim in output for f in dim}
     used = in_output | {f for spec in inputs for dim in spec for f in dim}
     reduced = frozenset(f for f in used if f not in in_output)
-    return Rule(inputs=inputs, output=output, sizes={f: sizes[f] for f in used}, reduced=reduced, **options)
+    ordered = {f: n for f, n in sizes.items() if f in used}  # labels must come in the same order in every process
+    return Rule(inputs=inputs, output=output, sizes=ordered, reduced=reduced, **options)
 
 
 def whole_rule(call: Call) -> Rule:

@@ -22,6 +22,7 @@ POSITIVE = """
 """
 UNIT = "acos asin atanh erfinv logit"
 INTEGER = """
+    __and__ __lshift__ __or__ __rshift__ __xor__
     bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
 """
 WITHOUT_GRADIENT = {"floor_divide", "heaviside", "remainder"}

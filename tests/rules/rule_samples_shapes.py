@@ -150,6 +150,13 @@ def _(d: Draw) -> Arguments:
     return (d.real(d.size(), pieces * e), 1, d.choice(-e, d.rng.randrange(pieces) * e), d.choice(e, e - 1))
 
 
+@sampler(aten.diff.default)
+def _(d: Draw) -> Arguments:
+    shape, at = d.sizes(3), d.rng.randrange(3)
+    shape[at] = d.choice(3, 4, 6)
+    return (d.real(*shape), d.choice(1, 2), d.choice(at, at - 3))
+
+
 @sampler(aten.select.int)
 def _(d: Draw) -> Arguments:
     shape = d.sizes(1, 3)

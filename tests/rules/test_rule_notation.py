@@ -79,7 +79,15 @@ def test_one_is_the_empty_product() -> None:
         ("(a b) -> a b", call((2, 3), (6,))),
         ("a, (a b) -> a b", call((4, 2), (4,), (10,))),
     ],
-    ids=["sizes differ", "operand missing", "operand too many", "rank too high", "rank too low", "two unknown sizes", "no factor"],
+    ids=[
+        "sizes differ",
+        "operand missing",
+        "operand too many",
+        "rank too high",
+        "rank too low",
+        "two unknown sizes",
+        "no factor",
+    ],
 )
 def test_pattern_that_does_not_fit_is_refused(text: str, made: Call) -> None:
     with pytest.raises(RuleError):
@@ -93,6 +101,11 @@ def test_rule_from_refuses_what_does_not_fit() -> None:
         rule_from(call((2,), (2,), (2,)), [[("a",)]], [("a",)])
     with pytest.raises(RuleError):
         rule_from(call((6,), (5,)), [[("a",)]], [("a",)])
+
+
+def test_factors_come_in_the_same_order_in_every_process() -> None:
+    parsed = parse("... i, o i[, o] -> ... o", call((2, 3, 5), (2, 3, 4), (5, 4)))
+    assert list(parsed.sizes) == [".1", ".0", "i", "o"]
 
 
 # registry

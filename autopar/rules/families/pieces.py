@@ -72,6 +72,17 @@ def select(call: Call) -> Rule:
     return rule_from(call, [spec], spec[:d] + spec[d + 1 :], whole={f"d{d}"}, linear=[{0}])
 
 
+@rule(aten.diff.default)
+def diff(call: Call) -> Rule:
+    """Differences of neighbours: their dimension is whole."""
+    if len(call.operands) != 1:
+        raise RuleError("diff of a tensor with something before or after it")
+    spec, output = dims(call.operands[0].shape), dims(call.output.shape)
+    d = dim_index(call.arg(2, "dim", -1), len(spec))
+    spec[d], output[d] = ("x",), ("y",)
+    return rule_from(call, [spec], output, whole="xy", linear=[{0}])
+
+
 @rule(aten.cat.default, aten.concat.default)
 def cat(call: Call) -> Rule:
     """Equal pieces are ``e, e -> (c e)``: c is whole, e may be split. Else the dimension is whole."""

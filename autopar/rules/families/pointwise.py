@@ -83,6 +83,7 @@ LINEAR: dict[str, Callable[[Call], Sets]] = {
 }
 
 _NAMES = """
+    __and__ __lshift__ __or__ __rshift__ __xor__
     abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
     bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone copysign cos cosh deg2rad
     detach digamma div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu gt

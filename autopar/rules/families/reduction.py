@@ -20,16 +20,14 @@ def _reduced(call: Call, over: Any, keepdim: bool) -> tuple[list[Dim], list[Dim]
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(call: Call) -> Rule:
     """Each rank sums its own elements; a sum of bools counts."""
-    over = call.args[1] if len(call.args) > 1 else None
-    spec, output, _ = _reduced(call, over, bool(call.arg(2, "keepdim", False)))
+    spec, output, _ = _reduced(call, call.arg(1, "dim"), bool(call.arg(2, "keepdim", False)))
     return rule_from(call, [spec], output, linear=[{0}])
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Rule:
     """A mean of local elements is divided by the number of ranks."""
-    over = call.args[1] if len(call.args) > 1 else None
-    spec, output, factors = _reduced(call, over, bool(call.arg(2, "keepdim", False)))
+    spec, output, factors = _reduced(call, call.arg(1, "dim"), bool(call.arg(2, "keepdim", False)))
     return rule_from(call, [spec], output, linear=[{0}], emit=emit_mean(sorted(factors)))
 
 
