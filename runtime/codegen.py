@@ -171,9 +171,9 @@ class _Writer:
             previous = self.graph.create_node(
                 "call_function", target, args, kwargs, node.name if step is steps[-1] else None
             )
+            previous.meta["operand_types"] = tuple(types) if step is steps[0] else ()
+            previous.meta["types"], previous.meta["rewritten"] = out_types, len(steps) > 1
         assert previous is not None
-        previous.meta["operand_types"] = tuple(types)
-        previous.meta["rewritten"] = len(steps) > 1
         self.define(node.name, previous, out_types, node.meta["info"].differentiable)
 
     def fill(self, value: Any, operands: Sequence[fx.Node], previous: fx.Node | None) -> Any:

@@ -10,9 +10,9 @@ from tiny_models import Example
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
+from autopar.runtime.compare import error, rms
 from autopar.runtime.execute import run_reference
 from autopar.runtime.fuzz import random_labels
-from autopar.runtime.measure import relative_errors
 from autopar.runtime.one_process import Outcome, run_in_one_process
 from autopar.runtime.promote import promoted
 from autopar.trace.analysis import Analysis, analyse
@@ -71,9 +71,10 @@ def run(case: Case, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -
 def worst(case: Case, outcome: Outcome) -> float:
     """The worst relative error over loss, outputs, every gradient, and copies that must be equal."""
     assert outcome.gradients.keys() == case.gradients.keys()
-    errors = relative_errors(outcome.gradients, case.gradients)
-    outputs = relative_errors({**outcome.outputs, "loss": outcome.loss}, {**case.outputs, "loss": case.loss})
-    return max(*errors.values(), *outputs.values(), outcome.disagreement)
+    scale = rms(case.gradients.values())
+    errors = [error(outcome.gradients[name], reference, scale) for name, reference in case.gradients.items()]
+    errors += [error(outcome.outputs[name], reference, 0.0) for name, reference in case.outputs.items()]
+    return max(*errors, error(outcome.loss, case.loss, 0.0), outcome.disagreement)
 
 
 def check(case: Case, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -> None:

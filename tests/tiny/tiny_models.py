@@ -87,9 +87,7 @@ class Mlp(nn.Module):
 def mlp(degree: int = 2, *, batch: int = 4) -> Example:
     model = randomise(Mlp(4 * degree, 8 * degree).double())
     generator = torch.Generator().manual_seed(1)
-    x, target = (
-        torch.randn(batch, 2 * degree, 4 * degree, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
+    x, target = (torch.randn(batch, 2 * degree, 4 * degree, generator=generator, dtype=torch.float64) for _ in range(2))
     return model, {"x": x, "target": target}
 
 
