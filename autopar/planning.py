@@ -1,17 +1,17 @@
 """From a model, a cluster and wished degrees to a program and its plan."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from math import gcd
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.degrees import resolve_degrees as resolve_degrees
 from autopar.errors import PlanError
+from autopar.explain import with_summary
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan, degrees_from
+from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.search.labels import label
 from autopar.trace.analysis import analyse
@@ -19,39 +19,6 @@ from autopar.trace.capture import Inputs, input_names
 from autopar.trace.trace import batch_and_sequence, trace
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
-
-
-def resolve_degrees(wish: Mapping[str, Any] | None, world_size: int, local_batch: int) -> Degrees:
-    """Degrees for `world_size` ranks from a partial wish; without one, pure FSDP over all of them.
-
-    `local_batch` is the sequences of one data-parallel rank in one step. Raises `PlanError` listing every violation
-    with the nearest legal values.
-    """
-    given = dict(wish or {})
-    asked = degrees_from(given)
-    if not {"dp", "dp_shard"} & set(given):
-        asked = replace(asked, dp_shard=max(1, world_size // (asked.tp * asked.dp_replicate)))
-    problems = []
-    if asked.world_size != world_size:
-        legal = [d for d in range(1, world_size + 1) if world_size % d == 0]
-        problems.append(
-            f"tp {asked.tp} × dp_shard {asked.dp_shard} × dp_replicate {asked.dp_replicate} = {asked.world_size} is not "
-            f"the world size {world_size}; each degree must divide it: {legal}"
-        )
-    if local_batch % asked.accumulate:
-        near = gcd(local_batch, asked.accumulate)
-        problems.append(
-            f"a batch of {local_batch} sequences per rank does not divide into accumulate = {asked.accumulate} "
-            f"micro-batches; the nearest legal value is {near}"
-        )
-    elif asked.micro_batch is not None and asked.micro_batch * asked.accumulate != local_batch:
-        problems.append(
-            f"micro_batch {asked.micro_batch} × accumulate {asked.accumulate} is not the {local_batch} sequences of "
-            f"this rank's batch; leave micro_batch out or pass {local_batch // asked.accumulate}"
-        )
-    if problems:
-        raise PlanError("; ".join(problems))
-    return replace(asked, micro_batch=local_batch // asked.accumulate)
 
 
 def make_plan(
@@ -67,9 +34,9 @@ def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees) -> P
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
     micro_batch = degrees.micro_batch or local_batch
     program = trace(model, example_inputs, batch=micro_batch * degrees.dp)
-    if degrees.accumulate > 1 and program.splits_in_time is not None:
+    if degrees.accumulate > 1 and program.mixes_batch is not None:
         raise PlanError(
-            f"accumulate = {degrees.accumulate} would change the loss: {program.splits_in_time}; use accumulate = 1"
+            f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1"
         )
     return program
 
@@ -78,7 +45,7 @@ def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: s
     """The plan that the labeller finds for a program."""
     analysis = analyse(program, degrees.mesh)
     found = label(program, analysis, degrees, cluster)
-    return Plan(
+    plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
         degrees=degrees,
@@ -88,6 +55,7 @@ def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: s
         torch_version=torch.__version__,
         notes=tuple(found.notes),
     )
+    return with_summary(plan, program, analysis)
 
 
 def check_plan(plan: Plan, program: Program, world_size: int) -> None:

@@ -1,13 +1,16 @@
 """The plan: everything decided. A value that prints, compares and round-trips through JSON; running needs only it."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError, did_you_mean
+from autopar.ir.explanation import as_text
 from autopar.ir.sharding import Mesh, Type
+from autopar.ir.summary import Summary
 
 VERSION = 1
 MAX_PLAN_BYTES = 64 * 1024 * 1024
@@ -57,7 +60,7 @@ class BlockLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A placement of one program on one mesh."""
+    """A placement of one program on one mesh. `summary` decides nothing: it is what `explain` says about the rest."""
 
     fingerprint: str
     model: str
@@ -68,6 +71,7 @@ class Plan:
     sequence: int | None = None
     torch_version: str = ""
     notes: tuple[str, ...] = ()
+    summary: Summary | None = None
     version: int = field(default=VERSION)
 
     @property
@@ -88,13 +92,26 @@ class Plan:
             for b in self.blocks
         ]
         data["notes"] = list(self.notes)
+        data["summary"] = None if self.summary is None else self.summary.to_dict()
         return data
+
+    def explain(self) -> str:
+        """What is split, how, and by which collectives, in words and tables; operators without a rule come first."""
+        return as_text(self)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, sort_keys=True) + "\n"
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan as JSON, whole or not at all. Raises `PlanError` where the file cannot be written."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(self.to_json(), encoding="utf-8")
+            partial.replace(target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise PlanError(f"plan file {target} cannot be written: {error.strerror or error}") from error
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -127,12 +144,14 @@ class Plan:
             "sequence",
             "torch_version",
             "notes",
+            "summary",
             "version",
         }
         _keys(data, known, {"fingerprint", "degrees", "blocks", "version"}, source)
         if data["version"] != VERSION:
             raise PlanError(f"{source}: schema version {data['version']}, this autopar reads {VERSION}; plan again")
         degrees = degrees_from(data["degrees"], f"{source}: degrees")
+        summary = data.get("summary")
         try:
             blocks = tuple(_block_from(b, f"{source}: blocks[{i}]") for i, b in enumerate(data["blocks"]))
             return Plan(
@@ -145,6 +164,7 @@ class Plan:
                 sequence=data.get("sequence"),
                 torch_version=str(data.get("torch_version", "")),
                 notes=tuple(str(n) for n in data.get("notes", ())),
+                summary=None if summary is None else Summary.from_dict(summary, f"{source}: summary"),
             )
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise PlanError(f"{source}: {error}; write the plan again with `autopar plan`") from error

@@ -1,0 +1,37 @@
+"""`autopar clusters`: the devices that a cluster may be made of."""
+
+from autopar.cli.model_argument import Json
+from autopar.cli.output import console, print_json, table
+from autopar.ir.device_presets import DevicePreset, device_presets
+
+
+def clusters(as_json: Json = False) -> None:
+    """List the devices that clusters are made of: 8xh100, 64xa100-80gb, 4xcpu."""
+    presets = list(device_presets().values())
+    if as_json:
+        print_json([_entry(preset) for preset in presets])
+        return
+    columns = ("device", "also", "memory GB", "bfloat16 TFLOP/s", "per host", "in-host GB/s", "inter-host GB/s")
+    rows = []
+    for preset in presets:
+        bfloat16 = preset.peak_tflops.bfloat16
+        figures = (preset.memory_gb, bfloat16, preset.devices_per_host)
+        links = (preset.in_host.bandwidth_gb_per_s, preset.inter_host.bandwidth_gb_per_s)
+        cells = ["-" if figure is None else f"{figure.value:g}" for figure in (*figures, *links)]
+        rows.append((preset.name, ", ".join(preset.aliases), *cells))
+    out = console()
+    out.print(table(columns, rows, right=columns[2:]))
+    out.print("\nCLUSTER is <n>x<device>, such as 8xh100, or a YAML file, or detect.", markup=False)
+
+
+def _entry(preset: DevicePreset) -> dict[str, object]:
+    figures = {path: figure.value for path, figure in preset.figures().items()}
+    sources = {path: figure.source for path, figure in preset.figures().items()}
+    return {
+        "name": preset.name,
+        "aliases": preset.aliases,
+        "description": preset.description,
+        "device_type": preset.device_type,
+        "figures": figures,
+        "sources": sources,
+    }

@@ -1,0 +1,102 @@
+"""How a function becomes a command: the options of `PlanOptions` in its signature, and errors as messages."""
+
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from autopar.errors import AutoparError, InfeasibleError, RankError, VerificationError
+from autopar.options import PlanOptions, flag
+
+FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
+_STATUS = ((InfeasibleError, INFEASIBLE), (RankError, FAILED), (VerificationError, FAILED), (AutoparError, BAD_INPUT))
+_PANEL = "What the plan should be"
+_Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised (or AUTOPAR_DEBUG=1).")]
+
+
+def register(app: typer.Typer, function: Callable[..., None]) -> None:
+    """Add a function as a command of its own name.
+
+    A parameter `options: PlanOptions` becomes one option per field; every command gets ``--traceback``.
+    """
+    own = inspect.signature(function, eval_str=True).parameters
+    takes_options = "options" in own
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in own.items() if name != "options"]
+    if takes_options:
+        parameters += _option_parameters()
+    parameters.append(_parameter("traceback", _Traceback, False))
+
+    def run(**given: Any) -> None:
+        wants_traceback = given.pop("traceback") or os.environ.get("AUTOPAR_DEBUG", "") not in ("", "0")
+        with _Guard(wants_traceback):
+            if takes_options:
+                given["options"] = PlanOptions(**{f.name: given.pop(f.name) for f in fields(PlanOptions)})
+            function(**given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__doc__ = function.__doc__
+    app.command(name=function.__name__)(run)
+
+
+def _option_parameters() -> list[inspect.Parameter]:
+    found = []
+    for field in fields(PlanOptions):
+        names = [flag(field.name)]
+        if "bool" in str(field.type):
+            names = [f"{names[0]}/--no-{names[0][2:]}"]
+        option = typer.Option(*names, help=field.metadata["help"], rich_help_panel=_PANEL, show_default=False)
+        found.append(_parameter(field.name, Annotated[field.type, option], None))
+    return found
+
+
+def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+class _Guard:
+    """Turns exceptions into one message on stderr and an exit status, and warnings into lines of their own."""
+
+    def __init__(self, wants_traceback: bool) -> None:
+        self.wants_traceback = wants_traceback
+
+    def __enter__(self) -> None:
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, (SystemExit, typer.Exit)):
+            return
+        if isinstance(error, KeyboardInterrupt):
+            _say("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        if isinstance(error, BrokenPipeError):  # the reader of our output left, as `autopar models | head -1` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        if not isinstance(error, Exception):
+            return
+        if self.wants_traceback:
+            traceback.print_exception(error)
+        if isinstance(error, AutoparError):
+            _say(str(error))
+            raise typer.Exit(next(status for kind, status in _STATUS if isinstance(error, kind))) from None
+        first = (str(error).strip().splitlines() or [""])[0][:300]
+        hint = "" if self.wants_traceback else "; this is a bug, --traceback shows where"
+        _say(f"unexpected {type(error).__name__}: {first}{hint}")
+        raise typer.Exit(FAILED) from None
+
+
+def _say(message: str) -> None:
+    print(f"autopar: {message}", file=sys.stderr)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    from autopar.ir.cluster import ClusterWarning
+
+    if issubclass(category, ClusterWarning):  # what others warn about is not for users of a command
+        _say(f"warning: {message}")

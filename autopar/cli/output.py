@@ -1,0 +1,57 @@
+"""Printing: tables and explanations through rich on stdout, progress on stderr, JSON exactly as it is."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.explanation import Section
+
+WIDTH_WITHOUT_TERMINAL = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console; where there is no terminal, wide enough that tables are not cut."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
+    return Console(stderr=stderr, width=width, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """Data as JSON on stdout, nothing else."""
+    sys.stdout.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+    """A plain table; columns named in `right` are aligned to the right. Cells are text, never markup."""
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        made.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    return made
+
+
+def print_sections(sections: Sequence[Section], out: Console) -> None:
+    """An explanation."""
+    for section in sections:
+        out.print(Text(section.title, style="bold yellow" if section.is_warning else "bold"))
+        for line in section.lines:
+            out.print(Text(f"  {line}"))
+        if section.rows:
+            out.print(table(section.columns, section.rows, right=("copies", "calls", "times")))
+        out.print()
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Any]:
+    """A spinner on stderr while something runs; yields a function that changes its text. Silent without a terminal."""
+    out = console(stderr=True)
+    with out.status(text) as status:
+        yield status.update

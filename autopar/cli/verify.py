@@ -1,0 +1,141 @@
+"""`autopar verify`: run the same steps on one device and on ranks started here, and compare everything."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.output import console, print_json, progress, table
+from autopar.degrees import resolve_degrees
+from autopar.errors import InputError, PlanError, Problem
+from autopar.ir.explanation import sizes_in_words
+from autopar.ir.plan import Plan
+from autopar.options import PlanOptions
+
+if TYPE_CHECKING:
+    from autopar.runtime.verify import Report
+
+FAILED = 1
+SMALL_LAYERS, SMALL_HIDDEN, SMALL_HIDDEN_BY_3, SMALL_SEQ_LEN = 2, 64, 96, 32
+MAX_RANKS = 64
+
+
+def verify(
+    model: ModelArgument,
+    world_size: Annotated[int, typer.Option("--world-size", "-n", help="Ranks to start on this machine.")],
+    options: PlanOptions,
+    plan: Annotated[Path | None, typer.Option(help="Verify this plan file.", show_default=False)] = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of one data-parallel rank in one step.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16; each has its tolerance.")] = "float64",
+    steps: Annotated[int, typer.Option(help="AdamW steps.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare MODEL split over CPU ranks with MODEL on one device: loss, outputs, gradients, clip norm, weights.
+
+    Without --plan, a preset or config is shrunk to 2 layers of width 64 and sequences of 32 tokens unless --layers,
+    --hidden and --seq-len say otherwise. Exit status: 0 equal, 1 different, 2 bad input.
+    """
+    _check_numbers(world_size=world_size, steps=steps, batch=batch)
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": options.seq_len, "batch": batch}
+    if plan is not None:
+        wish = None
+        sizes |= _sizes_of_plan(plan, model, world_size, options, batch)
+    else:
+        wish = options.wish()
+        sizes |= _small_sizes(model, world_size, options, sizes)
+    # remarks of libraries about things that are on purpose; the ranks inherit this
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_LOGS", "-dtensor")
+    with progress("importing torch") as say:
+        from autopar.verification import verify as run
+
+        report = run(
+            model,
+            world_size=world_size,
+            degrees=wish,
+            plan=None if plan is None else str(plan),
+            dtype=dtype,
+            steps=steps,
+            seed=seed,
+            on_progress=say,
+            **sizes,
+        )
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _show(report, model, sizes)
+    if not report.passed:
+        raise typer.Exit(FAILED)
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    problems = [
+        Problem(path="--" + name.replace("_", "-"), value=value, rule="must be at least 1")
+        for name, value in numbers.items()
+        if value is not None and value < 1
+    ]
+    if (numbers["world_size"] or 0) > MAX_RANKS:
+        rule = f"at most {MAX_RANKS} ranks are started on one machine"
+        problems.append(Problem(path="--world-size", value=numbers["world_size"], rule=rule))
+    if problems:
+        raise InputError("the options cannot be used", problems)
+
+
+def _sizes_of_plan(
+    path: Path, model: str, world_size: int, options: PlanOptions, batch: int | None
+) -> dict[str, int | None]:
+    """Batch and sequence that the plan was made for, unless they were given."""
+    options.refuse_beside_plan()
+    found = Plan.load(path)
+    if found.degrees.world_size != world_size:
+        raise PlanError(
+            f"plan file {path} is for {found.degrees.world_size} ranks ({sizes_in_words(found)}), not {world_size}; "
+            f"use --world-size {found.degrees.world_size}, or plan again for {world_size}"
+        )
+    if is_factory(model):
+        return {}
+    local_batch = (found.degrees.micro_batch or 1) * found.degrees.accumulate
+    return {"seq_len": found.sequence, "batch": local_batch if batch is None else batch}
+
+
+def _small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
+    """Sizes for what was left open: small ones, that the degrees divide."""
+    if is_factory(model):
+        if options.global_batch is not None:
+            raise InputError(f"--global-batch: a factory decides its own sizes; change {model} instead")
+        return {}
+    if sizes["batch"] is None:
+        degrees = options.degrees(world_size)
+    else:
+        degrees = resolve_degrees(options.wish(), world_size, sizes["batch"], global_batch=options.global_batch)
+    hidden = SMALL_HIDDEN if degrees.tp % 3 else SMALL_HIDDEN_BY_3
+    small = {"layers": SMALL_LAYERS, "hidden": hidden, "seq_len": SMALL_SEQ_LEN if degrees.tp % 3 else 48}
+    small["batch"] = (degrees.micro_batch or 1) * degrees.accumulate
+    return {name: value for name, value in small.items() if sizes[name] is None}
+
+
+def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
+    plan = Plan.from_dict(dict(report.plan))
+    out = console()
+    words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
+    out.print(
+        f"{model}{f' ({words})' if words else ''}: {sizes_in_words(plan)}, in {report.seconds:.1f} s", markup=False
+    )
+    columns = ("compared with one device", "worst error", "tolerance", "", "where the worst is")
+    rows = [
+        (q.name, f"{q.max_error:.1e}", f"{q.tolerance:.0e}", "ok" if q.passed else "DIFFERS", q.where)
+        for q in report.quantities
+    ]
+    out.print(table(columns, rows, right=columns[1:3]))
+    for note in report.notes:
+        out.print(f"note: {note}", markup=False)
+    failed = [q.name for q in report.quantities if not q.passed]
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: the parallel steps equal the single-device steps"
+    out.print(verdict, markup=False, style="bold red" if failed else "bold green")

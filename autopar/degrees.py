@@ -1,0 +1,127 @@
+"""Degrees from a partial wish: what is missing is derived, what does not fit is listed with the nearest legal values.
+
+    world size   = tp × dp_shard × dp_replicate
+    global batch = dp × micro_batch × accumulate       where dp = dp_shard × dp_replicate
+
+This module does not import torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.errors import PlanError, Problem
+from autopar.ir.plan import Degrees, degrees_from
+
+DEFAULT_MICRO_BATCH = 2  # at a global micro-batch of 1 the batch dimension cannot be told from a broadcast one
+
+
+def resolve_degrees(
+    wish: Mapping[str, Any] | None, world_size: int, local_batch: int | None = None, *, global_batch: int | None = None
+) -> Degrees:
+    """Degrees for `world_size` ranks from a partial wish; without one, pure FSDP over all of them.
+
+    `local_batch` is the sequences of one data-parallel rank in one step, `global_batch` those of all; with neither,
+    they follow from micro-batch and accumulate. Raises `PlanError` listing every violation with the nearest legal
+    values.
+    """
+    given = {key: value for key, value in (wish or {}).items() if value is not None}
+    asked = degrees_from(given)
+    if not {"dp", "dp_shard"} & set(given):
+        asked = replace(asked, dp_shard=max(1, world_size // (asked.tp * asked.dp_replicate)))
+    problems = world_size_problems(asked, world_size)
+    if global_batch is not None:
+        more, local_batch = _local_of_global(global_batch, asked.dp, local_batch)
+        problems += more
+    resolved, more = _split_in_time(asked, local_batch, "accumulate" in given)
+    problems += more
+    if problems:
+        raise PlanError("the degrees do not fit", problems)
+    return resolved
+
+
+def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
+    """What keeps the product of the degrees from being the world size, degree by degree."""
+    if degrees.world_size == world_size:
+        return []
+    problems = []
+    for name in ("tp", "dp_shard", "dp_replicate"):
+        value = getattr(degrees, name)
+        if world_size % value:
+            near = _or(nearest_divisors(world_size, value))
+            problems.append(
+                Problem(
+                    path=name, value=value, rule=f"must divide the {world_size} ranks", suggestion=f"nearest: {near}"
+                )
+            )
+    if not problems:
+        others = degrees.tp * degrees.dp_replicate
+        fits = world_size // others if world_size % others == 0 else None
+        hint = f"use dp_shard {fits}" if fits else f"or describe a cluster of {degrees.world_size} devices"
+        rule = (
+            f"tp {degrees.tp} × dp_shard {degrees.dp_shard} × dp_replicate {degrees.dp_replicate} = "
+            f"{degrees.world_size} must be the number of ranks, {world_size}"
+        )
+        problems.append(Problem(path="degrees", rule=rule, suggestion=hint))
+    return problems
+
+
+def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tuple[list[Problem], int | None]:
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        return [Problem(path="global_batch", value=global_batch, rule="must be a whole number of at least 1")], None
+    if global_batch % dp:
+        near = _or(nearest_multiples(dp, global_batch))
+        rule = f"must be divisible by the {dp} data-parallel ranks"
+        return [Problem(path="global_batch", value=global_batch, rule=rule, suggestion=f"nearest: {near}")], None
+    local = global_batch // dp
+    if local_batch is not None and local_batch != local:
+        rule = f"is {local} sequences for each of {dp} data-parallel ranks, the example inputs have {local_batch}"
+        return [Problem(path="global_batch", value=global_batch, rule=rule, suggestion=f"use {local_batch * dp}")], None
+    return [], local
+
+
+def _split_in_time(asked: Degrees, local_batch: int | None, has_accumulate: bool) -> tuple[Degrees, list[Problem]]:
+    """Micro-batch and number of micro-batches of one rank's batch; whichever is missing follows from the other."""
+    if local_batch is None:
+        return replace(asked, micro_batch=asked.micro_batch or DEFAULT_MICRO_BATCH), []
+    if asked.micro_batch is not None and not has_accumulate:
+        if local_batch % asked.micro_batch == 0:
+            return replace(asked, accumulate=local_batch // asked.micro_batch), []
+        return asked, [_indivisible("micro_batch", asked.micro_batch, local_batch)]
+    if local_batch % asked.accumulate:
+        return asked, [_indivisible("accumulate", asked.accumulate, local_batch)]
+    micro_batch = local_batch // asked.accumulate
+    if asked.micro_batch not in (None, micro_batch):
+        rule = f"× accumulate {asked.accumulate} must be the {local_batch} sequences of one rank's batch"
+        hint = f"leave one of the two out, or use micro_batch {micro_batch}"
+        return asked, [Problem(path="micro_batch", value=asked.micro_batch, rule=rule, suggestion=hint)]
+    return replace(asked, micro_batch=micro_batch), []
+
+
+def _indivisible(name: str, value: int, local_batch: int) -> Problem:
+    near = _or(nearest_divisors(local_batch, value))
+    rule = f"must divide the {local_batch} sequences of one data-parallel rank's batch"
+    return Problem(path=name, value=value, rule=rule, suggestion=f"nearest: {near}")
+
+
+def nearest_divisors(number: int, value: int) -> list[int]:
+    """The divisors of `number` next to `value`, below and above.
+
+    >>> nearest_divisors(12, 5)
+    [4, 6]
+    >>> nearest_divisors(4, 9)
+    [4]
+    """
+    below = next(d for d in range(min(value, number), 0, -1) if number % d == 0)
+    above = next((d for d in range(value, number + 1) if number % d == 0), below)
+    return sorted({below, above})
+
+
+def nearest_multiples(factor: int, value: int) -> list[int]:
+    """The positive multiples of `factor` next to `value`, below and above."""
+    below = value - value % factor
+    return [m for m in (below, below + factor) if m]
+
+
+def _or(values: Sequence[int]) -> str:
+    return " or ".join(str(value) for value in values)

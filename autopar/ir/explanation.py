@@ -1,0 +1,148 @@
+"""A plan in words and tables: sections that print as plain text here, and as rich tables on the command line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopar.ir.summary import BlockSummary, Summary
+
+if TYPE_CHECKING:
+    from autopar.ir.plan import Plan
+
+_VERBS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+_VERBS["all_to_all"] = "all-to-all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading, lines of text, and a table. `is_warning` marks what a reader must not overlook."""
+
+    title: str
+    lines: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    is_warning: bool = False
+
+
+def sections(plan: "Plan") -> list[Section]:
+    """What there is to say about a plan; operators without a rule come first."""
+    found = [_header(plan)]
+    if plan.summary is not None:
+        found = [_without_rule(plan.summary), *found, _parameters(plan), *_traffic(plan), _once_a_step(plan.summary)]
+    else:
+        found.append(Section(title="Labels", lines=tuple(_bare(plan))))
+    if plan.notes:
+        found.append(Section(title="Notes", lines=plan.notes))
+    return found
+
+
+def as_text(plan: "Plan") -> str:
+    """The sections as plain text."""
+    parts = []
+    for section in sections(plan):
+        lines = [section.title, *(f"  {line}" for line in section.lines)]
+        if section.rows:
+            lines += [f"  {line}" for line in _aligned([section.columns, *section.rows])]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def sizes_in_words(plan: "Plan") -> str:
+    """``tp 2 × dp_shard 2 = 4 ranks, ZeRO-3``."""
+    degrees = plan.degrees
+    named = [("tp", degrees.tp), ("dp_shard", degrees.dp_shard), ("dp_replicate", degrees.dp_replicate)]
+    product = " × ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "no split"
+    ranks = f"{degrees.world_size} rank{'s' * (degrees.world_size > 1)}"
+    zero = f", ZeRO-{degrees.zero}" if degrees.dp > 1 else ""
+    return f"{product} = {ranks}{zero}" if degrees.world_size > 1 else f"one rank{zero}"
+
+
+def _header(plan: "Plan") -> Section:
+    degrees = plan.degrees
+    lines = [sizes_in_words(plan)]
+    if degrees.micro_batch is not None:
+        tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
+        total = degrees.dp * degrees.micro_batch * degrees.accumulate
+        lines.append(
+            f"global batch {total} = dp {degrees.dp} × micro-batch {degrees.micro_batch} × accumulate "
+            f"{degrees.accumulate} sequences{tokens}"
+        )
+    chosen = {None: "where it pays", True: "required", False: "not used"}[degrees.sequence_parallel]
+    if degrees.tp > 1:
+        lines.append(f"sequence parallelism on tp: {chosen}")
+    return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))
+
+
+def _without_rule(summary: Summary) -> Section:
+    if not summary.without_rule:
+        return Section(title="Every operator has a rule.")
+    return Section(
+        title="No rule: computed whole on every rank, right but slower",
+        columns=("operator", "where", "times"),
+        rows=tuple((w.operator, w.where, str(w.num_calls)) for w in summary.without_rule),
+        is_warning=True,
+    )
+
+
+def _parameters(plan: "Plan") -> Section:
+    assert plan.summary is not None
+    names = [name for name, degree in plan.mesh.as_dict().items() if degree > 1]
+    rows = []
+    for p in plan.summary.parameters:
+        shape = " × ".join(f"{size:,}" for size in p.shape) or "scalar"
+        rows.append((p.name, str(p.num_copies), shape, *(p.split.get(name, "whole") for name in names)))
+    columns = ("parameter", "copies", "shape", *(f"on {name}" for name in names))
+    return Section(title="How parameters are split", columns=columns, rows=tuple(rows))
+
+
+def _traffic(plan: "Plan") -> list[Section]:
+    assert plan.summary is not None
+    rows = []
+    for block in plan.summary.blocks:
+        dims = list(dict.fromkeys(t.mesh_dim for t in block.traffic))
+        for k, dim in enumerate(dims or ["-"]):
+            first = (block.name, str(block.num_calls)) if k == 0 else ("", "")
+            rows.append((*first, dim, _counts(block, dim, "forward"), _counts(block, dim, "backward")))
+    columns = ("block", "calls", "mesh dimension", "forward", "backward")
+    sent = "Collectives of one call of each block (bytes are what one rank sends)"
+    leaves = [(block.name, result) for block in plan.summary.blocks for result in block.results]
+    return [
+        Section(title=sent, columns=columns, rows=tuple(rows)),
+        Section(title="How values leave the blocks", columns=("block", "value"), rows=tuple(leaves)),
+    ]
+
+
+def _counts(block: BlockSummary, dim: str, when: str) -> str:
+    found = [t for t in block.traffic if (t.mesh_dim, t.when) == (dim, when)]
+    if not found:
+        return "nothing"
+    words = [f"{t.count} {_VERBS.get(t.collective, t.collective)}{'s' * (t.count > 1)}" for t in found]
+    return f"{', '.join(words)} ({readable_bytes(sum(t.sent_bytes for t in found))})"
+
+
+def _once_a_step(summary: Summary) -> Section:
+    return Section(title="Once per step or micro-batch", lines=summary.once_a_step or ("nothing",))
+
+
+def _bare(plan: "Plan") -> list[str]:
+    """What a plan written by hand says: how often each label occurs in a block."""
+    lines = ["this plan has no summary; write it with `autopar plan` to see collectives and parameters in words"]
+    for block in plan.blocks:
+        whole = sum(all(label in ("I", "R") for label in labels) for labels in block.labels.values())
+        lines.append(f"{block.name}: {len(block.labels)} operators, {len(block.labels) - whole} split")
+    return lines
+
+
+def readable_bytes(count: float) -> str:
+    """Decimal units, three digits."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -1,0 +1,64 @@
+"""`PlanOptions`: what a user may ask of a plan, declared once for every command. This module does not import torch."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from autopar.degrees import resolve_degrees
+from autopar.errors import InputError, PlanError, Problem
+from autopar.ir.plan import Degrees, degrees_from
+
+_NOT_DEGREES = ("global_batch", "seq_len")
+
+
+def _option(help_text: str) -> Any:
+    return field(default=None, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Wishes; None is left to autopar. Field names are option names (``dp_replicate`` is ``--dp-replicate``)."""
+
+    tp: int | None = _option("Tensor-parallel degree. (default: 1)")
+    dp: int | None = _option("Data-parallel degree over which state is sharded. (default: what tp leaves)")
+    dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding). (default: 1)")
+    zero: int | None = _option("ZeRO stage, 0 to 3: what data-parallel ranks shard. (default: 3)")
+    sequence_parallel: bool | None = _option("Require or forbid sequence parallelism on tp. (default: where it pays)")
+    micro_batch: int | None = _option("Sequences of one data-parallel rank in one micro-batch.")
+    accumulate: int | None = _option("Micro-batches of one step. (default: 1)")
+    global_batch: int | None = _option("Sequences of one step: dp × micro-batch × accumulate; give any two.")
+    seq_len: int | None = _option("Tokens of one sequence. (default: the model's context, at most 4096)")
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, by name."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in values if value is not None}
+
+    def wish(self) -> dict[str, Any]:
+        """The given options that are degrees, as `autopar.parallelize(plan=...)` takes them."""
+        return {name: value for name, value in self.given().items() if name not in _NOT_DEGREES}
+
+    def degrees(self, world_size: int) -> Degrees:
+        """Degrees for a number of ranks. Raises `PlanError` with every violation at once."""
+        problems = [
+            Problem(path=flag(name), value=value, rule="must be a whole number of at least 1")
+            for name, value in self.given().items()
+            if name in _NOT_DEGREES and value < 1
+        ]
+        try:
+            degrees_from(self.wish(), "options")
+        except PlanError as error:
+            problems.append(Problem(path="", rule=str(error).removeprefix("options: ")))
+        if problems:
+            raise PlanError("the options cannot be used", problems)
+        return resolve_degrees(self.wish(), world_size, global_batch=self.global_batch)
+
+    def refuse_beside_plan(self) -> None:
+        """A plan file has decided all of this already. Raises `InputError` naming the options."""
+        if self.given():
+            names = ", ".join(flag(name) for name in self.given())
+            raise InputError(f"{names}: --plan has decided this already; leave out either the options or --plan")
+
+
+def flag(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")
