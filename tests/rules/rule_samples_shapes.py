@@ -154,7 +154,9 @@ def _(d: Draw) -> Arguments:
 def _(d: Draw) -> Arguments:
     shape, at = d.sizes(3), d.rng.randrange(3)
     shape[at] = d.choice(3, 4, 6)
-    return (d.real(*shape), d.choice(1, 2), d.choice(at, at - 3))
+    edge = [d.choice(1, 2) if n == at else size for n, size in enumerate(shape)]
+    edges = d.choice((), (d.real(*edge),), (None, d.real(*edge)))
+    return (d.real(*shape), d.choice(1, 2), d.choice(at, at - 3), *edges)
 
 
 @sampler(aten.select.int)

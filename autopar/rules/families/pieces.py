@@ -74,13 +74,13 @@ def select(call: Call) -> Rule:
 
 @rule(aten.diff.default)
 def diff(call: Call) -> Rule:
-    """Differences of neighbours: their dimension is whole."""
-    if len(call.operands) != 1:
-        raise RuleError("diff of a tensor with something before or after it")
-    spec, output = dims(call.operands[0].shape), dims(call.output.shape)
-    d = dim_index(call.arg(2, "dim", -1), len(spec))
-    spec[d], output[d] = ("x",), ("y",)
-    return rule_from(call, [spec], output, whole="xy", linear=[{0}])
+    """Differences of neighbours, after putting something before and behind: their dimension is whole."""
+    output = dims(call.output.shape)
+    d = dim_index(call.arg(2, "dim", -1), len(output))
+    specs = [[*output[:d], (f"x{k}",), *output[d + 1 :]] for k in range(len(call.operands))]
+    output[d] = ("y",)
+    whole = {"y", *(f"x{k}" for k in range(len(specs)))}
+    return rule_from(call, specs, output, whole=whole, linear=[set(range(len(specs)))])
 
 
 @rule(aten.cat.default, aten.concat.default)
