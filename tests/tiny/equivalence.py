@@ -1,5 +1,6 @@
 """A captured model with its single-device results, and the comparison of a labelling with them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,8 @@ def worst(case: Case, outcome: Outcome) -> float:
     scale = rms(case.gradients.values())
     errors = [error(outcome.gradients[name], reference, scale) for name, reference in case.gradients.items()]
     errors += [error(outcome.outputs[name], reference, 0.0) for name, reference in case.outputs.items()]
-    return max(*errors, error(outcome.loss, case.loss, 0.0), outcome.disagreement)
+    errors += [error(outcome.loss, case.loss, 0.0), outcome.disagreement]
+    return max(float("inf") if math.isnan(e) else e for e in errors)
 
 
 def check(case: Case, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -> None:
