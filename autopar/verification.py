@@ -7,13 +7,15 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from autopar.errors import VerificationError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan, degrees_from
+from autopar.ir.plan import Degrees, Plan, degrees_from
+from autopar.ir.program import Program
 from autopar.models import ResolvedModel, resolve_model
 from autopar.planning import capture_for, check_plan, label_plan, resolve_degrees
 from autopar.runtime.compare import TOLERANCES, Quantity, error, rms, worst
@@ -131,13 +133,20 @@ def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
     return given
 
 
+@lru_cache(maxsize=4)
+def _captured(job: Job, micro_batch: int | None, dp: int, accumulate: int) -> tuple[ResolvedModel, Program]:
+    """A rank's model and program; a world that verifies many plans of one model captures it once per batch size."""
+    model = _resolve(job)
+    degrees = Degrees(dp_shard=dp, micro_batch=micro_batch, accumulate=accumulate)
+    return model, capture_for(model.model, model.example_inputs, degrees)
+
+
 def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
     """What one rank does: build the model on meta, capture, run the steps; rank 0 returns what was found."""
     import json
 
     plan = Plan.from_dict(json.loads(plan_json))
-    model = _resolve(job)
-    program = capture_for(model.model, model.example_inputs, plan.degrees)
+    model, program = _captured(job, plan.degrees.micro_batch, plan.degrees.dp, plan.degrees.accumulate)
     check_plan(plan, program, plan.degrees.world_size)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)

@@ -20,6 +20,17 @@ from autopar.errors import AutoparError, RankError
 
 DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 5.0
+# loaded once by the server that ranks are forked from; a module that is not installed is passed over
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.export._trace",
+    "torch.distributed.fsdp",
+    "autopar.runtime.module",
+    "autopar.verification",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+)
 
 
 def _work(rank: int, world_size: int, store: str, timeout_s: float, pipe: Any) -> None:
@@ -59,7 +70,7 @@ class Ranks:
         self.world_size, self.timeout_s = world_size, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "autopar.runtime.module"])
+        context.set_forkserver_preload(list(PRELOADED))
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         store = os.path.join(self._folder.name, "store")
