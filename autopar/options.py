@@ -1,6 +1,6 @@
 """`PlanOptions`: what a user may ask of a plan, declared once for every command. This module does not import torch."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autopar.degrees import resolve_degrees
@@ -47,7 +47,7 @@ class PlanOptions:
         try:
             degrees_from(self.wish(), "options")
         except PlanError as error:
-            problems.append(Problem(path="", rule=str(error).removeprefix("options: ")))
+            problems += [replace(p, path=flag(p.path)) for p in error.problems]
         if problems:
             raise PlanError("the options cannot be used", problems)
         return resolve_degrees(self.wish(), world_size, global_batch=self.global_batch)

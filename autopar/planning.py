@@ -67,8 +67,8 @@ def check_plan(plan: Plan, program: Program, world_size: int) -> None:
         )
     if (plan.batch, plan.sequence) != (program.batch, program.sequence):
         raise PlanError(
-            f"the plan is for a global micro-batch of {plan.batch} sequences of length {plan.sequence}, the inputs have "
-            f"{program.batch} of length {program.sequence}; pass such inputs or plan again"
+            f"the plan is for a global micro-batch of {plan.batch} sequences of length {plan.sequence}, the inputs "
+            f"have {program.batch} of length {program.sequence}; pass such inputs or plan again"
         )
     if plan.fingerprint != program.fingerprint:
         theirs = [b.signature for b in plan.blocks]

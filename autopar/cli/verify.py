@@ -13,6 +13,7 @@ from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.explanation import sizes_in_words
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
+from autopar.presets.models import model_names, model_preset
 
 if TYPE_CHECKING:
     from autopar.runtime.verify import Report
@@ -94,6 +95,8 @@ def _sizes_of_plan(
     """Batch and sequence that the plan was made for, unless they were given."""
     options.refuse_beside_plan()
     found = Plan.load(path)
+    if model.lower() in model_names() and found.model not in ("", model_preset(model).name):
+        raise PlanError(f"plan file {path} was made for model {found.model}, not {model}; plan again for {model}")
     if found.degrees.world_size != world_size:
         raise PlanError(
             f"plan file {path} is for {found.degrees.world_size} ranks ({sizes_in_words(found)}), not {world_size}; "

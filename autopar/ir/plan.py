@@ -3,17 +3,18 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanError, did_you_mean
+from autopar.errors import PlanError, Problem, did_you_mean, short_repr
 from autopar.ir.explanation import as_text
 from autopar.ir.sharding import Mesh, Type
 from autopar.ir.summary import Summary
 
 VERSION = 1
 MAX_PLAN_BYTES = 64 * 1024 * 1024
+MAX_DEGREE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,8 @@ class Plan:
         if file.stat().st_size > MAX_PLAN_BYTES:
             raise PlanError(f"plan file {file} has {file.stat().st_size} bytes, more than {MAX_PLAN_BYTES}; not a plan")
         try:
-            data = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+            text = file.read_text(encoding="utf-8")
+            data = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
         except (ValueError, RecursionError, UnicodeDecodeError) as error:
             raise PlanError(f"plan file {file} is not JSON: {error}; write it again with `autopar plan`") from error
         return Plan.from_dict(data, str(file))
@@ -134,40 +136,76 @@ class Plan:
         """The inverse of `to_dict`; every deviation is a `PlanError`."""
         if not isinstance(data, dict):
             raise PlanError(f"{source}: expected an object, got {type(data).__name__}")
-        known = {
-            "fingerprint",
-            "model",
-            "degrees",
-            "blocks",
-            "regather",
-            "batch",
-            "sequence",
-            "torch_version",
-            "notes",
-            "summary",
-            "version",
-        }
-        _keys(data, known, {"fingerprint", "degrees", "blocks", "version"}, source)
-        if data["version"] != VERSION:
-            raise PlanError(f"{source}: schema version {data['version']}, this autopar reads {VERSION}; plan again")
-        degrees = degrees_from(data["degrees"], f"{source}: degrees")
-        summary = data.get("summary")
+        version = data.get("version")
+        if version != VERSION or isinstance(version, bool):
+            raise PlanError(f"{source}: schema version {short_repr(version)}, this autopar reads {VERSION}; plan again")
+        problems = _problems(data, _KINDS, _REQUIRED, "")
+        degrees, summary = Degrees(), data.get("summary")
         try:
-            blocks = tuple(_block_from(b, f"{source}: blocks[{i}]") for i, b in enumerate(data["blocks"]))
+            degrees = degrees_from(data.get("degrees", {}), "degrees")
+        except PlanError as error:
+            nested = [replace(p, path=f"degrees.{p.path}") for p in error.problems]
+            problems += nested or [Problem(path="degrees", rule="must be an object")]
+        for i, block in enumerate(data["blocks"] if isinstance(data.get("blocks"), list) else []):
+            problems += _problems(block, _BLOCK_KINDS, set(_BLOCK_KINDS), f"blocks[{i}].")
+        if problems:
+            raise PlanError(f"{source} cannot be used", problems)
+        try:
             return Plan(
-                fingerprint=str(data["fingerprint"]),
-                model=str(data.get("model", "")),
+                fingerprint=data["fingerprint"],
+                model=data.get("model", ""),
                 degrees=degrees,
-                blocks=blocks,
-                regather=bool(data.get("regather", True)),
+                blocks=tuple(_block_from(block) for block in data["blocks"]),
+                regather=data.get("regather", True),
                 batch=data.get("batch"),
                 sequence=data.get("sequence"),
-                torch_version=str(data.get("torch_version", "")),
+                torch_version=data.get("torch_version", ""),
                 notes=tuple(str(n) for n in data.get("notes", ())),
                 summary=None if summary is None else Summary.from_dict(summary, f"{source}: summary"),
             )
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise PlanError(f"{source}: {error}; write the plan again with `autopar plan`") from error
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "fingerprint": (str,),
+    "model": (str,),
+    "degrees": (dict,),
+    "blocks": (list,),
+    "regather": (bool,),
+    "batch": (int, type(None)),
+    "sequence": (int, type(None)),
+    "torch_version": (str,),
+    "notes": (list,),
+    "summary": (dict, type(None)),
+    "version": (int,),
+}
+_REQUIRED = {"fingerprint", "degrees", "blocks", "version"}
+_BLOCK_KINDS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "signature": (str,),
+    "ports": (dict,),
+    "labels": (dict,),
+    "results": (dict,),
+}
+_WORDS = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a whole number above 0"}
+
+
+def _problems(data: Any, kinds: Mapping[str, tuple[type, ...]], required: set[str], prefix: str) -> list[Problem]:
+    """Unknown and missing keys, and values of a wrong type, all of them."""
+    if not isinstance(data, dict):
+        return [Problem(path=prefix.rstrip("."), value=data, rule="must be an object")]
+    found = [
+        Problem(path=f"{prefix}{key}", rule=f"unknown key; {did_you_mean(str(key), sorted(kinds))}")
+        for key in data
+        if key not in kinds
+    ]
+    found += [Problem(path=f"{prefix}{key}", rule="is missing") for key in sorted(required - set(data))]
+    for key, allowed in kinds.items():
+        value = data.get(key)
+        if key in data and (type(value) not in allowed or (type(value) is int and value < 1)):
+            found.append(Problem(path=f"{prefix}{key}", value=value, rule=f"must be {_WORDS[allowed[0]]}"))
+    return found
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -179,18 +217,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _keys(data: Mapping[str, Any], known: set[str], required: set[str], source: str) -> None:
-    for key in data:
-        if key not in known:
-            raise PlanError(f"{source}: unknown key {key!r}; {did_you_mean(key, sorted(known))}")
-    missing = sorted(required - set(data))
-    if missing:
-        raise PlanError(f"{source}: missing {missing}")
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number that JSON has")
 
 
-def _block_from(data: Mapping[str, Any], source: str) -> BlockLabels:
-    names = {"name", "signature", "ports", "labels", "results"}
-    _keys(data, names, names, source)
+def _block_from(data: Mapping[str, Any]) -> BlockLabels:
     types = {part: {k: tuple(Type.parse(t) for t in v) for k, v in data[part].items()} for part in ("ports", "results")}
     labels = {str(k): tuple(str(x) for x in v) for k, v in data["labels"].items()}
     return BlockLabels(
@@ -207,25 +238,30 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
         raise PlanError(f"{source}: expected a mapping such as {{'tp': 2, 'dp': 2}}, got {type(data).__name__}")
     fields = {"tp", "dp_shard", "dp_replicate", "zero", "sequence_parallel", "micro_batch", "accumulate"}
     values: dict[str, Any] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for key, value in data.items():
         name: Any = _ALIASES.get(key, key)
+        rule = ""
         if name not in fields:
-            problems.append(f"unknown key {key!r}; {did_you_mean(str(key), sorted(fields | set(_ALIASES)))}")
-        elif name in values:
-            problems.append(f"{key!r} says {name} a second time; keep one")
-        elif name == "sequence_parallel":
-            if value is not None and not isinstance(value, bool):
-                problems.append(f"sequence_parallel: expected true, false or null, got {value!r}")
-        elif value is None and name == "micro_batch":
-            pass
-        elif isinstance(value, bool) or not isinstance(value, int):
-            problems.append(f"{key}: expected a whole number, got {value!r}")
-        elif name == "zero" and value not in (0, 1, 2, 3):
-            problems.append(f"zero: expected 0, 1, 2 or 3, got {value}")
-        elif value < (0 if name == "zero" else 1) or value > 1_000_000:
-            problems.append(f"{key}: expected at least 1 and at most 1000000, got {value}")
+            rule = f"unknown key; {did_you_mean(str(key), sorted(fields | set(_ALIASES)))}"
+            problems.append(Problem(path=str(key), rule=rule))
+            continue
+        if name in values:
+            problems.append(Problem(path=str(key), rule=f"says {name} a second time", suggestion="keep one"))
+            continue
         values[name] = value
+        if name == "sequence_parallel":
+            rule = "" if value is None or isinstance(value, bool) else "must be true, false or null"
+        elif value is None and name == "micro_batch":
+            continue
+        elif isinstance(value, bool) or not isinstance(value, int):
+            rule = "must be a whole number"
+        elif name == "zero":
+            rule = "" if value in (0, 1, 2, 3) else "must be 0, 1, 2 or 3"
+        elif not 1 <= value <= MAX_DEGREE:
+            rule = f"must be at least 1 and at most {MAX_DEGREE:,}"
+        if rule:
+            problems.append(Problem(path=str(key), value="null" if value is None else value, rule=rule))
     if problems:
-        raise PlanError(f"{source}: " + "; ".join(problems))
+        raise PlanError(f"{source} cannot be used", problems)
     return Degrees(**values)
