@@ -32,6 +32,7 @@ def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = F
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
+    module.set_force_sum_reduction_for_comms(True)  # else float32 and bfloat16 use an operator that gloo lacks
 
 
 def before_micro_batch(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
