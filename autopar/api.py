@@ -58,7 +58,7 @@ def parallelize(
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
     program, decided = _decide(model, cluster, inputs, plan, world_size)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
-    return ParallelModel(program, decided, training_mesh(decided.degrees, device.type), source, device)
+    return ParallelModel(program, decided, training_mesh(decided.degrees, device.type), source, device, seed=seed)
 
 
 def start_process_group(cluster: ClusterSpec) -> torch.device:

@@ -53,7 +53,7 @@ def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: s
         batch=program.batch,
         sequence=program.sequence,
         torch_version=torch.__version__,
-        notes=tuple(found.notes),
+        notes=(*program.notes, *found.notes),
     )
     return with_summary(plan, program, analysis)
 

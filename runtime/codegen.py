@@ -21,6 +21,8 @@ from autopar.ir.sharding import Dims, Mesh, Type
 from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
 from autopar.rules.variants import Bound, Variant, by_label, variants
 from autopar.runtime import conversions, vocabulary
+from autopar.runtime.passes.random_streams import bind_streams
+from autopar.runtime.passes.regather import fuse_gathers
 from autopar.trace.analysis import Analysis
 from autopar.trace.nodes import output_nodes
 
@@ -53,6 +55,7 @@ class Generated:
 
     graph: fx.Graph
     mesh_dims: tuple[str, ...]
+    streams: Mapping[str, tuple[str, ...]]
     ports: Mapping[str, Types]
     results: Mapping[str, Types]
 
@@ -257,14 +260,14 @@ def generate(
         writer.operator(node, bound, call, analysis.operands[index][node.name], chosen)
     outputs = [name for name in block.outputs if keep is None or name in keep]
     writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
+    streams = bind_streams(writer.graph, mesh)
     if regather:
-        from autopar.runtime.passes.regather import fuse_gathers
-
         fuse_gathers(writer.graph)
     writer.graph.lint()
     return Generated(
         graph=writer.graph,
         mesh_dims=tuple(writer.attributes),
+        streams=streams,
         ports=dict(labels.ports),
         results={name: labels.results[name] for name in outputs},
     )

@@ -37,13 +37,14 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, pipe: Any) -
     """A rank: join the group, then run functions until told to stop."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import FileStore
 
     os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),
+            store=FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -98,13 +99,13 @@ class Ranks:
         results: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout_s
         while len(results) < self.world_size:
-            waiting = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
+            waiting: dict[Any, int] = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
                 raise RankError(f"ranks {sorted(waiting.values())} did not answer within {self.timeout_s:.0f} s")
             for pipe in ready:
-                rank = waiting[pipe]  # type: ignore[index]
+                rank = waiting[pipe]
                 kind, value = self._receive(rank)
                 if kind == "failed":
                     self._fail(rank, value)

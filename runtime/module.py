@@ -18,8 +18,9 @@ from autopar.runtime.execute import constant_values, graph_module, run_calls
 from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.inputs import local_inputs, split_micro_batches
 from autopar.runtime.mesh import RankMesh
-from autopar.runtime.one_process import boundary_types
+from autopar.runtime.one_process import attributes, boundary_types
 from autopar.runtime.parameters import Held, held, local_value, make_parameter
+from autopar.runtime.randomness import Streams
 from autopar.runtime.state import flat_state
 from autopar.trace.analysis import Analysis, analyse
 
@@ -54,12 +55,21 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(
-        self, program: Program, plan: Plan, mesh: RankMesh, source: Callable[[str], torch.Tensor], device: torch.device
+        self,
+        program: Program,
+        plan: Plan,
+        mesh: RankMesh,
+        source: Callable[[str], torch.Tensor],
+        device: torch.device,
+        *,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.program, self.plan, self.rank_mesh, self.device = program, plan, mesh, device
         self.analysis: Analysis = analyse(program, plan.mesh)
         self.types = boundary_types(program, plan.blocks)
+        self._streams = Streams(mesh.dims, seed, device)
+        self._step = 0
         self._modules_by_use: dict[bool, list[fx.GraphModule]] = {}
         self._constants = constant_values(program.constants, _buffers(program, source), str(device))
         self._held = {
@@ -155,8 +165,8 @@ class ParallelModel(nn.Module):
                     keep=None if wanted is None else wanted[i],
                     regather=self.plan.regather,
                 )
-                dims = {name: self.rank_mesh.dims[name] for name in generated.mesh_dims}
-                made.append(graph_module(generated.graph, f"Block{i}", dims))
+                read = attributes(generated, self.rank_mesh, self._streams)
+                made.append(graph_module(generated.graph, f"Block{i}", read))
             self._modules_by_use[outputs] = made
         return self._modules_by_use[outputs]
 
@@ -204,6 +214,7 @@ class ParallelModel(nn.Module):
         in `tp` pass the same data. Raises `RuntimeInputError` on a wrong name, shape or dtype.
         """
         degrees = self.plan.degrees
+        self.code_modules(outputs=False)
         inputs = local_inputs(self.program, degrees, batch, self.device)
         micro_batches = split_micro_batches(self.program, inputs, degrees.accumulate)
         denominator = self.program.denominator
@@ -216,11 +227,15 @@ class ParallelModel(nn.Module):
         loss = torch.zeros((), device=self.device)
         for index, values in enumerate(micro_batches):
             zero.before_micro_batch(self, degrees, last=index == len(micro_batches) - 1)
+            self._streams.begin(self._step, index)
             known = values if denominator is None else {**values, denominator: total}
             out = self(known, "main")[self.program.loss]
+            if self.program.loss_reduction == "mean":
+                out = out / len(micro_batches)
             out.backward()
             loss = loss + out.detach()
         self._sum_deferred()
+        self._step += 1
         return loss
 
     def _denominator(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -252,6 +267,8 @@ class ParallelModel(nn.Module):
         values = local_inputs(self.program, self.plan.degrees, batch, self.device, micro_batches=1)
         if self.program.denominator is not None:
             values[self.program.denominator] = self._denominator(values)
+        self.code_modules(outputs=True)
+        self._streams.begin(self._step, 0, training=False)
         scope = self(values, "main", True)
         found = {"loss": scope[self.program.loss]}
         for key, name in self.program.outputs.items():

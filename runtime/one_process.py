@@ -15,7 +15,8 @@ from autopar.ir.sharding import Mesh, Type
 from autopar.runtime.codegen import Generated, generate
 from autopar.runtime.execute import constant_values, graph_module, run_calls
 from autopar.runtime.layout import assemble, parts
-from autopar.runtime.mesh import make_mesh
+from autopar.runtime.mesh import RankMesh, make_mesh
+from autopar.runtime.randomness import Streams
 from autopar.trace import _torch_private as private
 from autopar.trace.analysis import Analysis
 
@@ -43,6 +44,12 @@ def boundary_types(program: Program, labels: Sequence[BlockLabels]) -> dict[str,
     return types
 
 
+def attributes(generated: Generated, ranks: RankMesh, streams: Streams) -> dict[str, Any]:
+    """What a generated graph reads from its module: mesh dimensions and random streams."""
+    dims: dict[str, Any] = {name: ranks.dims[name] for name in generated.mesh_dims}
+    return dims | {name: streams.of(names) for name, names in generated.streams.items()}
+
+
 def generate_all(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any
 ) -> list[Generated]:
@@ -57,17 +64,21 @@ def run_in_one_process(
     parameters: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
+    *,
+    generated: Sequence[Generated] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Run loss and backward of the generated program on `mesh.size` ranks in this process."""
+    """Run loss and backward of the generated program on `mesh.size` ranks in this process.
+
+    `generated` are the blocks to run instead of generating them with `options`.
+    """
     types = boundary_types(program, labels)
     whole = {**parameters, **inputs, **constant_values(program.constants, buffers, "cpu")}
-    generated = generate_all(program, analysis, labels, mesh, **options)
+    blocks = generated or generate_all(program, analysis, labels, mesh, **options)
     with private.one_process_ranks(mesh.size):
         ranks = make_mesh(mesh)
-        modules = [
-            graph_module(g.graph, "Generated", {name: ranks.dims[name] for name in g.mesh_dims}) for g in generated
-        ]
+        streams = Streams(ranks.dims, seed=0, device=torch.device("cpu"))
+        modules = [graph_module(g.graph, "Generated", attributes(g, ranks, streams)) for g in blocks]
         values: dict[str, Any] = {}
         for name, kinds in types.items():
             if name in whole:

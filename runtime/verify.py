@@ -121,8 +121,9 @@ def reference_steps(
                 values,
                 lambda c: c.results,
             )
-            values[program.loss].backward()
-            total = total + values[program.loss].detach()
+            loss = values[program.loss] / (len(pieces) if program.loss_reduction == "mean" else 1)
+            loss.backward()
+            total = total + loss.detach()
         if step == 0:
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
             found.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}

@@ -100,7 +100,10 @@ class Constants:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
-    """A captured model. Shapes are those of the global micro-batch."""
+    """A captured model. Shapes are those of the global micro-batch.
+
+    `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` why they cannot.
+    """
 
     blocks: tuple[Block, ...]
     calls: tuple[CallSite, ...]
@@ -115,8 +118,10 @@ class Program:
     batch_axes: frozenset[int] = frozenset()
     sequence_axes: frozenset[int] = frozenset()
     hidden_axes: frozenset[int] = frozenset()
-    splits_in_time: str | None = None
+    loss_reduction: Literal["sum", "mean"] = "sum"
+    mixes_batch: str | None = None
     unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

@@ -5,7 +5,7 @@ After them every node is a functional ATen operator with one tensor output, and 
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -145,7 +145,9 @@ def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
             start = sum(sizes[:index])
             piece = graph.call_function(aten.slice.Tensor, (source, dim, start, start + sizes[index]))
         elif name == "broadcast_tensors":
-            piece = graph.call_function(aten.expand.default, (source[index], list(_value(user).shape)))
+            piece = graph.call_function(
+                aten.expand.default, (cast("list[fx.Node]", source)[index], list(_value(user).shape))
+            )
         else:
             raise CaptureError(
                 f"operator {node.target} has several outputs; autopar supports operators with one. Use a variant "

@@ -13,7 +13,8 @@ from autopar.trace import blocks as folding
 from autopar.trace.analysis import analyse, described
 from autopar.trace.capture import Flat, Inputs, capture_flat, input_names, resize_inputs
 from autopar.trace.constants import closure, constant_nodes, merge_equal, recognise_causal
-from autopar.trace.nodes import output_nodes
+from autopar.trace.micro_batches import loss_over_micro_batches
+from autopar.trace.nodes import operator_name, output_nodes
 from autopar.trace.normalize import normalise
 
 aten = torch.ops.aten
@@ -34,8 +35,11 @@ def trace(model: nn.Module, example_inputs: Inputs, *, batch: int | None = None)
     small_sizes = (3 if sizes[0] != 3 else 2, None if sizes[1] is None else (6 if sizes[1] != 6 else 7))
     small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat)
     if small is not None:
-        recognise_causal(flat.graph, small.graph, lambda node: getattr(small.root, str(node.target)))
-        flat.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        mark_batch_literals(flat.graph, small.graph)
+        for graph in (flat.graph, small.graph):
+            recognise_causal(graph, small.graph, lambda node: getattr(small.root, str(node.target)))
+        for graph in (flat.graph, small.graph):
+            graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     names = input_names(model, big)
     inputs = tuple(
         InputInfo(
@@ -47,7 +51,40 @@ def trace(model: nn.Module, example_inputs: Inputs, *, batch: int | None = None)
         )
         for name, t in names.items()
     )
-    return fold_program(model, flat, inputs, batch or sizes[0], sizes[1] if sequence_varies else None)
+    program = fold_program(model, flat, inputs, batch or sizes[0], sizes[1] if sequence_varies else None)
+    if small is None:
+        return replace(program, notes=(*program.notes, NO_SECOND_CAPTURE))
+    other = fold_program(model, small, inputs, small_sizes[0], None)
+    differing = [
+        a.name for a, b in zip(program.blocks, other.blocks, strict=False) if axis_pattern(a) != axis_pattern(b)
+    ]
+    if differing or len(program.blocks) != len(other.blocks):
+        note = f"axes of {differing or 'the blocks'} depend on the sizes captured: some dimensions are equal by chance"
+        return replace(program, notes=(*program.notes, note))
+    return program
+
+
+NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph; axes could not be confirmed"
+
+
+def axis_pattern(block: Block) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
+    """Which dimensions of a block share axes, without their sizes: axes numbered by first appearance."""
+    numbers: dict[int, int] = {}
+    return [
+        (name, tuple(tuple(numbers.setdefault(a, len(numbers)) for a in dim) for dim in dims.axes))
+        for name, dims in block.dims.items()
+    ]
+
+
+ARITHMETIC = ("add", "sub", "mul", "div", "pow", "rsub")
+
+
+def mark_batch_literals(graph: fx.Graph, small: fx.Graph) -> None:
+    """Mark arithmetic whose numbers differ between two captures: they depend on the batch size or sequence length."""
+    for node, twin in zip(graph.nodes, small.nodes, strict=True):
+        if node.op == "call_function" and operator_name(node) in ARITHMETIC:
+            numbers = [[a for a in n.args if isinstance(a, (int, float))] for n in (node, twin)]
+            node.meta["batch_literal"] = numbers[0] != numbers[1]
 
 
 def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
@@ -140,7 +177,9 @@ def fold_program(
         batch=batch,
         sequence=sequence,
     )
-    return described(program, analyse(program))
+    analysis = analyse(program)
+    reduction, mixes = loss_over_micro_batches(program, analysis)
+    return replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
 
 
 def _needed(main: list[fx.Node], denominator: fx.Node | None, results: Mapping[str, fx.Node]) -> set[fx.Node]:
