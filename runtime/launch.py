@@ -37,7 +37,7 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, pipe: Any) -
     """A rank: join the group, then run functions until told to stop."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
