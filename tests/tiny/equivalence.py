@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tiny_models import Example
 
-from autopar.ir.plan import BlockLabels
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.compare import error, rms
@@ -16,6 +17,7 @@ from autopar.runtime.execute import run_reference
 from autopar.runtime.fuzz import random_labels
 from autopar.runtime.one_process import Outcome, run_in_one_process
 from autopar.runtime.promote import promoted
+from autopar.search.labels import LabelOptions, label
 from autopar.trace.analysis import Analysis, analyse
 from autopar.trace.trace import trace
 
@@ -86,3 +88,14 @@ def check(case: Case, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any)
 
 def check_random(case: Case, mesh: Mesh, seed: int, **options: Any) -> None:
     check(case, random_labels(case.program, case.analysis(mesh), mesh, seed), mesh, **options)
+
+
+def labelled(
+    case: Case, mesh: Mesh, sequence_parallel: bool | None = None, *, regather: bool = True
+) -> tuple[BlockLabels, ...]:
+    """The solver's labels of a case on a mesh of `dp` and `tp`."""
+    names = mesh.as_dict()
+    degrees = Degrees(tp=names.get("tp", 1), dp_shard=names.get("dp", 1), sequence_parallel=sequence_parallel)
+    options = LabelOptions(regather=regather)
+    cluster = ClusterSpec.preset("8xh100")
+    return label(case.program, case.analysis(mesh), degrees, cluster, mesh=mesh, options=options).blocks
