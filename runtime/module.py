@@ -1,5 +1,6 @@
 """`ParallelModel`: what the user holds and trains. Global names and shapes outside, shards and collectives inside."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -302,7 +303,7 @@ class ParallelModel(nn.Module):
     def code(self, block: int | str) -> str:
         """Generated code of a block, by index, block name or module path."""
         index = block if isinstance(block, int) else self._block_index(block)
-        return self.code_modules(outputs=False)[index].code.strip()
+        return readable(self.code_modules(outputs=False)[index].code)
 
     def _block_index(self, name: str) -> int:
         for call in self.program.calls:
@@ -318,6 +319,12 @@ class ParallelModel(nn.Module):
             uses = len(self.program.uses_of_block(i))
             lines.append(f"\n# block {i}: {block.name}, called {uses} time{'s' * (uses > 1)}\n{self.code(i)}")
         return "\n".join(lines)
+
+
+def readable(code: str) -> str:
+    """Generated code without module prefixes and without the deletions that free memory early."""
+    code = re.sub(r";  (\w+ = )+None(?=\n|$)", "", code)
+    return re.sub(r"autopar_runtime_(?:passes_)?(?:conversions|vocabulary|regather|randomness)_", "", code).strip()
 
 
 def _owners(program: Program) -> dict[str, int | None]:

@@ -67,7 +67,6 @@ def fuse_gathers(graph: fx.Graph) -> None:
         users = list(gather.users)
         if not all(u.target is aten.linear.default and u.args[0] is gather and gather not in u.args[1:] for u in users):
             continue
-        last = max(users)
         pairs = [a for u in users for a in (u.args[1], u.args[2] if len(u.args) > 2 else None)]
         if any(isinstance(a, fx.Node) and a > min(users) for a in pairs) or _uses_between(users):
             continue
@@ -78,7 +77,6 @@ def fuse_gathers(graph: fx.Graph) -> None:
             user.replace_all_uses_with(piece)
             graph.erase_node(user)
         graph.erase_node(gather)
-        assert last is not None
 
 
 def _uses_between(users: list[fx.Node]) -> bool:
