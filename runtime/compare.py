@@ -1,7 +1,9 @@
 """The error measure of equivalence (design section 5).
 
-The error of a tensor is ‖difference‖ / max(‖reference‖, floor), with floor = 1e-6 × RMS over all gradients × √numel, so
-that gradients that are zero in exact arithmetic (attention key biases) do not count rounding as error.
+The error of a tensor is ‖difference‖ / max(‖reference‖, floor), with floor = f × RMS over all gradients × √numel, so
+that gradients that are zero in exact arithmetic (attention key biases) do not count rounding as error. In float64 f is
+1e-6. Rounding of some machine epsilons must stay below tolerance × floor, which makes f about 4.5 · epsilon / tolerance
+in every dtype.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 5e-2}
+FLOORS = {torch.float64: 1e-6, torch.float32: 2.5e-3, torch.bfloat16: 0.7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +49,9 @@ def rms(tensors: Iterable[torch.Tensor]) -> float:
     return sqrt(total / count) if count else 0.0
 
 
-def floor_of(scale: float, numel: int) -> float:
-    """Norm below which a tensor counts as zero."""
-    return 1e-6 * scale * sqrt(numel)
+def floor_fraction(*tensors: torch.Tensor) -> float:
+    """The part of the RMS over all gradients below which a number counts as zero, by the coarsest dtype."""
+    return max(FLOORS.get(t.dtype, FLOORS[torch.float64]) for t in tensors)
 
 
 def error(found: torch.Tensor, reference: torch.Tensor, scale: float) -> float:
@@ -58,7 +61,8 @@ def error(found: torch.Tensor, reference: torch.Tensor, scale: float) -> float:
     if not reference.numel():
         return 0.0
     difference = (found.double() - reference.double()).norm()
-    base = max(float(reference.double().norm()), floor_of(scale, reference.numel()))
+    floor = floor_fraction(found, reference) * scale * sqrt(reference.numel())
+    base = max(float(reference.double().norm()), floor)
     return float(difference) / base if base else float(difference)
 
 
@@ -72,7 +76,7 @@ def weight_error(
     """
     if gradient is None:
         return error(found, reference, 0.0), 0
-    tiny = gradient.abs() < 1e-6 * scale
+    tiny = gradient.abs() < floor_fraction(found, reference) * scale
     difference = (found.double() - reference.double()).abs()
     if bool((difference[tiny] > reach).any()):
         return float("inf"), int(tiny.sum())
