@@ -30,6 +30,7 @@ from autopar.runtime import conversions, vocabulary
 from autopar.runtime.codegen import Generated, generate
 from autopar.runtime.mesh import MeshDim, RankMesh, make_mesh
 from autopar.runtime.passes.regather import gather_linear
+from autopar.runtime.randomness import attention_with_dropout, dropout
 from autopar.trace import _torch_private as private
 from autopar.trace.analysis import Analysis
 
@@ -199,7 +200,7 @@ class _Checker:
             if node.op == "placeholder":
                 self.values[node] = self.port(node)
             elif node.op == "get_attr":
-                self.values[node] = self.ranks.dims[str(node.target)]
+                self.values[node] = self.ranks.dims.get(str(node.target))  # None for a random stream
             elif node.op == "output":
                 self.results(node)
             else:
@@ -293,6 +294,9 @@ class _Checker:
         for k, (x, wanted) in enumerate(zip(tensors, operand_types, strict=False)):
             self.expect(x, wanted, f"operand {k}")
         types: Types = node.meta["types"]
+        if node.target is dropout:  # a product with a mask that is drawn as the value is split
+            self.num_operators += 1
+            return torch.mul(args[0], self.stamp(torch.empty_like(args[0], requires_grad=False), types))
         reason = self.region_reason(node, tensors, types)
         if reason:
             return self.region(node, reason, args, kwargs)
@@ -310,6 +314,8 @@ class _Checker:
         if target is aten.linear.default and any(t.kind == "P" for types in operand_types for t in types):
             product = torch.matmul(args[0], args[1].t())
             return product if len(args) < 3 or args[2] is None else torch.add(product, args[2])
+        if target is attention_with_dropout:
+            target, args = ATTENTION, (*args[1:5], 0.0, *args[6:])
         if target is ATTENTION and (args[5] if len(args) > 5 else kwargs.get("is_causal", False)):
             self.causal(args[0])
             kwargs = {k: v for k, v in kwargs.items() if k != "is_causal"}
