@@ -20,21 +20,24 @@ from autopar.trace._torch_private import local_shape_and_offset
 Chunk = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
 
 
-class FlatShards:
-    """This rank's chunks of a tensor of flat global shape; values are views, so loading writes in place."""
+class FlatShards(torch.Tensor):
+    """This rank's chunks of a tensor of flat global shape; values are views, so loading writes in place.
 
-    def __init__(self, tensor: DTensor, flat_shape: tuple[int, ...]) -> None:
-        self.tensor = tensor
-        self.shape = torch.Size(flat_shape)
-        self.dtype = tensor.dtype
-        self.chunks = tuple(_flat_chunks(tensor, flat_shape))
+    A tensor on meta, because torch.distributed.checkpoint looks for shards in tensors only.
+    """
 
-    def size(self) -> torch.Size:
-        return self.shape
+    tensor: DTensor
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def of(tensor: DTensor, flat_shape: tuple[int, ...]) -> "FlatShards":
+        made = torch.empty(flat_shape, dtype=tensor.dtype, device="meta").as_subclass(FlatShards)
+        made.tensor, made.chunks = tensor, tuple(_flat_chunks(tensor, flat_shape))
+        return made
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor in its flat shape. Collective."""
-        return self.tensor.full_tensor().reshape(self.shape)
+        return self.tensor.full_tensor().reshape(self.size())
 
     def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
         return [
@@ -44,7 +47,7 @@ class FlatShards:
                 tensor_data=TensorWriteData(
                     chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
                     properties=TensorProperties.create_from_tensor(values),
-                    size=self.shape,
+                    size=self.size(),
                 ),
             )
             for offsets, sizes, values in self.chunks
@@ -98,5 +101,5 @@ def _flat_chunks(tensor: DTensor, flat_shape: tuple[int, ...]) -> Iterator[Chunk
 def flat_state(tensor: torch.Tensor, how: Held) -> Any:
     """A parameter, or optimizer state shaped like it, under its flat global shape."""
     if how.is_factored and isinstance(tensor, DTensor):
-        return FlatShards(tensor, how.dims.shape)
+        return FlatShards.of(tensor, how.dims.shape)
     return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(how.dims.shape)
