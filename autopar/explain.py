@@ -82,7 +82,7 @@ def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
     for name, info in program.parameters.items():
         if name in uses:
             types, operator = uses[name][0](plan.blocks), uses[name][1]
-            key = (re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name), info.shape, types, operator)
+            key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1), info.shape, types, operator)
             found[key] = found.get(key, 0) + 1
     for (name, shape, types, operator), count in found.items():
         pairs = zip(plan.mesh.names, plan.mesh.degrees, types, strict=True)
