@@ -21,7 +21,7 @@ from autopar.search.labels import LabelOptions, label
 from autopar.trace.analysis import Analysis, analyse
 from autopar.trace.trace import trace
 
-TOLERANCE = 1e-11  # float64; what a right labelling shows is 1e-15
+TOLERANCE = 1e-9  # float64; what a right labelling shows is 1e-15, and 1e-10 where a gradient is zero but for rounding
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
