@@ -57,7 +57,7 @@ def ring_of(cluster: ClusterSpec, mesh: Mesh, index: int) -> Ring:
     """
     ranks, stride = mesh.degrees[index], prod(mesh.degrees[index + 1 :])
     last = min((ranks - 1) * stride, cluster.num_devices - 1)
-    if ranks == 1 or last < 1:
-        return Ring(ranks=ranks, bytes_per_s=float("inf") if ranks == 1 else 1e9, latency_s=0.0)
-    link = cluster.link(0, last)
+    link = cluster.link(0, last) if last > 0 else cluster.groups[0].in_host or cluster.inter_host
+    if link is None:  # one device: nothing to price
+        return Ring(ranks=ranks, bytes_per_s=1e9, latency_s=0.0)
     return Ring(ranks=ranks, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)

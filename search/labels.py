@@ -83,7 +83,7 @@ def label(
             continue  # reported below, with what else does not divide
         turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options)
         found, solution = turn.solve(relaxed=True)
-        if legal.indivisible(analysis, found):
+        if legal.indivisible(analysis, found) or legal.uneven_types(boundary, found):
             relaxed = found
             found, solution = turn.solve(relaxed=False)
             more, remarks = legal.violations(program, analysis, boundary, relaxed, found)

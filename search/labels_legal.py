@@ -1,8 +1,14 @@
 """Degrees that do not divide: found by labelling once as if everything divided, reported all at once.
 
 If the relaxed optimum splits only axes that the degree divides, it is the optimum. Where it splits others, the true
-optimum decides: an operator that carries a good part of its block and can no longer be split along the same factor
-is a violation; a small one (the key projection of a model with fewer key heads than ranks) stays whole, is noted.
+optimum decides. An axis is a violation if, for want of it,
+
+* a product of activations (attention) can no longer be split along the same factor,
+* or a vocabulary can not, where it is a good part of its block,
+* or products that are a good part of a repeated block's work, or of the model's, can not.
+
+What is less than that stays whole, right but slower, and is noted: the key projection of a model with fewer key heads
+than ranks, the three colour channels of a picture, a table of positions.
 """
 
 from math import prod
@@ -14,7 +20,7 @@ from autopar.ir.sharding import Mesh
 from autopar.search.labels_space import DATA, Boundary, NodeKey, Solved, parameter_values
 from autopar.trace.analysis import Analysis
 
-SMALL = 0.2  # of a block's work in products and tables
+SMALL = 0.2  # of the work in products and tables
 
 
 def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
@@ -37,6 +43,8 @@ def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
 def sequence_problems(program: Program, name: str, degree: int) -> list[Problem]:
     """Inputs whose sequence a required sequence parallelism cannot divide."""
     sizes = {i.shape[i.sequence_dim] for i in program.inputs if i.sequence_dim is not None}
+    if not sizes:
+        return [Problem(path="sequence_parallel", rule="no input has a sequence", suggestion="leave the option away")]
     return [
         Problem(
             path="sequence_parallel",
@@ -68,13 +76,22 @@ def indivisible(analysis: Analysis, solved: Solved) -> dict[int, list[NodeKey]]:
     return found
 
 
+def uneven_types(boundary: Boundary, solved: Solved) -> bool:
+    """Whether a value between blocks is split along an axis that the degree does not divide."""
+    return any(
+        t.kind == "S" and boundary.classes[name].dims.sizes[t.dim][t.position] % solved.degree
+        for name, t in solved.types.items()
+    )
+
+
 def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
-    """How much of a block's work an operator is: FLOP of a product, or what a table's elements would attract."""
+    """How much work an operator is: FLOP of a product, or what the elements of a table of tokens would attract."""
     block, node = key
     bound, call = analysis.bounds[block][node], analysis.calls[block][node]
     if bound.rule.flops is not None:
         return bound.rule.factor_flops()
-    if bound.rule.outermost:  # tables of embeddings, and losses over a vocabulary
+    constants = {p.name for p in program.blocks[block].ports if p.role in ("constant", "buffer")}
+    if bound.rule.outermost and constants.isdisjoint(analysis.operands[block][node]):
         return 2.0 * prod(call.operands[0].shape) * (program.batch or 1) * (program.sequence or 1)
     return 0.0
 
@@ -82,24 +99,43 @@ def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
 def violations(
     program: Program, analysis: Analysis, boundary: Boundary, relaxed: Solved, true: Solved
 ) -> tuple[list[Problem], list[str]]:
-    """Problems of axes that should be split and cannot be, and notes on small operators that stay whole."""
-    totals = {
-        i: sum(weight_of(program, analysis, (i, node)) for node in bounds) for i, bounds in enumerate(analysis.bounds)
-    }
+    """Problems of axes that should be split and cannot be, and notes on operators that stay whole."""
+    of_block = [
+        sum(weight_of(program, analysis, (i, node)) for node in bounds) for i, bounds in enumerate(analysis.bounds)
+    ]
+    calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
+    total = sum(weight * count for weight, count in zip(of_block, calls, strict=True))
     problems, notes = [], []
     for axis, keys in indivisible(analysis, relaxed).items():
-        lost = [key for key in keys if relaxed.variants[key].factor != true.variants[key].factor]
-        weights = {key: weight_of(program, analysis, key) for key in lost if not _is_loss(analysis, key)}
-        blocks = {block for block, _ in weights}
-        heavy = any(sum(w for (b, _), w in weights.items() if b == block) > SMALL * totals[block] for block in blocks)
-        if heavy or any(_is_attention(program, analysis, key) for key in weights):
+        lost = {
+            key: weight_of(program, analysis, key)
+            for key in keys
+            if relaxed.variants[key].factor != true.variants[key].factor
+        }
+        vocabulary = kind_of_axis(analysis, axis) == "vocabulary"
+        in_block = {block: sum(w for (b, _), w in lost.items() if b == block) for block, _ in lost}
+        if (
+            any(_is_attention(program, analysis, key) for key in lost)
+            or any(w > SMALL * of_block[b] for b, w in in_block.items() if vocabulary or calls[b] > 1)
+            or sum(w * calls[b] for b, w in in_block.items()) > SMALL * total
+        ):
             problems.append(_problem(program, analysis, boundary, axis, keys, true))
-            continue
-        for block, node in (key for key, weight in weights.items() if weight):
-            key_name = next(n.meta["key"] for n in program.blocks[block].graph.nodes if n.name == node)
-            size = _size(analysis, (block, node), axis)
-            notes.append(f"{true.name}={true.degree}: {key_name} is not split; its axis of {size} is not divisible")
+        else:
+            notes += _notes(program, analysis, axis, [key for key, weight in lost.items() if weight], true)
     return problems, notes
+
+
+def _notes(program: Program, analysis: Analysis, axis: int, keys: list[NodeKey], true: Solved) -> list[str]:
+    found = []
+    for block, node in keys:
+        name = next(n.meta["key"] for n in program.blocks[block].graph.nodes if n.name == node)
+        size = _size(analysis, (block, node), axis)
+        found.append(f"{true.name}={true.degree}: {name} is computed whole, its axis of {size} is not divisible")
+    if axis in analysis.sequence_axes:
+        found.append(
+            f"{true.name}={true.degree}: no sequence parallelism, sequence length {program.sequence} is not divisible"
+        )
+    return found
 
 
 def _is_attention(program: Program, analysis: Analysis, key: NodeKey) -> bool:
@@ -108,10 +144,6 @@ def _is_attention(program: Program, analysis: Analysis, key: NodeKey) -> bool:
     return analysis.bounds[block][node].rule.flops is not None and parameter_values(
         program, analysis, block
     ).isdisjoint(analysis.operands[block][node])
-
-
-def _is_loss(analysis: Analysis, key: NodeKey) -> bool:
-    return not analysis.calls[key[0]][key[1]].output.shape and analysis.bounds[key[0]][key[1]].rule.flops is None
 
 
 def _size(analysis: Analysis, key: NodeKey, axis: int) -> int:
