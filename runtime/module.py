@@ -18,7 +18,7 @@ from autopar.runtime.codegen import generate
 from autopar.runtime.execute import constant_values, graph_module, run_calls
 from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.inputs import local_inputs, split_micro_batches
-from autopar.runtime.mesh import RankMesh
+from autopar.runtime.mesh import MeshDim, RankMesh
 from autopar.runtime.one_process import attributes, boundary_types
 from autopar.runtime.parameters import Held, held, local_value, make_parameter
 from autopar.runtime.randomness import Streams
@@ -225,6 +225,7 @@ class ParallelModel(nn.Module):
                 for values in micro_batches:
                     one = self._denominator(values)
                     total = one if total is None else total + one
+        earlier = self._set_aside_deferred()
         loss = torch.zeros((), device=self.device)
         for index, values in enumerate(micro_batches):
             zero.before_micro_batch(self, degrees, last=index == len(micro_batches) - 1)
@@ -236,6 +237,8 @@ class ParallelModel(nn.Module):
             out.backward()
             loss = loss + out.detach()
         self._sum_deferred()
+        for parameter, grad in earlier:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         self._step += 1
         return loss
 
@@ -248,19 +251,23 @@ class ParallelModel(nn.Module):
         out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
         return out
 
-    def _sum_deferred(self) -> None:
-        """Sum what is deferred to once a step: gradients of parameters whose uses are replicated."""
-        zero_sums_dp = self.plan.degrees.zero > 0
+    def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
+        """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
         for name, dim in self.rank_mesh.dims.items():
-            if dim.degree == 1 or (name == "dp" and zero_sums_dp):
-                continue
-            wanted = []
-            for parameter_name, parameter in self.named_parameters():
-                grad = local_gradient(parameter)
-                if name in self._held[parameter_name].deferred and grad is not None:
-                    wanted.append(grad)
-            with torch.no_grad():
-                sum_over(wanted, dim.group)
+            if dim.degree > 1 and not (name == "dp" and self.plan.degrees.zero):
+                yield dim, [p for n, p in self.named_parameters() if name in self._held[n].deferred]
+
+    def _set_aside_deferred(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients of earlier calls are summed already; keep them out of this call's deferred sum."""
+        found = {p: p.grad for _, parameters in self._deferred() for p in parameters if p.grad is not None}
+        for parameter in found:
+            parameter.grad = None
+        return list(found.items())
+
+    @torch.no_grad()
+    def _sum_deferred(self) -> None:
+        for dim, parameters in self._deferred():
+            sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
