@@ -1,0 +1,106 @@
+"""Plans as values: they print, compare and round-trip, and every deviation in a file is one named error."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.ir.plan import BlockLabels, Degrees, Plan, degrees_from
+from autopar.ir.sharding import I, R, S
+
+
+def a_plan(**changes: Any) -> Plan:
+    block = BlockLabels(
+        name="layers.0",
+        signature="abc",
+        ports={"x": (S(0), I), "weight": (R, S(0, 1))},
+        labels={"mlp.up:linear:0": ("...0.0", "o.0")},
+        results={"add_1": (S(0), I)},
+    )
+    values: dict[str, Any] = {
+        "fingerprint": "f" * 64,
+        "model": "tiny",
+        "degrees": Degrees(tp=2, dp_shard=2, zero=1, micro_batch=4),
+        "blocks": (block,),
+        "batch": 8,
+        "sequence": 16,
+        "notes": ("a note",),
+    }
+    return Plan(**values | changes)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    plan = a_plan()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+    assert a_plan(batch=16) != plan
+
+
+def test_degrees() -> None:
+    degrees = degrees_from({"tp": 2, "dp": 4, "zero": 2, "sequence_parallel": True, "micro_batch": None})
+    assert (degrees.tp, degrees.dp_shard, degrees.dp, degrees.world_size) == (2, 4, 4, 8)
+    assert degrees.mesh.as_dict() == {"dp": 4, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"tq": 2}, "tp"),
+        ({"tp": 0}, "at least 1"),
+        ({"tp": -1}, "at least 1"),
+        ({"tp": 2.0}, "whole number"),
+        ({"tp": True}, "whole number"),
+        ({"tp": "2"}, "whole number"),
+        ({"tp": 10**7}, "at most"),
+        ({"zero": 4}, "0, 1, 2 or 3"),
+        ({"dp": 2, "dp_shard": 2}, "second time"),
+        ({"sequence_parallel": 1}, "true, false or null"),
+        ([], "mapping"),
+        (None, "mapping"),
+    ],
+)
+def test_degrees_that_are_refused(data: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        degrees_from(data)
+
+
+def written(tmp_path: Path, change: Any) -> Path:
+    data = a_plan().to_dict()
+    change(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("fingerprint"), "fingerprint"),
+        (lambda d: d.update(version=99), "version"),
+        (lambda d: d.update(colour="red"), "colour"),
+        (lambda d: d["degrees"].update(tp=0), "at least 1"),
+        (lambda d: d["blocks"][0].update(extra=1), "extra"),
+        (lambda d: d["blocks"][0].pop("labels"), "labels"),
+        (lambda d: d["blocks"][0]["ports"].update(x=["S(", "I"]), "SPMD type"),
+        (lambda d: d.update(blocks=3), "plan"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.load(written(tmp_path, change))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\x00", "[" * 100_000, '{"version": 1, "version": 1}'])
+def test_what_is_no_plan(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"plan"):
+        Plan.load(path)
+
+
+def test_a_missing_file_says_how_to_write_one(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="autopar plan"):
+        Plan.load(tmp_path / "none.json")
