@@ -1,16 +1,19 @@
 """Printing: tables and explanations through rich on stdout, progress on stderr, JSON exactly as it is."""
 
+import io
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autopar.errors import AutoparError
 from autopar.ir.explanation import Section
 
 WIDTH_WITHOUT_TERMINAL = 160
@@ -20,7 +23,7 @@ def console(*, stderr: bool = False) -> Console:
     """A console; where there is no terminal, wide enough that tables are not cut."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
-    return Console(stderr=stderr, width=width, highlight=False)
+    return Console(file=stream, width=width, highlight=False)
 
 
 def print_json(data: Any) -> None:
@@ -50,8 +53,29 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
 
 
 @contextmanager
-def progress(text: str) -> Iterator[Any]:
-    """A spinner on stderr while something runs; yields a function that changes its text. Silent without a terminal."""
-    out = console(stderr=True)
-    with out.status(text) as status:
-        yield status.update
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while something runs; yields a function that changes its text. Silent without a terminal.
+
+    What libraries write to stderr meanwhile, torch's partial graphs above all, is shown only where it may explain a
+    bug: our own errors say everything themselves.
+    """
+    remarks = io.StringIO()
+    with console(stderr=True).status(text) as status, _quiet_logging():
+        try:
+            with redirect_stderr(remarks):
+                yield status.update
+        except AutoparError:
+            raise
+        except Exception:
+            sys.stderr.write(remarks.getvalue())
+            raise
+
+
+@contextmanager
+def _quiet_logging() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,114 @@
+"""Help and listings: what they show, and that they do not wait for torch."""
+
+import subprocess
+import sys
+
+import pytest
+from run import autopar, json_of, refused
+
+import autopar as package
+from autopar.ir.device_presets import device_presets
+from autopar.presets.models import model_presets
+
+HEAVY = ("torch", "transformers", "sympy", "highspy", "optuna")
+LIGHT_COMMANDS = (
+    ["--help"],
+    ["--version"],
+    ["plan", "--help"],
+    ["verify", "--help"],
+    ["models"],
+    ["clusters", "--json"],
+    ["plan", "lama3-8b", "--cluster", "4xcpu"],
+    ["plan", "gpt2", "--cluster", "4xcpu", "--tp", "3"],
+    ["verify", "gpt2", "--world-size", "3", "--tp", "2", "--dp", "2"],
+)
+
+
+@pytest.mark.parametrize("arguments", LIGHT_COMMANDS, ids=" ".join)
+def test_without_torch(arguments: list[str]) -> None:
+    program = f"""
+import sys
+from autopar.cli import main
+sys.argv = ["autopar", *{arguments!r}]
+try:
+    main()
+finally:
+    found = sorted(set({HEAVY!r}) & set(sys.modules))
+    assert not found, found
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "AssertionError" not in result.stderr, result.stderr
+    assert result.returncode in (0, 2), result.stderr
+
+
+def test_version() -> None:
+    assert autopar("--version").stdout.strip() == f"autopar {package.__version__}"
+
+
+def test_every_command_has_help() -> None:
+    top = autopar("--help").stdout
+    for command in ("plan", "verify", "models", "clusters"):
+        assert command in top
+        assert autopar(command, "--help").exit_code == 0
+
+
+def test_both_commands_share_the_plan_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("plan", "verify"):
+        shown = autopar(command, "--help").stdout
+        names = ("tp", "dp", "dp-replicate", "zero", "micro-batch", "accumulate", "global-batch", "seq-len")
+        for option in (*names, "sequence-parallel", "no-sequence-parallel"):
+            assert f"--{option}" in shown, (command, option)
+
+
+def test_models() -> None:
+    shown = autopar("models").stdout
+    assert all(name in shown for name in model_presets())
+    listed = {entry["name"]: entry for entry in json_of("models")}
+    assert listed.keys() == model_presets().keys()
+    assert listed["llama3-8b"]["num_parameters"] == 8_030_261_248
+
+
+def test_clusters() -> None:
+    shown = autopar("clusters").stdout
+    assert all(name in shown for name in device_presets())
+    listed = {entry["name"]: entry for entry in json_of("clusters")}
+    assert listed["h100-sxm"]["figures"]["memory_gb"] == 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("plan", "lama3-8b", "-c", "4xcpu"), "did you mean 'llama3-8b'?"),
+        (("plan", "gpt2", "-c", "4xcpi"), "did you mean 'cpu'?"),
+        (("plan", "gpt2", "-c", "12xh100"), "use 8 or 16"),
+        (("plan", "nowhere/config.json", "-c", "4xcpu"), "nowhere"),
+        (("plan", "no_such_module:factory", "-c", "4xcpu"), "no module named 'no_such_module'"),
+        (("plan", "gpt2", "-c", "4xcpu", "--tp", "3"), "tp: must divide the 4 ranks; got 3 (nearest: 2 or 4)"),
+        (("plan", "gpt2", "-c", "8xcpu", "--tp", "2", "--dp", "2"), "use dp_shard 4"),
+        (("plan", "gpt2", "-c", "4xcpu", "--tp", "2", "--global-batch", "7"), "nearest: 6 or 8"),
+        (("verify", "gpt2", "-n", "4", "--plan", "missing.json"), "no plan file missing.json"),
+        (("verify", "gpt2", "-n", "4", "--steps", "0"), "--steps: must be at least 1"),
+        (("verify", "gpt2", "-n", "9999"), "at most 64 ranks"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_input_is_one_message(arguments: tuple[str, ...], says: str) -> None:
+    assert says in refused(*arguments)
+
+
+def test_all_violations_at_once() -> None:
+    message = refused("plan", "gpt2", "-c", "4xcpu", "--zero", "7", "--accumulate", "0", "--global-batch", "-1")
+    assert "--zero: must be 0, 1, 2 or 3; got 7" in message
+    assert "--accumulate: must be at least 1" in message
+    assert "--global-batch: must be a whole number of at least 1; got -1" in message
+    message = refused(
+        "plan", "gpt2", "-c", "4xcpu", "--tp", "3", "--dp", "3", "--accumulate", "5", "--global-batch", "10"
+    )
+    assert all(f"{name}: must divide" in message for name in ("tp", "dp_shard"))
+    assert "global_batch: must be divisible by the 3" in message
+
+
+def test_unknown_option_and_missing_argument() -> None:
+    assert "--tpp" in refused("plan", "gpt2", "-c", "4xcpu", "--tpp", "3")
+    assert "--cluster" in refused("plan", "gpt2")
