@@ -128,6 +128,11 @@ class Ranks:
         text = f"rank {rank} failed: {message}"
         raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=rank)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks are there to run something: not after `close`, nor after one of them failed."""
+        return bool(self._processes)
+
     def close(self) -> None:
         """End every rank; nothing is left running."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):

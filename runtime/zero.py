@@ -6,6 +6,9 @@
 | 1     | keep gathered, gradient sync only on the last micro-batch  | 2P                                   |
 | 2     | keep gathered, sync every micro-batch                      | (n+1)P                               |
 | 3     | reshard after forward, regather in backward                | 3nP                                  |
+
+Parameters that several segments share (tied weights) belong to the root, which is gathered once per micro-batch: of S
+such elements stage 3 sends 2nS instead of 3nS.
 """
 
 from torch import nn
@@ -36,9 +39,12 @@ def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = F
 
 
 def before_micro_batch(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
-    """Set what FSDP2 does after this micro-batch's backward."""
+    """Set what FSDP2 does after this micro-batch's backward.
+
+    `set_is_last_backward` stays at its default: with False for earlier micro-batches FSDP2 keeps the order of their
+    forward passes, and at the end of the next backward prefetches a segment that nobody needs.
+    """
     if not isinstance(model, FSDPModule):
         return
     model.set_reshard_after_backward(degrees.zero == 3 or last)
     model.set_requires_gradient_sync(degrees.zero >= 2 or last)
-    model.set_is_last_backward(last)

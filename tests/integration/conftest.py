@@ -1,0 +1,38 @@
+"""Worlds of gloo ranks, started once and again after a test ended one.
+
+Rank-side functions lie in `integration_ranks` beside this file.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it
+
+from autopar.runtime.launch import Ranks
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Callable[[int], Ranks]]:
+    open_worlds: dict[int, Ranks] = {}
+
+    def of_size(size: int) -> Ranks:
+        if size not in open_worlds or not open_worlds[size].is_open:
+            open_worlds[size] = Ranks(size, timeout_s=100)
+        return open_worlds[size]
+
+    yield of_size
+    for world in open_worlds.values():
+        world.close()
+
+
+@pytest.fixture
+def two_ranks(worlds: Callable[[int], Ranks]) -> Ranks:
+    return worlds(2)
+
+
+@pytest.fixture
+def four_ranks(worlds: Callable[[int], Ranks]) -> Ranks:
+    return worlds(4)
