@@ -132,7 +132,6 @@ def capture_flat(model: nn.Module, example_inputs: Inputs) -> Flat:
     """
     args, kwargs = split_inputs(example_inputs)
     wrapper = _Outputs(model)
-    wrapper.train(True)
     with _training_without_cache(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

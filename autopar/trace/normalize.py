@@ -5,6 +5,7 @@ After them every node is a functional ATen operator with one tensor output, and 
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -247,7 +248,23 @@ def normalise(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) 
     for graph_pass in PASSES:
         graph_pass(graph)
     add_info(graph, root, trainable)
+    cut_no_grad(graph)
     graph.lint()
+
+
+def cut_no_grad(graph: fx.Graph) -> None:
+    """Operators of a no-grad region take their differentiable operands detached, so that none gets a cotangent."""
+    for node in list(graph.nodes):
+        if not node.meta.get("no_grad"):
+            continue
+        for operand in node.all_input_nodes:
+            info: TensorInfo | None = operand.meta.get("info")
+            if info is not None and info.differentiable:
+                with graph.inserting_before(node):
+                    cut = graph.call_function(aten.detach.default, (operand,))
+                cut.meta = dict(operand.meta) | {"info": replace(info, differentiable=False)}
+                cut.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+                node.replace_input_with(operand, cut)
 
 
 def add_info(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) -> None:
