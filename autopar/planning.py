@@ -52,7 +52,7 @@ def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: s
         blocks=found.blocks,
         batch=program.batch,
         sequence=program.sequence,
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         notes=(*program.notes, *found.notes),
     )
     return with_summary(plan, program, analysis)

@@ -202,8 +202,11 @@ def _problems(data: Any, kinds: Mapping[str, tuple[type, ...]], required: set[st
     ]
     found += [Problem(path=f"{prefix}{key}", rule="is missing") for key in sorted(required - set(data))]
     for key, allowed in kinds.items():
-        value = data.get(key)
-        if key in data and (type(value) not in allowed or (type(value) is int and value < 1)):
+        if key not in data:
+            continue
+        value = data[key]
+        is_kind = isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool))
+        if not is_kind or (int in allowed and value is not None and value < 1):
             found.append(Problem(path=f"{prefix}{key}", value=value, rule=f"must be {_WORDS[allowed[0]]}"))
     return found
 

@@ -1,0 +1,70 @@
+"""Every example runs under torchrun at a tiny size, and learns."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = os.environ | {"TORCH_LOGS": "-dtensor"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
+
+
+@pytest.mark.timeout(400)
+def test_demo(tmp_path: Path) -> None:
+    sizes = ["--steps", "6", "--check-steps", "3", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
+    shown = run([sys.executable, str(EXAMPLES / "demo.py"), *sizes, "--out", str(tmp_path / "out")], tmp_path)
+    assert "tp 2 × dp_shard 2 = 4 ranks, ZeRO-3" in shown
+    assert "tokens/s" in shown
+    assert "first 3 steps against one device" in shown
+    found = json.loads((tmp_path / "out" / "losses.json").read_text())
+    assert [len(found[key]) for key in ("loss", "seconds", "single_device_loss")] == [6, 6, 3]
+    assert found["loss"][:3] == pytest.approx(found["single_device_loss"], abs=1e-5)
+    assert found["loss"][-1] < found["loss"][0]
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(400)
+def test_train_gpt2_and_its_checkpoint(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 20)
+    sizes = ["--steps", "12", "--layers", "1", "--hidden", "32", "--seq-len", "16", "--tp", "2"]
+    command = [*TORCHRUN, "4", str(EXAMPLES / "train_gpt2.py"), "--text", "text.txt", "--save", "saved", *sizes]
+    found = losses(run(command, tmp_path))
+    assert found[-1] < found[0]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=16, n_embd=32, n_layer=1, n_head=8)).eval()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "saved")  # four ranks wrote it, one device reads it
+    model.load_state_dict(state)
+    ids = torch.tensor([list(b"or not to be, th")])
+    assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(found[-1], abs=0.4)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
+    command = [*TORCHRUN, "2", str(EXAMPLES / "bring_your_own_model.py"), "--tp", tp, "--steps", "21"]
+    shown = run(command, tmp_path)
+    found = losses(shown)
+    assert found[-1] < 0.8 * found[0]
+    assert ("all_reduce_to_invariant" in shown) == (tp == "2")  # the generated code is shown

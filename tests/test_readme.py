@@ -1,0 +1,82 @@
+"""What README and docs say can be typed, works. Heavy commands (make, torchrun) have tests of their own."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/cli.md", "examples/README.md")
+
+
+def shell_lines() -> list[str]:
+    """Every line of the pages' shell blocks and every inline command, comments stripped."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for block in re.findall(r"```(?:sh|console)\n(.*?)```", text, re.DOTALL):
+            found += [line.removeprefix("$ ").partition(" #")[0].strip() for line in block.splitlines()]
+        found += re.findall(r"`((?:torchrun|autopar) [^`]+)`", text)
+    return list(dict.fromkeys(line for line in found if line.startswith(("autopar ", "make ", "torchrun "))))
+
+
+COMMANDS = shell_lines()
+
+
+def test_there_are_commands() -> None:
+    assert {"make demo", "make test"} <= set(COMMANDS)
+    assert any(line.startswith("autopar plan llama3-8b") for line in COMMANDS)
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("autopar ") and "COMMAND" not in line])
+def test_options_exist(line: str) -> None:
+    """Every option of every command is one that the command has."""
+    command, *arguments = shlex.split(line.partition(",")[0])[1:]
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, line
+    for option in (argument for argument in arguments if argument.startswith("-")):
+        assert option in shown.stdout, line
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line in ("autopar models", "autopar clusters")])
+def test_listings_run(line: str) -> None:
+    assert CliRunner().invoke(app, shlex.split(line)[1:]).exit_code == 0
+
+
+def test_the_refusal_in_the_docs_is_what_is_said() -> None:
+    text = (ROOT / "docs/cli.md").read_text()
+    shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", text, re.DOTALL)
+    assert shown is not None
+    result = CliRunner().invoke(app, shlex.split(shown[1])[1:])
+    assert (result.exit_code, result.stderr) == (2, shown[2])
+
+
+def test_the_plan_command_runs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    line = next(line for line in COMMANDS if line.startswith("autopar plan llama3-8b"))
+    arguments = shlex.split(line)[1:]
+    arguments[arguments.index("plan.json")] = str(tmp_path / "plan.json")
+    result = CliRunner().invoke(app, [*arguments, "--layers", "2", "--seq-len", "64"])
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert ((ROOT / page).parent / target).exists(), f"{page} names {target}"
+
+
+def test_the_defaults_in_the_docs_are_the_code_s() -> None:
+    from autopar.cli import verify
+    from autopar.degrees import DEFAULT_MICRO_BATCH
+
+    text = " ".join((ROOT / "docs/cli.md").read_text().split())
+    assert f"| {DEFAULT_MICRO_BATCH} | | `--accumulate`" in text
+    assert f"{verify.SMALL_LAYERS} layers of width {verify.SMALL_HIDDEN}" in text
+    assert f"sequences of {verify.SMALL_SEQ_LEN} tokens" in text
