@@ -35,6 +35,11 @@ class FlatShards(torch.Tensor):
         made.tensor, made.chunks = tensor, tuple(_flat_chunks(tensor, flat_shape))
         return made
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the values are: loading replaces tensors that say they are on meta by new ones."""
+        return self.tensor.device
+
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor in its flat shape. Collective."""
         return self.tensor.full_tensor().reshape(self.size())

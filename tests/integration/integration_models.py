@@ -1,4 +1,4 @@
-"""Models of integration tests: named by plain data that crosses process boundaries, and captured where they are used."""
+"""Models of integration tests: named by plain data that crosses process boundaries, captured where used."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built
 
 from autopar.ir.plan import Plan
@@ -62,3 +63,44 @@ def profiled_step(rank: int, wanted: Wanted, plan: Plan) -> Mapping[str, tuple[i
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         model.forward_backward(parts[1])
     return counted(profile)
+
+
+def _step(model: Any, program: Any, plan: Plan, optimizer: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    loss: torch.Tensor = model.forward_backward(own)
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+    return {k: v.detach().clone() for k, v in whole.items() if isinstance(v, torch.Tensor)}
+
+
+def train_and_save(rank: int, wanted: Wanted, plan: Plan, data: list[Any], save_after: int, folder: str) -> Any:
+    """Losses of all steps, and the whole state after `save_after` of them, when it is also saved."""
+    model, program = model_of(wanted, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    whole: Any = None
+    for index, batch in enumerate(data):
+        losses.append(_step(model, program, plan, optimizer, batch))
+        if index + 1 == save_after:
+            state = {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+            dcp.save(state, checkpoint_id=folder)
+            whole = {part: _whole(values) for part, values in state.items()}
+    return losses, whole if rank == 0 else None
+
+
+def load_and_train(rank: int, wanted: Wanted, plan: Plan, data: list[Any], folder: str) -> Any:
+    """The state as loaded, and losses of the steps that follow."""
+    model, program = model_of(wanted, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _step(model, program, plan, optimizer, data[0])  # makes the optimizer's state, and spoils all values
+    state = {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    whole = {part: _whole(values) for part, values in state.items()}
+    losses = [_step(model, program, plan, optimizer, batch) for batch in data]
+    return losses, whole if rank == 0 else None
