@@ -88,11 +88,12 @@ def mark_batch_literals(graph: fx.Graph, small: fx.Graph) -> None:
 
 
 def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
-    """Batch size (dimension 0 of the first input) and sequence length (dimension 1 of token inputs), if any."""
+    """Batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens, embedded or not)."""
     first = next((t for t in named.values() if t.dim()), None)
     if first is None:
         raise CaptureError("example_inputs hold only scalars; the batch is read from dimension 0 of the first input")
     tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
+    tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture tells whether it varies
     return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
 
 
