@@ -46,9 +46,8 @@ def main() -> None:
     if arguments.row:
         measure(arguments.presets[0], arguments.tp)
         return
-    print(
-        f"{'model':14s} {'layers':>6} {'blocks':>6} {'capture s':>9} {'analysis s':>10} {'labelling s':>11} {'peak GB':>8}"
-    )
+    columns = ("layers", 6), ("blocks", 6), ("capture s", 9), ("analysis s", 10), ("labelling s", 11), ("peak GB", 8)
+    print(f"{'model':14s}", *(f"{name:>{width}}" for name, width in columns))
     for preset in arguments.presets:
         sys.stdout.flush()
         subprocess.run([sys.executable, __file__, preset, "--row", "--tp", str(arguments.tp)], check=True)

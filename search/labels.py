@@ -114,8 +114,16 @@ class _Turn:
     """One mesh dimension's turn."""
 
     def __init__(
-        self, program: Program, analysis: Analysis, boundary: Boundary, degrees: Degrees, cluster: ClusterSpec,
-        mesh: Mesh, index: int, solved: list[Solved], options: LabelOptions,
+        self,
+        program: Program,
+        analysis: Analysis,
+        boundary: Boundary,
+        degrees: Degrees,
+        cluster: ClusterSpec,
+        mesh: Mesh,
+        index: int,
+        solved: list[Solved],
+        options: LabelOptions,
     ) -> None:
         self.program, self.analysis, self.boundary, self.degrees = program, analysis, boundary, degrees
         self.mesh, self.index, self.solved, self.options = mesh, index, list(solved), options
@@ -131,8 +139,14 @@ class _Turn:
             self.program, self.analysis, self.boundary, self.mesh, self.index, self.solved, self.axes, required, relaxed
         )
         problem = DimProblem(
-            self.program, self.analysis, self.boundary, space, self.solved, self.prices,
-            regather=self.options.regather, accumulate=self.degrees.accumulate,
+            self.program,
+            self.analysis,
+            self.boundary,
+            space,
+            self.solved,
+            self.prices,
+            regather=self.options.regather,
+            accumulate=self.degrees.accumulate,
         )
         found = problem.solve(self.options.time_limit_s)
         self.size = (problem.milp.num_columns, problem.milp.num_rows)

@@ -82,9 +82,7 @@ def _type(where: str, types: Types, dims: Dims, mesh: Mesh) -> list[Problem]:
     return problems
 
 
-def _boundaries(
-    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh
-) -> list[Problem]:
+def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> list[Problem]:
     """Walk the calls in order: every value has one type, that of each port it is bound to."""
     problems: list[Problem] = []
     types: dict[str, Types] = {}

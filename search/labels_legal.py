@@ -110,7 +110,8 @@ def violations(
         lost = {
             key: weight_of(program, analysis, key)
             for key in keys
-            if relaxed.variants[key].factor != true.variants[key].factor
+            if true.variants[key].share == 1
+            or (_is_attention(program, analysis, key) and relaxed.variants[key].factor != true.variants[key].factor)
         }
         vocabulary = kind_of_axis(analysis, axis) == "vocabulary"
         in_block = {block: sum(w for (b, _), w in lost.items() if b == block) for block, _ in lost}

@@ -59,8 +59,16 @@ class DimProblem:
     """Builds and solves the program of one mesh dimension."""
 
     def __init__(
-        self, program: Program, analysis: Analysis, boundary: Boundary, space: Space, solved: list[Solved],
-        prices: Prices, *, regather: bool, accumulate: int,
+        self,
+        program: Program,
+        analysis: Analysis,
+        boundary: Boundary,
+        space: Space,
+        solved: list[Solved],
+        prices: Prices,
+        *,
+        regather: bool,
+        accumulate: int,
     ) -> None:
         self.program, self.analysis, self.boundary, self.space = program, analysis, boundary, space
         self.solved, self.prices, self.regather, self.accumulate = solved, prices, regather, accumulate

@@ -131,8 +131,13 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
 
 
 def owned_axes(
-    analysis: Analysis, boundary: Boundary, mesh: Mesh, index: int, solved: list[Solved],
-    sequence: bool | None, hidden: bool,
+    analysis: Analysis,
+    boundary: Boundary,
+    mesh: Mesh,
+    index: int,
+    solved: list[Solved],
+    sequence: bool | None,
+    hidden: bool,
 ) -> frozenset[int]:
     """The axes that mesh dimension `index` may split."""
     if mesh.names[index] == DATA:
@@ -173,8 +178,15 @@ def split_axes(analysis: Analysis, boundary: Boundary, solved: Solved) -> set[in
 
 
 def space_of(
-    program: Program, analysis: Analysis, boundary: Boundary, mesh: Mesh, index: int, solved: list[Solved],
-    axes: frozenset[int], require_sequence: bool, relaxed: bool,
+    program: Program,
+    analysis: Analysis,
+    boundary: Boundary,
+    mesh: Mesh,
+    index: int,
+    solved: list[Solved],
+    axes: frozenset[int],
+    require_sequence: bool,
+    relaxed: bool,
 ) -> Space:
     """All candidates of mesh dimension `index`."""
     name, degree = mesh.names[index], mesh.degrees[index]
@@ -199,14 +211,17 @@ def space_of(
     types = {}
     for c in boundary.classes.values():
         types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, require_sequence, relaxed))
-    return Space(
-        index=index, name=name, degree=degree, axes=axes, relaxed=relaxed, variants=found, types=types
-    )
+    return Space(index=index, name=name, degree=degree, axes=axes, relaxed=relaxed, variants=found, types=types)
 
 
 def _types_of(
-    c: BoundaryClass, analysis: Analysis, mesh_dim: str, degree: int, axes: frozenset[int],
-    require_sequence: bool, relaxed: bool,
+    c: BoundaryClass,
+    analysis: Analysis,
+    mesh_dim: str,
+    degree: int,
+    axes: frozenset[int],
+    require_sequence: bool,
+    relaxed: bool,
 ) -> Iterator[Type]:
     """Types that a boundary class may have; none for outputs that are dropped."""
     shards = [

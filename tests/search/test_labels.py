@@ -156,7 +156,10 @@ def test_more_freedom_is_never_dearer() -> None:
     objective = {d: labelled("llama", d).objective["tp"] for d in (TP, PLAIN, REQUIRED)}
     assert objective[TP] <= min(objective[PLAIN], objective[REQUIRED]) + 1e-3
     hidden = label(
-        program_of("llama"), analysis_of("llama"), TP, ClusterSpec.preset("4xcpu"),
+        program_of("llama"),
+        analysis_of("llama"),
+        TP,
+        ClusterSpec.preset("4xcpu"),
         options=LabelOptions(hidden_axes=True),
     )
     assert hidden.objective["tp"] <= objective[TP] + 1e-3
@@ -167,8 +170,13 @@ def test_llama_8b_is_labelled_in_a_second() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, dtype=torch.bfloat16,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        dtype=torch.bfloat16,
     )
     tokens = torch.zeros(2, 4096, dtype=torch.long, device="meta")
     with torch.device("meta"):
@@ -235,6 +243,7 @@ def test_sequence_length_matters_only_where_sequence_parallelism_is_required() -
 def test_sequence_parallelism_needs_a_sequence() -> None:
     from tiny_models import mlp
 
-    program = trace(*mlp(2))
+    model, inputs = mlp(2)
+    program = trace(model, {name: value[:, 0] for name, value in inputs.items()})
     with pytest.raises(PlanError, match="no input has a sequence"):
         label(program, analyse(program), REQUIRED, ClusterSpec.preset("4xcpu"))
