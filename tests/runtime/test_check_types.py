@@ -42,7 +42,7 @@ def test_labels_of_the_solver_are_accepted(model: str, regather: bool, sequence_
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=4), Mesh.of(dp=2, tp=2), Mesh.of(tp=2, tq=2)], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("model", MODELS)
 def test_random_labels_are_accepted(model: str, mesh: Mesh, seed: int) -> None:
     case = the_case(model)
@@ -52,7 +52,7 @@ def test_random_labels_are_accepted(model: str, mesh: Mesh, seed: int) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sp"])
-@pytest.mark.parametrize(("dp", "tp"), [(8, 8), (128, 8), (64, 16)])
+@pytest.mark.parametrize(("dp", "tp"), [(128, 8), (64, 16)])
 def test_llama_at_real_sizes_and_up_to_1024_ranks(dp: int, tp: int, sequence_parallel: bool) -> None:
     """Layers of a 70B Llama (four of its 80, which are all the same block) on meta."""
     program = big_llama(dp)

@@ -28,7 +28,7 @@ def test_eight_ranks(model: str) -> None:
     check_random(the_case(model, 8), Mesh.of(tp=8), 0)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_two_mesh_dimensions(model: str, seed: int) -> None:
     check_random(the_case(model, 4), Mesh.of(dp=2, tp=2), seed)

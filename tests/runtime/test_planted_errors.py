@@ -23,7 +23,6 @@ PLANS = {
     "llama tp=2 with sequence parallelism": ("llama", Mesh.of(dp=1, tp=2), True),
     "llama dp=2 tp=2": ("llama", Mesh.of(dp=2, tp=2), False),
     "gpt2 tp=2 with sequence parallelism": ("gpt2", Mesh.of(dp=1, tp=2), True),
-    "gpt2 dp=2 tp=2": ("gpt2", Mesh.of(dp=2, tp=2), False),
 }
 
 
