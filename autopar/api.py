@@ -56,7 +56,7 @@ def parallelize(
         )
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
-    program, decided = _decide(model, cluster, inputs, plan, world_size)
+    program, decided = _decide(model, cluster, inputs, plan, world_size, derived=example_inputs is None)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     return ParallelModel(program, decided, training_mesh(decided.degrees, device.type), source, device, seed=seed)
 
@@ -87,16 +87,16 @@ def _derived_inputs(model: nn.Module) -> Inputs:
 
 
 def _decide(
-    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, plan: PlanLike, world_size: int
+    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, plan: PlanLike, world_size: int, *, derived: bool
 ) -> tuple[Program, Plan]:
     """The program and the plan; rank 0 solves, the others receive its plan."""
     loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    local_batch, _ = batch_and_sequence(input_names(model, inputs))
     if isinstance(loaded, Plan):
         program = capture_for(model, inputs, loaded.degrees)
-        check_plan(loaded, program, world_size)
+        check_plan(loaded, program, world_size, None if derived else local_batch)
         _warn_torch_version(loaded)
         return program, loaded
-    local_batch, _ = batch_and_sequence(input_names(model, inputs))
     degrees = resolve_degrees(loaded, world_size, local_batch)
     program = capture_for(model, inputs, degrees)
     text = error_text = ""

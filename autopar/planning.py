@@ -58,12 +58,19 @@ def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: s
     return with_summary(plan, program, analysis)
 
 
-def check_plan(plan: Plan, program: Program, world_size: int) -> None:
-    """Refuse a plan made for another model, shape or world size. Raises `PlanError` naming what differs."""
+def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:
+    """Refuse a plan made for another model, shape, batch of one rank or world size. Raises `PlanError` naming what
+    differs."""
     if plan.degrees.world_size != world_size:
         raise PlanError(
             f"the plan is for {plan.degrees.world_size} ranks, this job has {world_size}; start it with "
             f"--nproc-per-node {plan.degrees.world_size} in all, or plan again"
+        )
+    micro_batch, accumulate = plan.degrees.micro_batch, plan.degrees.accumulate
+    if local_batch is not None and micro_batch is not None and local_batch != micro_batch * accumulate:
+        raise PlanError(
+            f"the plan is for {micro_batch * accumulate} sequences of one data-parallel rank in one step ({accumulate} × "
+            f"micro-batch {micro_batch}), the inputs have {local_batch}; pass such inputs or plan again"
         )
     if (plan.batch, plan.sequence) != (program.batch, program.sequence):
         raise PlanError(

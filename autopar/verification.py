@@ -97,7 +97,7 @@ def verify(
     if plan is not None:
         decided = Plan.load(plan)
         program = capture_for(model.model, inputs, decided.degrees)
-        check_plan(decided, program, world_size)
+        check_plan(decided, program, world_size, None if batch is None else local_batch)
     else:
         wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
         program = capture_for(model.model, inputs, wanted)

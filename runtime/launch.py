@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,9 @@ from autopar.errors import AutoparError, RankError
 
 DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 5.0
+GATHER_S = 1.0  # how long the failures of other ranks are waited for, to tell which came first
+DIED = 0.0  # in place of the time of a failure: the process is gone
+Failure = tuple[float, str, str, str]  # when, "user" or "bug", message, traceback
 # loaded once by the server that ranks are forked from; a module that is not installed is passed over
 PRELOADED = (
     "torch",
@@ -59,7 +62,7 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, pipe: Any) -
         pass
     except BaseException as error:
         kind = "user" if isinstance(error, AutoparError) else "bug"
-        pipe.send(("failed", (kind, f"{type(error).__name__}: {error}", traceback.format_exc())))
+        pipe.send(("failed", (time.time(), kind, f"{type(error).__name__}: {error}", traceback.format_exc())))
         os._exit(1)  # no collective teardown: the others are ended by the parent
     os._exit(0)
 
@@ -108,7 +111,7 @@ class Ranks:
                 rank = waiting[pipe]
                 kind, value = self._receive(rank)
                 if kind == "failed":
-                    self._fail(rank, value)
+                    self._fail(self._first_cause(rank, value, waiting.values()))
                 assert kind == wanted, (kind, wanted)
                 results[rank] = value
         return [results[rank] for rank in range(self.world_size)]
@@ -120,10 +123,30 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(GRACE_S)
             code = self._processes[rank].exitcode
-            return "failed", ("bug", f"the process ended with exit code {code}", "")
+            return "failed", (DIED, "bug", f"the process ended with exit code {code}", "")
 
-    def _fail(self, rank: int, value: tuple[str, str, str]) -> None:
-        kind, message, trace = value
+    def _first_cause(self, rank: int, value: Failure, waiting: Iterable[int]) -> tuple[int, Failure]:
+        """A failing rank breaks the connections of others: of all failures that arrive together, the first.
+
+        A process that died counts as first: whoever raised an exception may have done so because of that.
+        """
+        failures = {rank: value}
+        others: dict[Any, int] = {self._pipes[r]: r for r in waiting if r != rank}
+        deadline = time.monotonic() + GATHER_S
+        while others and value[0] != DIED:
+            ready = multiprocessing.connection.wait(list(others), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                other = others.pop(pipe)
+                kind, value = self._receive(other)
+                if kind == "failed":
+                    failures[other] = value
+        first = min(failures, key=lambda r: failures[r][0])
+        return first, failures[first]
+
+    def _fail(self, cause: tuple[int, Failure]) -> None:
+        rank, (_, kind, message, trace) = cause
         self.close()
         text = f"rank {rank} failed: {message}"
         raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=rank)

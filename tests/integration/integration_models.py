@@ -54,3 +54,20 @@ def planned(wanted: Wanted, world_size: int, wish: Mapping[str, Any]) -> tuple[P
     degrees = resolve_degrees(wish, world_size, wanted.batch)
     program, _ = built(wanted, degrees)
     return program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), degrees, wanted.spec)
+
+
+class Branches(torch.nn.Module):
+    """Looks at its data to decide what to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            x = -x
+        return self.layer(x).mean()
+
+
+def branches() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return torch.nn.Sequential(Branches()), {"input": torch.zeros(4, 4)}

@@ -1,5 +1,7 @@
 """What ranks run in integration tests; `Ranks.run("integration_ranks:name", ...)` imports it in every rank."""
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built
 
+from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
@@ -104,3 +107,53 @@ def load_and_train(rank: int, wanted: Wanted, plan: Plan, data: list[Any], folde
     whole = {part: _whole(values) for part, values in state.items()}
     losses = [_step(model, program, plan, optimizer, batch) for batch in data]
     return losses, whole if rank == 0 else None
+
+
+def faulty_step(rank: int, wanted: Wanted, plan: Plan, who: int, fault: str) -> None:
+    """Two steps; in the second, rank `who` raises or is killed in the middle of the forward pass."""
+    model, program = model_of(wanted, plan)
+    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    model.forward_backward(own)
+    if rank == who:
+        plant(model, fault)
+    model.forward_backward(own)
+
+
+def plant(model: Any, fault: str) -> None:
+    """Let the model's third segment fail."""
+
+    def fail(*_: Any) -> None:
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("a planted fault")
+
+    model.segments[2].register_forward_pre_hook(fail)
+
+
+def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str], float]:
+    """Messages of batches that do not fit, then the loss of one that does."""
+    model, program = model_of(wanted, plan)
+    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    good = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    ids, labels = good["input_ids"], good["labels"]
+    unfit: dict[str, Any] = {
+        "shape": {"input_ids": ids[:, 1:], "labels": labels},
+        "batch": {"input_ids": ids[:1], "labels": labels[:1]},
+        "dtype": {"input_ids": ids, "labels": labels.int()},
+        "unknown": {"input_ids": ids, "labels": labels, "input_idz": ids},
+        "missing": {"input_ids": ids},
+        "not a tensor": {"input_ids": ids.tolist(), "labels": labels},
+        "too few": (ids,),
+    }
+    messages = {}
+    for name, value in unfit.items():
+        try:
+            model.forward_backward(value)
+        except RuntimeInputError as error:
+            messages[name] = str(error)
+    return messages, float(model.forward_backward(good))
+
+
+def pid(rank: int) -> int:
+    return os.getpid()

@@ -1,0 +1,188 @@
+"""Faults of ranks end all ranks soon, with the first cause; bad input is one named error before any rank starts."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchrun
+from integration_models import Wanted, planned
+
+from autopar.errors import AutoparError, CaptureError, InputError, PlanError, RankError
+from autopar.models import resolve_model
+from autopar.runtime.launch import Ranks
+from autopar.verification import verify
+
+BOUND_S = 30
+WANTED = Wanted(spec="gpt2")
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "seq_len": 16, "batch": 4}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("who, fault, cause", ((2, "raise", "a planted fault"), (1, "kill", "exit code -9")))
+def test_a_failing_rank_ends_all(who: int, fault: str, cause: str, four_ranks: Ranks) -> None:
+    _, plan = planned(WANTED, 4, {"tp": 2, "dp": 2, "zero": 3})
+    pids = four_ranks.run("integration_ranks:pid")
+    started = time.monotonic()
+    with pytest.raises(RankError, match=cause) as caught:
+        four_ranks.run("integration_ranks:faulty_step", WANTED, plan, who, fault)
+    assert caught.value.rank == who and str(caught.value).startswith(f"rank {who} failed: ")
+    assert time.monotonic() - started < BOUND_S
+    assert not any(is_running(pid) for pid in pids) and not four_ranks.is_open
+    if fault == "raise":
+        assert "integration_ranks.py" in str(caught.value)  # the original traceback
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fault, cause", (("raise", "ValueError: a planted fault"), ("kill", "Signal 9 (SIGKILL)")))
+def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) -> None:
+    process = torchrun.start(2, "torchrun_fault.py", tmp_path, fault)
+    while not (tmp_path / "planted").exists() and process.poll() is None:
+        time.sleep(0.1)
+    started = time.monotonic()
+    output, _ = process.communicate(timeout=BOUND_S)
+    assert process.returncode != 0 and (tmp_path / "planted").exists(), output[-3000:]
+    assert time.monotonic() - started < BOUND_S
+    assert cause in output
+    first = output.partition("Root Cause (first observed failure):")[2]
+    assert "local_rank: 1" in first
+    assert not any(is_running(int(file.read_text())) for file in tmp_path.glob("pid-*"))
+
+
+@pytest.mark.timeout(90)
+def test_unfit_batches_are_refused_before_any_collective(two_ranks: Ranks) -> None:
+    _, plan = planned(WANTED, 2, {"dp": 2, "zero": 3})
+    (messages, loss), (others, other_loss) = two_ranks.run("integration_ranks:unfit_batches", WANTED, plan)
+    assert messages == others and loss == other_loss
+    expected = {
+        "shape": ("input_ids", "(4, 15)", "(4, 16)"),
+        "batch": ("input_ids", "labels", "(1, 16)", "(4, 16)"),
+        "dtype": ("labels", "torch.int32", "torch.int64"),
+        "unknown": ("input_idz", "did you mean 'input_ids'?"),
+        "missing": ("labels", "NoneType"),
+        "not a tensor": ("input_ids", "list"),
+        "too few": ("expected 2 tensors", "got 1"),
+    }
+    assert messages.keys() == expected.keys()
+    for name, parts in expected.items():
+        assert all(part in messages[name] for part in parts), messages[name]
+
+
+@pytest.fixture
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("autopar.verification.Ranks", refuse)
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    _, plan = planned(WANTED, 4, {"tp": 2, "dp": 2, "zero": 3})
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan.save(path)
+    return path
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    "change, parts",
+    (
+        ({"spec": "llama3-8b"}, ("another model", "gpt2", "differ")),
+        ({"layers": 3}, ("another model", "gpt2")),
+        ({"hidden": 128}, ("another model", "gpt2", "differ")),
+        ({"world_size": 2}, ("for 4 ranks", "has 2")),
+        ({"seq_len": 8}, ("length 16", "length 8")),
+        ({"batch": 2}, ("4 sequences of one data-parallel rank", "have 2")),
+    ),
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_plan_of_something_else(change: dict[str, Any], parts: tuple[str, ...], plan_file: Path) -> None:
+    options = SIZES | {"spec": "gpt2", "world_size": 4} | change
+    with pytest.raises(PlanError) as caught:
+        verify(options.pop("spec"), plan=str(plan_file), **options)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    "field, value, parts",
+    (
+        ("version", 99, ("schema version 99", "reads 1")),
+        ("colour", "red", ("colour", "unknown key")),
+        ("degrees", {"tp": 2.5}, ("tp", "whole number", "2.5")),
+    ),
+)
+def test_plan_file_that_cannot_be_read(
+    field: str, value: Any, parts: tuple[str, ...], plan_file: Path, tmp_path: Path
+) -> None:
+    changed = tmp_path / "plan.json"
+    changed.write_text(json.dumps(json.loads(plan_file.read_text()) | {field: value}))
+    with pytest.raises(PlanError) as caught:
+        verify("gpt2", world_size=4, plan=str(changed), **SIZES)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    "change, degrees, error, parts",
+    (
+        ({}, {"tp": 3}, PlanError, ("tp", "must divide the 4 ranks", "2 or 4")),
+        ({"batch": 4}, {"tp": 2, "accumulate": 3}, PlanError, ("accumulate", "must divide", "2 or 4")),
+        ({"seq_len": 18}, {"tp": 4, "sequence_parallel": True}, PlanError, ("sequence", "18", "3 and 6")),
+        ({}, {"tpp": 4}, PlanError, ("tpp", "unknown key", "did you mean 'tp'?")),
+        ({}, {"tp": 2, "zero": 5}, PlanError, ("zero", "0, 1, 2 or 3", "5")),
+        ({"spec": "gpt22"}, {}, InputError, ("gpt22", "did you mean 'gpt2'?")),
+        ({"dtype": "int8"}, {}, InputError, ("int8", "float64")),
+    ),
+    ids=str,
+)
+def test_bad_wishes(
+    change: dict[str, Any], degrees: dict[str, Any], error: type[AutoparError], parts: tuple[str, ...]
+) -> None:
+    options = SIZES | {"spec": "gpt2"} | change
+    with pytest.raises(error) as caught:
+        verify(options.pop("spec"), world_size=4, degrees=degrees, **options)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.usefixtures("no_ranks")
+@pytest.mark.parametrize(
+    "spec, changes, parts",
+    (
+        ("gpt2", {"n_head": 6, "n_embd": 48}, ("heads", "6", "tp=4", "nearest legal degrees 3 and 6")),
+        ("gpt2", {"vocab_size": 501}, ("vocabulary", "501", "tp=4", "nearest legal degrees 3 and 167")),
+        ("llama3-8b", {"vocab_size": 501}, ("501", "tp=4", "nearest legal degrees 3 and 167")),
+        ("gpt2", {"vocab_size": 501, "n_head": 6, "n_embd": 48}, ("501", "6", "tp=4")),
+    ),
+)
+def test_indivisible_sizes(spec: str, changes: dict[str, int], parts: tuple[str, ...], tmp_path: Path) -> None:
+    config = dict(resolve_model(spec, layers=2, hidden=64).config or {}) | changes
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises(PlanError) as caught:
+        verify(str(path), world_size=4, degrees={"tp": 4}, seq_len=16, batch=2)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.usefixtures("no_ranks")
+def test_model_that_does_not_export() -> None:
+    with pytest.raises(CaptureError) as caught:
+        verify("integration_models:branches", world_size=2)
+    text = str(caught.value)
+    assert "module '0' (Branches)" in text
+    file, _, rest = text.partition("integration_models.py:")
+    line = int(rest.split(":")[0])
+    source = (Path(__file__).parent / "integration_models.py").read_text().splitlines()
+    assert file and "if x.sum() > 0" in source[line - 1]

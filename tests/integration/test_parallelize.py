@@ -1,0 +1,38 @@
+"""`autopar.parallelize` under torchrun: where weights, inputs and plans come from; losses equal the single device's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrun
+from torch import nn
+
+from autopar.errors import InputError, PlanError
+
+CASES = {
+    "cpu model",
+    "state dict, mapping",
+    "safetensors, plan",
+    "path of a plan",
+    "own initialisation",
+    "dict inputs",
+    "tuple inputs",
+    "mean of squares",
+}
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_losses_equal_the_single_device(world_size: int, tmp_path: Path) -> None:
+    """One rank runs without torchrun."""
+    launched = None if world_size == 1 else world_size
+    code, output = torchrun.run(launched, "torchrun_parallelize.py", tmp_path, world_size, timeout_s=160)
+    assert code == 0, output[-4000:]
+    results = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
+    assert results[0]["losses"].keys() == CASES
+    for name, (found, reference) in results[0]["losses"].items():
+        assert found == pytest.approx(reference, rel=1e-5), name
+        assert all(other["losses"][name][0] == found for other in results), name  # bit-equal on all ranks
+    assert results[0]["derived"] == [2 * world_size, 128]
