@@ -69,8 +69,8 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
     micro_batch, accumulate = plan.degrees.micro_batch, plan.degrees.accumulate
     if local_batch is not None and micro_batch is not None and local_batch != micro_batch * accumulate:
         raise PlanError(
-            f"the plan is for {micro_batch * accumulate} sequences of one data-parallel rank in one step ({accumulate} × "
-            f"micro-batch {micro_batch}), the inputs have {local_batch}; pass such inputs or plan again"
+            f"the plan is for {micro_batch * accumulate} sequences of one data-parallel rank in one step "
+            f"({accumulate} × micro-batch {micro_batch}), the inputs have {local_batch}; pass such inputs or plan again"
         )
     if (plan.batch, plan.sequence) != (program.batch, program.sequence):
         raise PlanError(

@@ -254,8 +254,10 @@ class ParallelModel(nn.Module):
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
         """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
         for name, dim in self.rank_mesh.dims.items():
-            if dim.degree > 1 and not (name == "dp" and self.plan.degrees.zero):
-                yield dim, [p for n, p in self.named_parameters() if name in self._held[n].deferred]
+            by_zero = name == "dp" and self.plan.degrees.zero > 0
+            if dim.degree > 1:
+                own = [p for n, p in self.named_parameters() if name in self._held[n].deferred]
+                yield dim, [p for p in own if not (by_zero and zero.is_sharded(p))]
 
     def _set_aside_deferred(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of this call's deferred sum."""

@@ -15,6 +15,7 @@ from autopar.runtime.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.inputs import split_micro_batches
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
+from autopar.runtime.passes.without_dropout import without_dropout
 from autopar.runtime.promote import promoted
 from autopar.runtime.state import FlatShards
 
@@ -220,5 +221,6 @@ def check_dtype(dtype: str) -> torch.dtype:
 
 
 def in_dtype(program: Program, dtype: str) -> Program:
-    """The program to verify: promoted for float64, as captured otherwise."""
-    return promoted(program) if dtype == "float64" else program
+    """The program to verify: promoted for float64, as captured otherwise; dropout is off."""
+    quiet, _ = without_dropout(program)
+    return promoted(quiet) if dtype == "float64" else quiet

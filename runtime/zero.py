@@ -11,6 +11,7 @@ Parameters that several segments share (tied weights) belong to the root, which 
 such elements stage 3 sends 2nS instead of 3nS.
 """
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -20,11 +21,16 @@ from autopar.runtime.mesh import RankMesh
 from autopar.runtime.parameters import zero_dim
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO 1 to 3 shard a parameter: FSDP2 takes no scalars, whose gradients are summed once a step."""
+    return parameter.dim() > 0
+
+
 def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
     """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
     if degrees.zero == 0 or degrees.dp == 1:
         return
-    if not root and not list(module.parameters()):
+    if not root and not any(is_sharded(p) for p in module.parameters()):
         return
     names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
     fully_shard(
@@ -32,6 +38,7 @@ def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = F
         mesh=mesh.device_mesh[names],
         reshard_after_forward=degrees.zero == 3 and not root,
         shard_placement_fn=lambda p: Shard(zero_dim(p, degrees.dp_shard)),
+        ignored_params={p for p in module.parameters() if not is_sharded(p)},
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already

@@ -31,7 +31,7 @@ def assert_equal(found: State, saved: State) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory, worlds: Any) -> dict[str, Any]:
     """Two steps, a save, three more steps under tp=2 × dp=2 with ZeRO-3."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
-    program, plan = planned(WANTED, 4, {"tp": 2, "dp": 2, "zero": 3})
+    _, plan = planned(WANTED, 4, {"tp": 2, "dp": 2, "zero": 3})
     data = batches(built(WANTED, plan.degrees)[0], plan.degrees, 5, 0, WANTED.vocabulary)
     losses, whole = worlds(4).run("integration_ranks:train_and_save", WANTED, plan, data, 2, folder)[0]
     return {"folder": folder, "data": data, "losses": losses, "whole": whole, "plan": plan}

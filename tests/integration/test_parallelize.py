@@ -2,14 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torchrun
-from torch import nn
-
-from autopar.errors import InputError, PlanError
 
 CASES = {
     "cpu model",
