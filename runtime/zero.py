@@ -12,6 +12,8 @@ such elements stage 3 sends 2nS instead of 3nS.
 """
 
 import torch
+import warnings
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -33,6 +35,8 @@ def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = F
     if not root and not any(is_sharded(p) for p in module.parameters()):
         return
     names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
+    # generated code writes nothing in place, which is what FSDP2 warns of where a segment's output is a view
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     fully_shard(
         module,
         mesh=mesh.device_mesh[names],
