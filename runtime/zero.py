@@ -11,9 +11,9 @@ Parameters that several segments share (tied weights) belong to the root, which 
 such elements stage 3 sends 2nS instead of 3nS.
 """
 
-import torch
 import warnings
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
