@@ -1,5 +1,6 @@
 """The composition root: `parallelize` joins capture, labels and runtime."""
 
+import hashlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models import example_inputs_for
 from autopar.planning import PlanLike, capture_for, check_plan, label_plan, resolve_degrees
-from autopar.runtime.broadcast import broadcast_text
+from autopar.runtime.broadcast import broadcast_text, gather_flag
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
@@ -27,6 +28,7 @@ from autopar.trace.trace import batch_and_sequence
 
 TIMEOUT_S = 300
 DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128
+NUM_COMPARED = 256  # elements per tensor, to tell whether ranks hold the same weights
 
 
 def parallelize(
@@ -57,6 +59,8 @@ def parallelize(
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
     program, decided = _decide(model, cluster, inputs, plan, world_size, derived=example_inputs is None)
+    if state is None:
+        check_same_weights(model)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     return ParallelModel(program, decided, training_mesh(decided.degrees, device.type), source, device, seed=seed)
 
@@ -74,6 +78,25 @@ def start_process_group(cluster: ClusterSpec) -> torch.device:
         else:
             dist.init_process_group(cluster.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def check_same_weights(model: nn.Module) -> None:
+    """Raise `InputError` where ranks hold different weights: shards of different models would be trained. Collective.
+
+    Compares a hash of some elements of every parameter and buffer that is not on meta.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta:
+            flat = tensor.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // NUM_COMPARED)].double().cpu()
+            digest.update(name.encode() + some.numpy().tobytes())
+    own = digest.hexdigest()
+    if gather_flag(own != broadcast_text(own)):
+        raise InputError(
+            "ranks hold different weights; build the same model on every rank (torch.manual_seed before it, or on "
+            "meta), or pass state=..."
+        )
 
 
 def _derived_inputs(model: nn.Module) -> Inputs:

@@ -4,9 +4,20 @@ import torch
 import torch.distributed as dist
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def gather_flag(flag: bool) -> bool:
+    """Whether the flag is set on any rank. Collective."""
+    count = torch.tensor(int(flag), device=_device())
+    dist.all_reduce(count)
+    return bool(count.item())
+
+
 def broadcast_text(text: str) -> str:
     """Rank 0's text on every rank, as bytes. Collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = _device()
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device) if text else torch.empty(0)
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
     dist.broadcast(size, 0)

@@ -71,3 +71,61 @@ class Branches(torch.nn.Module):
 
 def branches() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return torch.nn.Sequential(Branches()), {"input": torch.zeros(4, 4)}
+
+
+class Odd(torch.nn.Module):
+    """Frozen, unused, scalar and bias-less parameters, dropout, widths that few degrees divide, a plain mean loss."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(width, 2 * width, bias=False)
+        self.norm = torch.nn.LayerNorm(2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+        self.frozen = torch.nn.Linear(width, width).requires_grad_(False)
+        self.unused = torch.nn.Linear(3, 3)
+        self.scale, self.offset = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.zeros(()))
+        self.dropout = torch.nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(self.dropout(torch.tanh(self.norm(self.up(x)))))
+        return (self.frozen(y) * self.scale + self.offset).square().mean()
+
+
+def odd() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    return Odd(), (torch.zeros(12, 12),)
+
+
+def odd_width() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    return Odd(7), (torch.zeros(12, 7),)
+
+
+class Sum(torch.nn.Module):
+    """A summed loss and a second output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.one(x).relu()
+        return {"loss": (self.two(hidden) - y).square().sum(), "hidden": hidden}
+
+
+def summed() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Sum(), {"x": torch.zeros(12, 12), "y": torch.zeros(12, 12)}
+
+
+class Contrastive(torch.nn.Module):
+    """Every sample is compared with all others of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(12, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.layer(x)
+        return torch.nn.functional.cross_entropy(z @ z.t(), torch.arange(x.shape[0], device=x.device))
+
+
+def contrastive() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Contrastive(), {"x": torch.zeros(12, 12)}

@@ -31,3 +31,4 @@ def test_losses_equal_the_single_device(world_size: int, tmp_path: Path) -> None
         assert found == pytest.approx(reference, rel=1e-5), name
         assert all(other["losses"][name][0] == found for other in results), name  # bit-equal on all ranks
     assert results[0]["derived"] == [2 * world_size, 128]
+    assert all(("different weights" in each["different"]) == (world_size > 1) for each in results)

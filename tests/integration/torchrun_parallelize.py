@@ -1,6 +1,7 @@
 """What torchrun starts for test_parallelize: every case trains three steps and writes its losses as JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.api import parallelize
+from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.models import resolve_model
 from autopar.runtime.materialise import parameter_source
@@ -153,9 +155,23 @@ def derived_inputs(world: int) -> list[int | None]:
     return [parallel.program.batch, parallel.program.sequence]
 
 
+def different_weights(world: int) -> str:
+    """What `parallelize` says where every rank built another model."""
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
+    try:
+        parallelize(Square(), f"{world}xcpu", example_inputs=(torch.zeros(4, 12),))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 if __name__ == "__main__":
     out, world_size = Path(sys.argv[1]), int(sys.argv[2])
     derived = derived_inputs(world_size)
-    result = {"losses": cases(out, world_size), "derived": derived}
+    result = {
+        "losses": cases(out, world_size),
+        "derived": derived,
+        "different": different_weights(world_size),
+    }
     (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
