@@ -129,3 +129,19 @@ class Contrastive(torch.nn.Module):
 
 def contrastive() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return Contrastive(), {"x": torch.zeros(12, 12)}
+
+
+class Noisy(torch.nn.Module):
+    """Adds noise that is not dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(12, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return (y + torch.randn_like(y)).square().mean()
+
+
+def noisy() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Noisy(), {"x": torch.zeros(4, 12)}

@@ -157,3 +157,23 @@ def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str]
 
 def pid(rank: int) -> int:
     return os.getpid()
+
+
+def repeated_calls(rank: int, wanted: Wanted, plan: Plan) -> float:
+    """Largest difference between gradients of two calls in a row and the sum of gradients of each alone."""
+    model, program = model_of(wanted, plan)
+    coordinate = model.rank_mesh.dims["dp"].coordinate
+    first, second = (
+        this_ranks_part(program, batch, plan.degrees, coordinate)
+        for batch in batches(program, plan.degrees, 2, 0, wanted.vocabulary)
+    )
+    alone = []
+    for part in (first, second):
+        model.forward_backward(part)
+        alone.append(model.whole_gradients())
+        model.zero_grad()
+    model.forward_backward(first)
+    model.forward_backward(second)
+    both = model.whole_gradients()
+    assert both.keys() == alone[0].keys()
+    return max(float((both[n] - alone[0][n] - alone[1][n]).abs().max()) for n in both)

@@ -1,0 +1,194 @@
+"""docs/semantics.md line by line: which tests hold each numbered statement, and tests of what no other file shows."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from integration_models import Wanted, built, planned
+
+from autopar.errors import InputError
+from autopar.ir.plan import Degrees
+from autopar.runtime.compare import FLOORS, TOLERANCES, error, rms, weight_error
+from autopar.runtime.launch import Ranks
+from autopar.runtime.mesh import MeshDim
+from autopar.runtime.randomness import RandomStream, dropout
+from autopar.runtime.verify import batches, split_micro_batches, this_ranks_part
+from autopar.verification import verify
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[1] / "docs" / "semantics.md"
+HELD_BY = {
+    "S1": (
+        "test_verify.py::test_tensor_parallel",
+        "test_verify.py::test_tensor_and_data_parallel",
+        "test_verify.py::test_data_parallel",
+        "test_verify.py::test_accumulation_of_three_micro_batches",
+        "test_verify.py::test_replicated_shards",
+        "test_parallelize.py::test_losses_equal_the_single_device",
+    ),
+    "S2": (
+        "test_verify.py::test_tensor_and_data_parallel",
+        "test_semantics.py::test_ranks_and_micro_batches_have_different_numbers_of_targets",
+    ),
+    "S3": ("test_semantics.py::test_gradients_add_over_calls",),
+    "S4": ("test_odd_models.py::test_samples_that_depend_on_each_other",),
+    "S5": ("test_faults.py::test_unfit_batches_are_refused_before_any_collective",),
+    "S6": (
+        "test_odd_models.py::test_three_ranks",
+        "test_odd_models.py::test_two_by_two",
+        "test_odd_models.py::test_rows_that_the_ranks_do_not_divide",
+    ),
+    "S7": ("test_faults.py::test_indivisible_sizes", "test_faults.py::test_bad_wishes"),
+    "S8": ("test_semantics.py::test_error_measure",),
+    "S9": ("test_semantics.py::test_weights_by_reach", "test_semantics.py::test_a_rolled_tensor_fails"),
+    "S10": (
+        "test_verify.py::test_tensor_parallel",
+        "test_verify.py::test_single_precision",
+        "test_odd_models.py::test_half_precision",
+    ),
+    "S11": (
+        "test_semantics.py::test_random_streams",
+        "test_semantics.py::test_models_that_draw_otherwise_are_refused",
+        "test_odd_models.py::test_two_by_two",
+    ),
+    "S12": ("test_zero_table.py::test_calls_and_elements",),
+    "S13": ("test_semantics.py::test_deferred_sums_happen_once_a_step",),
+    "S14": ("test_block_collectives.py::test_generated_block", "test_block_collectives.py::test_profiled_step"),
+    "S15": (
+        "test_checkpoint.py::test_what_is_saved",
+        "test_checkpoint.py::test_loads_bit_equal_and_goes_on",
+        "test_checkpoint.py::test_loads_on_one_device",
+    ),
+    "S16": ("test_parallelize.py::test_losses_equal_the_single_device",),
+    "S17": ("test_faults.py::test_plan_of_something_else",),
+    "S18": ("test_faults.py::test_a_failing_rank_ends_all", "test_faults.py::test_a_failing_rank_ends_torchrun"),
+}
+
+
+def test_every_statement_is_held_by_tests() -> None:
+    statements = re.findall(r"^\*\*(S\d+)\.\*\*", DOCUMENT.read_text(), re.MULTILINE)
+    assert statements == [f"S{i}" for i in range(1, len(statements) + 1)]
+    assert statements == list(HELD_BY)
+    for statement, tests in HELD_BY.items():
+        assert tests, statement
+        for test in tests:
+            file, _, name = test.partition("::")
+            functions = {n.name for n in ast.parse((HERE / file).read_text()).body if isinstance(n, ast.FunctionDef)}
+            assert name in functions, (statement, test)
+
+
+def test_the_documented_numbers_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (\w+) \| ([\d.e-]+) \| ([\d.e-]+) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert {name: float(value) for name, value, _ in rows} == TOLERANCES
+    assert {getattr(torch, name): float(value) for name, _, value in rows} == FLOORS
+
+
+def test_ranks_and_micro_batches_have_different_numbers_of_targets() -> None:
+    """The data of every verification: a mean of means would differ from the mean that is compared."""
+    degrees = Degrees(dp_shard=2, micro_batch=2, accumulate=3)
+    program, _ = built(Wanted(spec="gpt2", batch=6), degrees)
+    batch = batches(program, degrees, 1, 0, 64)[0]
+    counts = [
+        [int((piece["labels"] != -100).sum()) for piece in split_micro_batches(program, part, degrees.accumulate)]
+        for part in (this_ranks_part(program, batch, degrees, rank) for rank in range(2))
+    ]
+    assert len({sum(rank) for rank in counts}) == 2
+    assert len({sum(pieces) for pieces in zip(*counts, strict=True)}) > 1
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("wish", ({"zero": 0}, {"zero": 3}, {"zero": 2, "accumulate": 2}), ids=str)
+def test_gradients_add_over_calls(wish: dict[str, int], four_ranks: Ranks) -> None:
+    wanted = Wanted(spec="llama3-8b", float64=True)
+    _, plan = planned(wanted, 4, {"tp": 2, "dp": 2, "sequence_parallel": True, **wish})
+    assert max(four_ranks.run("integration_ranks:repeated_calls", wanted, plan)) < 1e-12
+
+
+def some(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_error_measure() -> None:
+    reference = some(0, 40, 30)
+    scale = rms([reference])
+    assert error(reference * (1 + 1e-6), reference, scale) == pytest.approx(1e-6, rel=1e-6)
+    zero = torch.zeros_like(reference)
+    noise = 1e-15 * scale
+    floor = 1e-6 * scale * reference.numel() ** 0.5
+    assert error(zero + noise, zero, scale) == pytest.approx(noise * reference.numel() ** 0.5 / floor)
+    assert error(zero + noise, zero, scale) <= TOLERANCES["float64"] * 1.01
+    assert error(zero + 1e-8 * scale, zero, scale) > TOLERANCES["float64"]
+    assert error(reference[:-1], reference, scale) == float("inf")
+    assert not error(reference * float("nan"), reference, scale) <= TOLERANCES["float64"]
+
+
+def test_weights_by_reach() -> None:
+    """Noise where the gradient is zero may move a weight by what the optimizer can reach, and no further."""
+    reference, gradient = some(0, 40, 30), some(1, 40, 30)
+    gradient[:, :5] = 0.0
+    moved = reference.clone()
+    moved[:, :5] += 1e-3
+    assert weight_error(moved, reference, gradient, rms([gradient]), 2e-3) == (0.0, 200)
+    assert weight_error(moved, reference, gradient, rms([gradient]), 5e-4)[0] == float("inf")
+    moved[:, 5] += 1e-3
+    assert weight_error(moved, reference, gradient, rms([gradient]), 2e-3)[0] > TOLERANCES["float64"]
+
+
+@pytest.mark.parametrize("share", (0.0, 0.5, 1.0))
+@pytest.mark.parametrize("dim", (0, 1))
+def test_a_rolled_tensor_fails(dim: int, share: float) -> None:
+    """However many of its gradients are zero: values differ by more than an optimizer can reach."""
+    gradient = some(1, 40, 30)
+    gradient[: int(40 * share)] = 0.0
+    reference = some(0, 40, 30) * 0.02
+    rolled, scale = reference.roll(1, dim), rms([some(1, 40, 30)])
+    assert weight_error(rolled, reference, gradient, scale, 6e-3)[0] > TOLERANCES["bfloat16"]
+    assert error(gradient.roll(1, dim), gradient, scale) > TOLERANCES["bfloat16"] or share == 1.0
+
+
+def stream(coordinates: dict[str, int], seed: int = 0) -> RandomStream:
+    group: torch.distributed.ProcessGroup = None  # type: ignore[assignment]
+    dims = [MeshDim(name, 2, group, at, 1) for name, at in coordinates.items()]
+    return RandomStream(dims, seed, torch.device("cpu"))
+
+
+def test_random_streams() -> None:
+    def mask(coordinates: dict[str, int], step: int = 0, micro_batch: int = 0, seed: int = 0) -> torch.Tensor:
+        drawing = stream(coordinates, seed)
+        drawing.begin(step, micro_batch)
+        return drawing.keep_mask(torch.empty(50, 20), 0.3)
+
+    own = mask({"dp": 0})
+    assert torch.equal(own, mask({"dp": 0}))  # whatever the coordinate on dimensions that do not split the value
+    others = (mask({"dp": 1}), mask({"tp": 0}), mask({"dp": 0}, 1), mask({"dp": 0}, 0, 1), mask({"dp": 0}, seed=1))
+    assert not any(torch.equal(own, other) for other in others)
+    assert 0.6 < own.double().mean() < 0.8
+    drawing, ones = stream({"dp": 0}), torch.ones(50, 20)
+    drawing.begin(0, 0)
+    assert set(dropout(ones, 0.5, drawing).unique().tolist()) == {0.0, 2.0}
+    drawing.training = False
+    assert torch.equal(dropout(ones, 0.5, drawing), ones)
+
+
+def test_models_that_draw_otherwise_are_refused() -> None:
+    with pytest.raises(InputError, match="draws random numbers"):
+        verify("integration_models:noisy", world_size=2)
+
+
+@pytest.mark.timeout(90)
+def test_deferred_sums_happen_once_a_step(two_ranks: Ranks) -> None:
+    """Norm weights under sequence parallelism: one bucket, for one, two and three micro-batches."""
+    calls, elements = [], []
+    for n in (1, 2, 3):
+        wanted = Wanted(spec="llama3-8b", batch=2 * n)
+        _, plan = planned(wanted, 2, {"tp": 2, "sequence_parallel": True, "accumulate": n})
+        found = two_ranks.run("integration_ranks:profiled_step", wanted, plan)[0]
+        calls.append(found["all-reduce"][0])
+        elements.append(found["all-reduce"][1])
+    per_micro_batch = calls[2] - calls[1]
+    assert calls[1] - calls[0] == per_micro_batch
+    assert calls[0] - per_micro_batch == 1
+    norms = (2 * wanted.layers + 1) * wanted.hidden
+    assert elements[0] - (elements[2] - elements[1]) == norms
