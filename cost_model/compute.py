@@ -12,10 +12,12 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.rules.rule import Call, Rule
 
 PASSES = 3.0  # forward, and two products backward
-VIEWS = frozenset((
-    "alias", "as_strided", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
-    "reshape", "select", "slice", "squeeze", "t", "transpose", "unflatten", "unfold", "unsqueeze", "view", "view_as",
-))
+VIEWS = frozenset(
+    (
+        "alias as_strided detach diagonal expand expand_as flatten movedim narrow permute reshape select "
+        "slice squeeze t transpose unflatten unfold unsqueeze view view_as"
+    ).split()
+)
 
 
 def operator_name(target: Any) -> str:
