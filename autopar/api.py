@@ -19,7 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models import example_inputs_for
 from autopar.planning import PlanLike, capture_for, check_plan, label_plan, resolve_degrees
-from autopar.runtime.broadcast import broadcast_text, gather_flag
+from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
@@ -45,7 +45,8 @@ def parallelize(
     `example_inputs` (a dict or tuple of tensors) is one rank's batch of one step; without it, shapes come from a
     transformers config. `plan` is a `Plan`, the path of one, or a mapping of degrees such as
     ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A model on meta is materialised shard by
-    shard from `state` (a state dict, or a path to safetensors), or by its own initialisation seeded with `seed`.
+    shard from `state` (a state dict, or a path to safetensors), or by its own initialisation seeded with `seed`. Where
+    ranks hold different weights, rank 0's count.
 
     Raises `InputError`, `PlanError` or `CaptureError` before any collective that could hang.
     """
@@ -59,9 +60,9 @@ def parallelize(
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
     program, decided = _decide(model, cluster, inputs, plan, world_size, derived=example_inputs is None)
-    if state is None:
-        check_same_weights(model)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
+    if state is None and weights_differ(model):
+        source = from_first_rank(source)
     return ParallelModel(program, decided, training_mesh(decided.degrees, device.type), source, device, seed=seed)
 
 
@@ -80,8 +81,8 @@ def start_process_group(cluster: ClusterSpec) -> torch.device:
     return device
 
 
-def check_same_weights(model: nn.Module) -> None:
-    """Raise `InputError` where ranks hold different weights: shards of different models would be trained. Collective.
+def weights_differ(model: nn.Module) -> bool:
+    """Whether ranks built different weights, as they do without a seed. Collective.
 
     Compares a hash of some elements of every parameter and buffer that is not on meta.
     """
@@ -92,11 +93,7 @@ def check_same_weights(model: nn.Module) -> None:
             some = flat[:: max(1, flat.numel() // NUM_COMPARED)].double().cpu()
             digest.update(name.encode() + some.numpy().tobytes())
     own = digest.hexdigest()
-    if gather_flag(own != broadcast_text(own)):
-        raise InputError(
-            "ranks hold different weights; build the same model on every rank (torch.manual_seed before it, or on "
-            "meta), or pass state=..."
-        )
+    return any_rank(own != broadcast_text(own))
 
 
 def _derived_inputs(model: nn.Module) -> Inputs:

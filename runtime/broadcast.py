@@ -1,5 +1,7 @@
 """Small things that rank 0 tells the others."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -8,7 +10,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def gather_flag(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
     count = torch.tensor(int(flag), device=_device())
     dist.all_reduce(count)
@@ -27,3 +29,15 @@ def broadcast_text(text: str) -> str:
         data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     dist.broadcast(data, 0)
     return bytes(data.cpu().numpy()).decode()
+
+
+def from_first_rank(source: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Rank 0's tensors on every rank. Each call is collective: all ranks must ask for the same names in one order."""
+
+    def received(name: str) -> torch.Tensor:
+        value = source(name)
+        shared = value.detach().to(_device(), copy=True).contiguous()
+        dist.broadcast(shared, 0)
+        return shared.to(value.device)
+
+    return received

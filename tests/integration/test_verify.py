@@ -49,15 +49,13 @@ def test_data_parallel(spec: str, sequence_parallel: bool, four_ranks: Ranks) ->
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("zero", (1, 2, 3))
-@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.parametrize("spec, zero", (("llama3-8b", 1), ("gpt2", 2), ("llama3-8b", 3)))
 def test_replicated_shards(spec: str, zero: int, four_ranks: Ranks) -> None:
     check(spec, four_ranks, dp_replicate=2, dp_shard=2, zero=zero)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("zero", (0, 1, 2, 3))
-@pytest.mark.parametrize("spec", MODELS)
+@pytest.mark.parametrize("spec, zero", (("llama3-8b", 0), ("llama3-8b", 1), ("gpt2", 2), ("gpt2", 3)))
 def test_accumulation_of_three_micro_batches(spec: str, zero: int, four_ranks: Ranks) -> None:
     sizes = SIZES | {"batch": 6}
     wish = {"tp": 2, "dp": 2, "zero": zero, "accumulate": 3}
@@ -66,6 +64,5 @@ def test_accumulation_of_three_micro_batches(spec: str, zero: int, four_ranks: R
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("spec", MODELS)
-def test_single_precision(spec: str, four_ranks: Ranks) -> None:
-    check(spec, four_ranks, tolerance=2e-4, dtype="float32", tp=2, dp=2, zero=3, sequence_parallel=True)
+def test_single_precision(four_ranks: Ranks) -> None:
+    check("llama3-8b", four_ranks, tolerance=2e-4, dtype="float32", tp=2, dp=2, zero=3, sequence_parallel=True)

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from integration_ranks import plant
 
@@ -12,6 +13,7 @@ from autopar.models import example_inputs_for, resolve_model
 
 if __name__ == "__main__":
     folder, fault = Path(sys.argv[1]), sys.argv[2]
+    torch.manual_seed(0)
     model = resolve_model("gpt2", layers=2, hidden=64, seq_len=16, batch=2, device="cpu").model
     batch = example_inputs_for(model, 2, 16)
     parallel = parallelize(model, "2xcpu", example_inputs=batch)
