@@ -13,10 +13,29 @@ from autopar.rules.rule import Call, Rule
 
 PASSES = 3.0  # forward, and two products backward
 VIEWS = frozenset(
-    (
-        "alias as_strided detach diagonal expand expand_as flatten movedim narrow permute reshape select "
-        "slice squeeze t transpose unflatten unfold unsqueeze view view_as"
-    ).split()
+    [
+        "alias",
+        "as_strided",
+        "detach",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "flatten",
+        "movedim",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "squeeze",
+        "t",
+        "transpose",
+        "unflatten",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "view_as",
+    ]
 )
 
 
