@@ -6,7 +6,7 @@ same operators in the same order, so one generator serves all of them.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,19 +82,21 @@ def dropout(x: torch.Tensor, probability: float, stream: RandomStream) -> torch.
     return out
 
 
-def attention_with_dropout(stream: RandomStream, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`scaled_dot_product_attention` whose dropout draws from `stream`, fused kernels included."""
-    if not stream.training:
-        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-        query, key, value = (named.pop(n) for n in ("query", "key", "value"))
-        plain: torch.Tensor = aten.scaled_dot_product_attention.default(
-            query, key, value, **{**named, **kwargs, "dropout_p": 0.0}
-        )
-        return plain
+def drawn(stream: RandomStream, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run an operator that draws from torch's default generator, seeded from `stream`; fused kernels included."""
     devices = [stream.device] if stream.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(stream.next_seed())
-        out: torch.Tensor = aten.scaled_dot_product_attention.default(*args, **kwargs)
+        return operator(*args, **kwargs)
+
+
+def attention_with_dropout(stream: RandomStream, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`scaled_dot_product_attention` whose dropout draws from `stream`; without dropout in evaluation."""
+    attention = aten.scaled_dot_product_attention.default
+    if stream.training:
+        return drawn(stream, attention, *args, **kwargs)
+    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
+    out: torch.Tensor = attention(*args[:3], **{**named, "dropout_p": 0.0})
     return out
 
 

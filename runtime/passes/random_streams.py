@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from autopar.ir.sharding import Mesh
-from autopar.runtime.randomness import attention_with_dropout, dropout
+from autopar.runtime.randomness import attention_with_dropout, drawn, dropout
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -12,12 +12,11 @@ Streams = dict[str, tuple[str, ...]]
 
 
 def bind_streams(graph: fx.Graph, mesh: Mesh) -> Streams:
-    """Rewrite dropout in place; returns attribute name -> mesh dimensions of the streams that the graph reads."""
+    """Rewrite random operators in place; returns attribute name -> mesh dimensions of the streams the graph reads."""
     streams: Streams = {}
     attributes: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
-        is_dropout = node.target is aten.dropout.default and node.args[2]
-        if not is_dropout and not (node.target is SDPA and _probability(node)):
+        if node.op != "call_function" or not _draws(node):
             continue
         types = node.meta["types"]
         split = tuple(n for n, t in zip(mesh.names, types, strict=True) if t.kind == "S")
@@ -27,15 +26,19 @@ def bind_streams(graph: fx.Graph, mesh: Mesh) -> Streams:
             first = next(n for n in graph.nodes if n.op != "placeholder")
             with graph.inserting_before(first):
                 attributes[name] = graph.get_attr(name)
-        if is_dropout:
-            node.args = (node.args[0], node.args[1], attributes[name])
-            node.target = dropout
+        if node.target is aten.dropout.default:
+            node.args, node.target = (node.args[0], node.args[1], attributes[name]), dropout
+        elif node.target is SDPA:
+            node.args, node.target = (attributes[name], *node.args), attention_with_dropout
         else:
-            node.args = (attributes[name], *node.args)
-            node.target = attention_with_dropout
+            node.args, node.target = (attributes[name], node.target, *node.args), drawn
     return streams
 
 
-def _probability(node: fx.Node) -> float:
-    value = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    return float(value) if isinstance(value, (int, float)) else 1.0
+def _draws(node: fx.Node) -> bool:
+    if node.target is aten.dropout.default:
+        return bool(node.args[2])
+    if node.target is SDPA:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(probability != 0)
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
