@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from autopar.degrees import resolve_degrees
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models import example_inputs_for
-from autopar.planning import PlanLike, capture_for, check_plan, label_plan, resolve_degrees
+from autopar.planning import PlanLike, capture_for, check_plan, label_plan
 from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.degrees import resolve_degrees as resolve_degrees
 from autopar.errors import PlanError
 from autopar.explain import with_summary
 from autopar.ir.cluster import ClusterSpec

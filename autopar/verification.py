@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from autopar.degrees import resolve_degrees
 from autopar.errors import VerificationError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan, degrees_from
 from autopar.ir.program import Program
 from autopar.models import ResolvedModel, resolve_model
-from autopar.planning import capture_for, check_plan, label_plan, resolve_degrees
+from autopar.planning import capture_for, check_plan, label_plan
 from autopar.runtime.compare import TOLERANCES, Quantity, error, rms, worst
 from autopar.runtime.launch import DEFAULT_TIMEOUT_S, Ranks
 from autopar.runtime.materialise import parameter_source

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -177,9 +177,3 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def run_ranks(world_size: int, target: str, *arguments: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> Sequence[Any]:
-    """Start a world, run one function on every rank, end the world."""
-    with Ranks(world_size, timeout_s=timeout_s) as ranks:
-        return ranks.run(target, *arguments)

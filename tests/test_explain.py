@@ -8,12 +8,13 @@ import pytest
 pytest.importorskip("transformers")
 
 from autopar.cost_model.conversions import conversions
+from autopar.degrees import resolve_degrees
 from autopar.explain import explain
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models import resolve_model
-from autopar.planning import make_plan, resolve_degrees
+from autopar.planning import make_plan
 from autopar.trace.analysis import analyse
 
 

@@ -51,7 +51,8 @@ def plan(
 
 
 def _decided(found: ResolvedModel, cluster: ClusterSpec, degrees: Degrees, options: PlanOptions) -> Plan:
-    from autopar.planning import make_plan, resolve_degrees
+    from autopar.degrees import resolve_degrees
+    from autopar.planning import make_plan
     from autopar.trace.capture import input_names
     from autopar.trace.trace import batch_and_sequence
 

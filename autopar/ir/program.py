@@ -9,8 +9,8 @@ occurrence), which is how plans name it.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from autopar.ir.sharding import Dims
 
@@ -69,10 +69,6 @@ class Block:
     outputs: tuple[str, ...]
     signature: str
     dims: Mapping[str, Dims] = field(default_factory=dict)
-
-    @property
-    def short_signature(self) -> str:
-        return self.signature[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +132,6 @@ class Program:
             default=str,
         )
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def with_blocks(self, blocks: tuple[Block, ...], **changes: Any) -> "Program":
-        return replace(self, blocks=blocks, **changes)
 
     def uses_of_block(self, index: int) -> tuple[CallSite, ...]:
         return tuple(call for call in self.calls if call.block == index)

@@ -7,10 +7,10 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.axes import Axes, Variable
-from autopar.ir.program import Block, Program
+from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.rules.registry import rule_of
-from autopar.rules.rule import Call, Rule, Slot, Spec, TensorInfo, whole_rule
+from autopar.rules.rule import Call, Rule, Slot, Spec, whole_rule
 from autopar.rules.variants import Bound
 
 NodeName = str
@@ -99,7 +99,7 @@ class _Unifier:
             factors = {f: self.axes.new(size) for f, size in rule.sizes.items()}
             self.values[i][node.name] = (
                 self.variables(node.meta["info"].shape)
-                if not node_is_output(self.program.blocks[i], node.name)
+                if node.name not in self.program.blocks[i].outputs
                 else self.values[i][node.name]
             )
             assert self.bind(rule, factors, values, self.values[i][node.name]), (node, call)
@@ -120,10 +120,6 @@ class _Unifier:
     def dims(self, variables: Sequence[Variable]) -> Dims:
         atoms = tuple(self.axes.atoms(v) for v in variables)
         return Dims(tuple(tuple(self.axes.size(a) for a in dim) for dim in atoms), atoms)
-
-
-def node_is_output(block: Block, name: str) -> bool:
-    return name in block.outputs
 
 
 def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
@@ -205,8 +201,3 @@ def described(program: Program, analysis: Analysis) -> Program:
         sequence_axes=analysis.sequence_axes,
         hidden_axes=analysis.hidden_axes,
     )
-
-
-def infos(block: Block) -> dict[NodeName, TensorInfo]:
-    """`TensorInfo` of every value of a block by node name."""
-    return {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}

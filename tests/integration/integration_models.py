@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from autopar.degrees import resolve_degrees
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.models import resolve_model
-from autopar.planning import capture_for, label_plan, resolve_degrees
+from autopar.planning import capture_for, label_plan
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.promote import promoted
 
