@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from rule_samples import Arguments, Draw, aten, sampler
 
-from autopar.rules.outputs import output_of
+from autopar.rules.operators import BATCH_STATISTIC, output_of
 
 
 def _picking(d: Draw) -> tuple[torch.Tensor, int]:
@@ -65,7 +65,9 @@ def _(d: Draw) -> Arguments:
     shape = [d.split() for _ in range(3)]
     places = d.choice([0], [1], [2], [0, 1])
     rows = torch.randperm(shape[places[0]], generator=d.torch)[:2]  # no row twice: which one stays is not defined
-    indices = [(rows if n == places[0] else d.ids(shape[n], 2)) if n in places else None for n in range(max(places) + 1)]
+    indices = [
+        (rows if n == places[0] else d.ids(shape[n], 2)) if n in places else None for n in range(max(places) + 1)
+    ]
     region = [*shape[: places[0]], 2, *shape[places[-1] + 1 :]]
     return (d.real(*shape), indices, d.real(*d.choice(region, [1] * len(region), region[1:])))
 
@@ -75,6 +77,12 @@ def _(d: Draw) -> Arguments:
     x, dim = _picking(d)
     rows = torch.randperm(x.shape[dim], generator=d.torch)[:2]
     return (x, dim, rows, d.real(*x.narrow(dim, 0, 2).shape))
+
+
+@sampler(BATCH_STATISTIC)
+def _(d: Draw) -> Arguments:
+    shape = [1, d.split(), 1, d.split()]
+    return (d.real(*shape), d.real(*shape))
 
 
 def _image(d: Draw, places: int, size: int = 4) -> torch.Tensor:
@@ -96,7 +104,7 @@ def _(d: Draw) -> Arguments:
     return (_image(d, 3), [2, 2, 2])
 
 
-@sampler(aten.adaptive_avg_pool1d.default)
+@sampler(aten.adaptive_avg_pool1d.default, output_of(aten.adaptive_max_pool1d.default, 0))
 def _(d: Draw) -> Arguments:
     return (_image(d, 1), [d.choice(1, 2)])
 
