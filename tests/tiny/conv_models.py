@@ -30,7 +30,7 @@ class ResNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
         self.pool = nn.MaxPool2d(3, 2, 1)
         self.stages = nn.Sequential(Residual(4, 4), Residual(4, 4), Residual(4, 8, 2))
         self.average = nn.AdaptiveAvgPool2d(1)
@@ -61,7 +61,7 @@ class ConvNeXt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 4, 2, 2), nn.GroupNorm(2, 4)
+        self.stem, self.norm = nn.Conv2d(2, 4, 2, 2), nn.GroupNorm(2, 4)
         self.blocks = nn.Sequential(Depthwise(4), Depthwise(4))
         self.pool = nn.Sequential(nn.AvgPool2d(2), nn.AdaptiveMaxPool2d(2))
         self.head = nn.Linear(16, 6)
@@ -73,7 +73,7 @@ class ConvNeXt(nn.Module):
 
 def images(batch: int = 8, size: int = 16, seed: int = 1) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, 3, size, size, generator=generator, dtype=torch.float64)
+    x = torch.randn(batch, 2, size, size, generator=generator, dtype=torch.float64)
     return {"x": x, "labels": torch.randint(0, 6, (batch,), generator=generator)}
 
 
