@@ -72,7 +72,8 @@ class ParallelModel(nn.Module):
         self._streams = Streams(mesh.dims, seed, device)
         self._step = 0
         self._modules_by_use: dict[bool, list[fx.GraphModule]] = {}
-        self._constants = constant_values(program.constants, _buffers(program, source), str(device))
+        self._hold_buffers(source)
+        self._constant_values: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None
         self._held = {
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         }
@@ -99,6 +100,31 @@ class ParallelModel(nn.Module):
                 how, whole, self.plan.mesh, at, tp_mesh, self.device, requires_grad=info.requires_grad
             )
             module.register_parameter(attribute(name), made)
+
+    def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
+        """Every buffer that a state dict holds, that forward changes, or that constants are made of; whole."""
+        used = {*self.program.updates, *self.program.constants.buffers}
+        for name, info in self.program.buffers.items():
+            if info.persistent or not used.isdisjoint((name, *info.aliases)):
+                value = source(name).to(info.dtype).to(self.device, copy=True)
+                self.register_buffer(attribute(name), value, persistent=info.persistent)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        """A buffer that is held, by any of its names."""
+        first = next(n for n, info in self.program.buffers.items() if name in (n, *info.aliases))
+        found: torch.Tensor = getattr(self, attribute(first))
+        return found
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        """Values of the constant part, made again when a buffer that they are made of was written to."""
+        literal = {n.name for n in self.program.constants.graph.nodes if n.meta.get("literal") is not None}
+        names = [n for i, n in enumerate(self.program.constants.buffers) if f"buffer_{i}" not in literal]
+        buffers = {name: self._buffer(name) for name in names}
+        versions = tuple(buffer._version for buffer in buffers.values())
+        if self._constant_values is None or self._constant_values[0] != versions:
+            made = constant_values(self.program.constants, buffers, str(self.device))
+            self._constant_values = versions, made
+        return self._constant_values[1]
 
     # Names: the model's own, whatever the layout.
 
@@ -127,7 +153,11 @@ class ParallelModel(nn.Module):
         """Flat global names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         canonical = {a: n for n, i in self.program.parameters.items() for a in (n, *i.aliases)}
-        return {name: flat_state(p.detach(), self._held[canonical[name]]) for name, p in parameters.items()}
+        state = {name: flat_state(p.detach(), self._held[canonical[name]]) for name, p in parameters.items()}
+        for first, info in self.program.buffers.items():
+            if info.persistent:
+                state |= dict.fromkeys((first, *info.aliases), self._buffer(first))
+        return state
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name, flat and sharded as `state_dict`; values load in place."""
@@ -173,10 +203,7 @@ class ParallelModel(nn.Module):
 
     def _needed_results(self) -> list[list[str]]:
         """Outputs per block that the loss needs; training drops the others, so no rank gathers full logits."""
-        used = {a for call in self.program.calls for a in call.arguments} | {
-            self.program.loss,
-            self.program.denominator,
-        }
+        used = {a for call in self.program.calls for a in call.arguments} | self.program.invariant
         return [
             [
                 o
@@ -192,7 +219,8 @@ class ParallelModel(nn.Module):
         kept = None if outputs else self._needed_results()
         shared = {n: local_value(getattr(self, attribute(n)), how) for n, how in self._shared.items()}
         placeholders = dict.fromkeys(self.program.parameters) | shared
-        scope = placeholders | self._constants | values
+        state = {name: self._buffer(name) for name in self.program.updates}
+        scope = placeholders | self._constants() | state | values
         calls = [(i, c) for i, c in enumerate(self.program.calls) if c.phase == phase]
 
         def function_of(k: int, call: CallSite) -> Callable[..., Any]:
@@ -205,7 +233,7 @@ class ParallelModel(nn.Module):
             return [r for o, r in pairs if kept is None or o in kept[call.block]]
 
         run_calls([c for _, c in calls], function_of, scope, results_of)
-        wanted = {self.program.loss} | (set(self.program.outputs.values()) if outputs else set())
+        wanted = {self.program.loss, *(self.program.outputs if outputs else self.program.updates).values()}
         return {name: scope[name] for name in wanted}
 
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
@@ -231,11 +259,15 @@ class ParallelModel(nn.Module):
             zero.before_micro_batch(self, degrees, last=index == len(micro_batches) - 1)
             self._streams.begin(self._step, index)
             known = values if denominator is None else {**values, denominator: total}
-            out = self(known, "main")[self.program.loss]
+            results = self(known, "main")
+            out = results[self.program.loss]
             if self.program.loss_reduction == "mean":
                 out = out / len(micro_batches)
             out.backward()
             loss = loss + out.detach()
+            with torch.no_grad():
+                for name, update in self.program.updates.items():
+                    self._buffer(name).copy_(results[update])
         self._sum_deferred()
         for parameter, grad in earlier:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
@@ -246,7 +278,7 @@ class ParallelModel(nn.Module):
         """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
         index = next(i for i, c in enumerate(self.program.calls) if c.phase == "denominator")
         call = self.program.calls[index]
-        scope = {**self._constants, **values}
+        scope = {**self._constants(), **values}
         arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
         out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
         return out
@@ -344,13 +376,3 @@ def _owners(program: Program) -> dict[str, int | None]:
             if isinstance(name, str) and name in program.parameters:
                 owners[name] = index if owners.get(name, index) == index else None
     return owners
-
-
-def _buffers(program: Program, source: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    literal = {n.name for n in program.constants.graph.nodes if n.meta.get("literal") is not None}
-    found: dict[str, torch.Tensor] = {}
-    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
-    for i, name in enumerate(program.constants.buffers):
-        if f"buffer_{i}" not in literal:
-            found[name] = source(name).to(infos[i].dtype)
-    return found

@@ -55,6 +55,7 @@ class Steps:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def batches(program: Program, degrees: Any, steps: int, seed: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -95,6 +96,7 @@ def reference_steps(
     buffers = {
         name: source(name).to(infos[i].dtype) for i, name in enumerate(program.constants.buffers) if literal[i] is None
     }
+    state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
     constants = constant_values(program.constants, buffers, "cpu")
     modules = captured_modules(program)
     optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE)
@@ -103,7 +105,7 @@ def reference_steps(
         pieces = split_micro_batches(program, batch, accumulate)
         denominators = []
         for piece in pieces:
-            values: dict[str, Any] = {**parameters, **constants, **piece}
+            values: dict[str, Any] = {**parameters, **state, **constants, **piece}
             run_calls(
                 [c for c in program.calls if c.phase == "denominator"],
                 lambda _, c: modules[c.block],
@@ -113,7 +115,7 @@ def reference_steps(
             denominators.append(values[program.denominator] if program.denominator else None)
         total = torch.zeros((), dtype=torch.float64)
         for piece in pieces:
-            values = {**parameters, **constants, **piece}
+            values = {**parameters, **state, **constants, **piece}
             if program.denominator:
                 values[program.denominator] = torch.stack([d for d in denominators if d is not None]).sum(0)
             run_calls(
@@ -125,6 +127,7 @@ def reference_steps(
             loss = values[program.loss] / (len(pieces) if program.loss_reduction == "mean" else 1)
             loss.backward()
             total = total + loss.detach()
+            state = {name: values[update].detach() for name, update in program.updates.items()}
         if step == 0:
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
             found.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
@@ -133,6 +136,7 @@ def reference_steps(
         optimizer.step()
         optimizer.zero_grad()
     found.weights = {n: p.detach() for n, p in parameters.items()}
+    found.buffers = state
     return found
 
 
@@ -180,7 +184,9 @@ def parallel_steps(
         found.norms.append(model.clip_grad_norm_(MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = {n: _whole(v) for n, v in model.state_dict().items() if n in program.parameters}
+    state = {n: _whole(v) for n, v in model.state_dict().items()}
+    found.weights = {n: v for n, v in state.items() if n in program.parameters}
+    found.buffers = {n: v for n, v in state.items() if n in program.updates}
     return found
 
 
@@ -203,13 +209,17 @@ def compare(
         weights[name], count = weight_error(found.weights.get(name, missing), value, grad, scale, reach)
         by_reach += count
     notes = (f"{by_reach} weights whose gradient is zero up to rounding were compared by lr·steps",) if by_reach else ()
-    return (
+    buffers = {n: error(found.buffers[n], v, 0.0) for n, v in reference.buffers.items() if n in found.buffers}
+    quantities = [
         worst("loss", losses, tolerance),
         worst("outputs", outputs, tolerance),
         worst("gradients", gradients, tolerance),
         worst("clip norm", norms, tolerance),
         worst("parameters after AdamW", weights, tolerance),
-    ), notes
+    ]
+    if buffers:
+        quantities.append(worst("buffers changed in forward", buffers, tolerance))
+    return tuple(quantities), notes
 
 
 def check_dtype(dtype: str) -> torch.dtype:
