@@ -8,7 +8,7 @@ the residual width, and everything that depends on it follows so that it stays d
 - vocabulary: 512, or the model's own if smaller;
 - experts: at most 8, of which at most 2 work on a token;
 - sliding windows: at most 8 tokens, so that they matter in short sequences;
-- images: 4 × 4 patches; audio: 32 positions of the encoder.
+- images: 4 × 4 patches of 4 × 4 pixels; audio: 32 positions of the encoder.
 
 When hidden is a multiple of 48 all of these are divisible by 3 as well: 24 heads, 12 key/value heads, feed-forward
 multiples of 48, vocabulary 768. A config of several towers (``text_config``, ``vision_config``) has each of them
@@ -46,7 +46,7 @@ HEAD_SIZE_KEYS = ("head_dim", "d_kv")
 VOCAB_KEYS = ("vocab_size",)
 EXPERT_KEYS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
 TOWER_KEYS = ("text_config", "vision_config")
-SMALL_PATCHES, SMALL_AUDIO, SMALL_WINDOW = 4, 32, 8
+SMALL_PATCH, SMALL_PATCHES, SMALL_AUDIO, SMALL_WINDOW = 4, 4, 32, 8
 _SIZE_KEYS = frozenset(HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + VOCAB_KEYS)
 # what a config may name as kernels; any other name makes transformers fetch code from a hub
 _IMPLEMENTATIONS = {
@@ -193,6 +193,7 @@ def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
     if config.get("sliding_window") is not None:
         config["sliding_window"] = min(config["sliding_window"], SMALL_WINDOW)
     if isinstance(config.get("image_size"), int) and isinstance(config.get("patch_size"), int):
+        config["patch_size"] = min(config["patch_size"], SMALL_PATCH)
         config["image_size"] = min(config["image_size"], SMALL_PATCHES * config["patch_size"])
     if config.get("max_source_positions") is not None:
         config["max_source_positions"] = min(config["max_source_positions"], SMALL_AUDIO)

@@ -171,7 +171,7 @@ def _port_name(name: str, role: Role, path: str, taken: Counter[str]) -> str:
         name = "x"
     elif role == "constant":
         name = "constant"
-    name = re.sub(r"\W", "_", name)
+    name = re.sub(r"\W|^(?=\d)", "_", name)  # members of a Sequential are numbers
     taken[name] += 1
     return name if taken[name] == 1 else f"{name}_{taken[name] - 1}"
 

@@ -54,11 +54,12 @@ TRANSFORMERS = (*PRESETS, "encoder", "decoder")
 
 
 def randomise(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
-    """Random values for every parameter: ones and zeros hide permutations."""
+    """Random values for every parameter: ones and zeros hide permutations. Scalars, which have none, stay."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale)
+            if parameter.dim():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale)
     return model
 
 
