@@ -65,7 +65,7 @@ def _resolve(job: Job) -> ResolvedModel:
 
 def _vocabulary(model: ResolvedModel) -> int:
     """Integer inputs are drawn below this: ids of the smallest table, or classes where there is none."""
-    own = getattr(model.model, "config", None)
+    own: Any = getattr(model.model, "config", None)
     config = model.config or (own.to_dict() if hasattr(own, "to_dict") else {})
     tables = [c.get("vocab_size") for c in (config, config.get("text_config") or {})]
     return int(next((size for size in tables if size), len(config.get("id2label") or (0, 1))))

@@ -1,4 +1,4 @@
-"""Families that no transformers config describes, written here: plain torch layers, mixers and convolutional networks."""
+"""Families that no transformers config describes: plain torch layers, mixers and convolutional networks."""
 
 import torch
 from torch import nn
@@ -41,9 +41,7 @@ class Decoder(nn.Module):
         self.layers = nn.TransformerDecoder(layer, 2)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, memory: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         mask = nn.Transformer.generate_square_subsequent_mask(
             input_ids.shape[1], device=memory.device, dtype=memory.dtype
         )
@@ -84,7 +82,8 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, FFN), nn.Tanh(), nn.Linear(FFN, WIDTH)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, FFN), nn.Tanh(), nn.Linear(FFN, WIDTH))
+            for _ in range(2)
         )
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:

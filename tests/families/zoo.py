@@ -1,7 +1,7 @@
 """Every family as one tiny model: presets shrunk by their own rule, and what `plain` writes in torch.
 
 Two layers, heads and widths that divide by 4, no dropout, random values for every parameter. `FAMILIES` maps a name to
-a function of the batch; ``zoo:name`` is a factory for `autopar.verification.verify`, which holds `LOCAL_BATCH` sequences.
+a function of the batch; ``zoo:name`` is a factory for `autopar.verification.verify` with `LOCAL_BATCH` sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from autopar.models import resolve_model
 
 Example = tuple[nn.Module, dict[str, Any]]
 LAYERS, HIDDEN, TOKENS, LOCAL_BATCH = 2, 32, 16, 6
+MORE_LAYERS = {"t5": 3}  # the first layer, which holds the relative positions, differs from the others
 
 PRESETS = {
     "llama": "llama3-8b",
@@ -49,6 +50,8 @@ PLAIN = {
     "resnet": plain.resnet,
     "convnext": plain.convnext,
 }
+# larger values map all inputs of a tower to nearly one direction, and the gradients are lost in rounding
+SCALES = {"clip": 0.1}
 CONVOLUTIONAL = ("resnet", "convnext")
 TRANSFORMERS = (*PRESETS, "encoder", "decoder")
 
@@ -63,15 +66,21 @@ def randomise(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
     return model
 
 
-def _preset(name: str, batch: int) -> Example:
+def _preset(family: str, batch: int) -> Example:
     found = resolve_model(
-        name, layers=LAYERS, hidden=HIDDEN, seq_len=TOKENS, batch=batch, dtype="float64", device="cpu"
+        PRESETS[family],
+        layers=MORE_LAYERS.get(family, LAYERS),
+        hidden=HIDDEN,
+        seq_len=TOKENS,
+        batch=batch,
+        dtype="float64",
+        device="cpu",
     )
     inputs = dict(found.example_inputs)
     if "labels" in inputs and inputs["labels"].dim() == 2:  # a different number of targets in each sequence
         for row in range(batch):
             inputs["labels"][row, 1 : 2 + row % 3] = -100
-    return randomise(found.model), inputs
+    return randomise(found.model, scale=SCALES.get(family, 0.3)), inputs
 
 
 def _plain(factory: Callable[[int], Example], batch: int) -> Example:
@@ -80,7 +89,7 @@ def _plain(factory: Callable[[int], Example], batch: int) -> Example:
 
 
 FAMILIES: Mapping[str, Callable[[int], Example]] = {
-    **{name: partial(_preset, preset) for name, preset in PRESETS.items()},
+    **{family: partial(_preset, family) for family in PRESETS},
     **{name: partial(_plain, factory) for name, factory in PLAIN.items()},
 }
 

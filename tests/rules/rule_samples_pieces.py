@@ -65,7 +65,9 @@ def _(d: Draw) -> Arguments:
     shape = [d.split() for _ in range(3)]
     places = d.choice([0], [1], [2], [0, 1])
     rows = torch.randperm(shape[places[0]], generator=d.torch)[:2]  # no row twice: which one stays is not defined
-    indices = [(rows if n == places[0] else d.ids(shape[n], 2)) if n in places else None for n in range(max(places) + 1)]
+    indices = [
+        (rows if n == places[0] else d.ids(shape[n], 2)) if n in places else None for n in range(max(places) + 1)
+    ]
     region = [*shape[: places[0]], 2, *shape[places[-1] + 1 :]]
     return (d.real(*shape), indices, d.real(*d.choice(region, [1] * len(region), region[1:])))
 
