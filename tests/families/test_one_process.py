@@ -13,6 +13,8 @@ from autopar.cost_model.coverage import coverage
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
+from autopar.runtime.compare import TOLERANCES, error, rms
+from autopar.trace.capture import named_outputs
 
 BATCH = 4
 MESHES = {
@@ -53,6 +55,20 @@ def cases() -> list[object]:
 @pytest.mark.parametrize(("family", "mesh"), cases())
 def test_equal_to_one_device(family: str, mesh: str) -> None:
     check(the_case(family), the_labels(family, mesh), MESHES[mesh].mesh)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_capture_is_the_model(family: str) -> None:
+    """What is promoted in the captured program is cast to float32 in the model, so that is the tolerance."""
+    case = the_case(family)
+    model, inputs = zoo.FAMILIES[family](BATCH)
+    loss = named_outputs(model(**inputs))["loss"]
+    loss.backward()
+    assert error(case.loss, loss.detach(), 0.0) < TOLERANCES["float32"]
+    scale = rms(case.gradients.values())
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == {name for name in case.gradients if case.program.parameters[name].requires_grad}
+    assert max(error(grad, case.gradients[name], scale) for name, grad in found.items()) < TOLERANCES["float32"]
 
 
 @pytest.mark.parametrize("family", zoo.TRANSFORMERS)
