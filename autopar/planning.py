@@ -18,25 +18,33 @@ from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.search.labels import label
 from autopar.trace.analysis import analyse
-from autopar.trace.capture import Inputs, input_names
+from autopar.trace.capture import Inputs, LossFunction, input_names
 from autopar.trace.trace import batch_and_sequence, trace
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
 
 
 def make_plan(
-    model: nn.Module, cluster: ClusterSpec, example_inputs: Inputs, degrees: Degrees, *, name: str = ""
+    model: nn.Module,
+    cluster: ClusterSpec,
+    example_inputs: Inputs,
+    degrees: Degrees,
+    *,
+    name: str = "",
+    loss_fn: LossFunction | None = None,
 ) -> tuple[Program, Plan]:
     """Capture the model at the global micro-batch and choose labels."""
-    program = capture_for(model, example_inputs, degrees)
+    program = capture_for(model, example_inputs, degrees, loss_fn)
     return program, label_plan(program, cluster, degrees, name or type(model).__name__)
 
 
-def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees) -> Program:
+def capture_for(
+    model: nn.Module, example_inputs: Inputs, degrees: Degrees, loss_fn: LossFunction | None = None
+) -> Program:
     """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation is not legal."""
-    local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
+    local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     micro_batch = degrees.micro_batch or local_batch
-    program = trace(model, example_inputs, batch=micro_batch * degrees.dp)
+    program = trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn)
     if degrees.accumulate > 1 and program.mixes_batch is not None:
         raise PlanError(
             f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1"

@@ -21,6 +21,7 @@ from autopar.runtime.inputs import local_inputs, split_micro_batches
 from autopar.runtime.mesh import MeshDim, RankMesh
 from autopar.runtime.one_process import attributes, boundary_types
 from autopar.runtime.parameters import Held, held, local_value, make_parameter
+from autopar.runtime.passes.evaluation import use_running_statistics
 from autopar.runtime.randomness import Streams
 from autopar.runtime.state import flat_state
 from autopar.trace.analysis import Analysis, analyse
@@ -184,7 +185,7 @@ class ParallelModel(nn.Module):
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
         if outputs not in self._modules_by_use:
             made = []
-            wanted = None if outputs else self._needed_results()
+            wanted = self._needed_results(outputs=outputs)
             for i, block in enumerate(self.program.blocks):
                 generated = generate(
                     self.analysis,
@@ -193,17 +194,24 @@ class ParallelModel(nn.Module):
                     self.plan.blocks[i],
                     self.plan.mesh,
                     device=str(self.device),
-                    keep=None if wanted is None else wanted[i],
+                    keep=wanted[i],
                     regather=self.plan.regather,
                 )
+                if outputs:
+                    use_running_statistics(generated.graph)
                 read = attributes(generated, self.rank_mesh, self._streams)
                 made.append(graph_module(generated.graph, f"Block{i}", read))
             self._modules_by_use[outputs] = made
         return self._modules_by_use[outputs]
 
-    def _needed_results(self) -> list[list[str]]:
-        """Outputs per block that the loss needs; training drops the others, so no rank gathers full logits."""
+    def _needed_results(self, *, outputs: bool) -> list[list[str]]:
+        """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.
+
+        Evaluation drops new values of buffers.
+        """
         used = {a for call in self.program.calls for a in call.arguments} | self.program.invariant
+        if outputs:
+            used = (used - set(self.program.updates.values())) | set(self.program.outputs.values())
         return [
             [
                 o
@@ -216,7 +224,7 @@ class ParallelModel(nn.Module):
     def forward(self, values: dict[str, Any], phase: str, outputs: bool = False) -> dict[str, Any]:
         """Run the calls of one phase over named local values; used by `forward_backward` and `evaluate`."""
         modules = self.code_modules(outputs=outputs)
-        kept = None if outputs else self._needed_results()
+        kept = self._needed_results(outputs=outputs)
         shared = {n: local_value(getattr(self, attribute(n)), how) for n, how in self._shared.items()}
         placeholders = dict.fromkeys(self.program.parameters) | shared
         state = {name: self._buffer(name) for name in self.program.updates}
@@ -230,7 +238,7 @@ class ParallelModel(nn.Module):
         def results_of(call: CallSite) -> Sequence[str]:
             block = self.program.blocks[call.block]
             pairs = zip(block.outputs, call.results, strict=True)
-            return [r for o, r in pairs if kept is None or o in kept[call.block]]
+            return [r for o, r in pairs if o in kept[call.block]]
 
         run_calls([c for _, c in calls], function_of, scope, results_of)
         wanted = {self.program.loss, *(self.program.outputs if outputs else self.program.updates).values()}

@@ -109,6 +109,4 @@ def run_in_one_process(
 
     outputs = {key: made_whole(name) for key, name in {**program.outputs, "loss": program.loss}.items()}
     updates = {buffer: made_whole(name) for buffer, name in program.updates.items()}
-    return Outcome(
-        loss=outputs.pop("loss"), gradients=gradients, outputs=outputs, updates=updates, disagreement=worst
-    )
+    return Outcome(loss=outputs.pop("loss"), gradients=gradients, outputs=outputs, updates=updates, disagreement=worst)

@@ -15,6 +15,7 @@ from autopar.runtime.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.inputs import split_micro_batches
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
+from autopar.runtime.passes.evaluation import use_running_statistics
 from autopar.runtime.passes.without_dropout import without_dropout
 from autopar.runtime.promote import promoted
 from autopar.runtime.state import FlatShards
@@ -98,7 +99,11 @@ def reference_steps(
     }
     state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
     constants = constant_values(program.constants, buffers, "cpu")
-    modules = captured_modules(program)
+    modules, evaluating = captured_modules(program), captured_modules(program)
+    for module in evaluating:
+        use_running_statistics(module.graph)
+        module.recompile()
+    main = [c for c in program.calls if c.phase == "main"]
     optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE)
     found = Steps()
     for step, batch in enumerate(data):
@@ -113,22 +118,20 @@ def reference_steps(
                 lambda c: c.results,
             )
             denominators.append(values[program.denominator] if program.denominator else None)
-        total = torch.zeros((), dtype=torch.float64)
+        total, before = torch.zeros((), dtype=torch.float64), state
         for piece in pieces:
             values = {**parameters, **state, **constants, **piece}
             if program.denominator:
                 values[program.denominator] = torch.stack([d for d in denominators if d is not None]).sum(0)
-            run_calls(
-                [c for c in program.calls if c.phase == "main"],
-                lambda _, c: modules[c.block],
-                values,
-                lambda c: c.results,
-            )
+            run_calls(main, lambda _, c: modules[c.block], values, lambda c: c.results)
             loss = values[program.loss] / (len(pieces) if program.loss_reduction == "mean" else 1)
             loss.backward()
             total = total + loss.detach()
             state = {name: values[update].detach() for name, update in program.updates.items()}
         if step == 0:
+            if program.updates:  # the model's outputs are those of evaluation
+                values = {**parameters, **before, **constants, **pieces[-1], **_given(program, values)}
+                run_calls(main, lambda _, c: evaluating[c.block], values, lambda c: c.results)
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
             found.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
         found.losses.append(total)
@@ -138,6 +141,11 @@ def reference_steps(
     found.weights = {n: p.detach() for n, p in parameters.items()}
     found.buffers = state
     return found
+
+
+def _given(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the main phase gets from the phase before it."""
+    return {program.denominator: values[program.denominator]} if program.denominator else {}
 
 
 def this_ranks_part(

@@ -102,7 +102,8 @@ def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabe
             bind(result, of_block.results, output, call.path)
     for name in sorted(program.invariant):
         if any(t.kind != "I" for t in types.get(name, ())):
-            problems.append(Problem(path=name, rule="the loss, its denominator and new values of buffers are invariant", value=types[name]))
+            rule = "the loss, its denominator and new values of buffers are invariant"
+            problems.append(Problem(path=name, rule=rule, value=types[name]))
     for info in program.inputs:
         for mesh_dim, t in zip(mesh.names, types.get(info.name, ()), strict=False):
             if t.kind != "I" and (mesh_dim != "dp" or (t.dim, t.position) != (info.batch_dim, 0)):

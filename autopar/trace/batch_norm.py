@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.rules.operators import BATCH_STATISTIC
 from autopar.trace.nodes import argument, compute, operator_name, value
 
 aten = torch.ops.aten
@@ -46,9 +47,7 @@ def _spell(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         if node.target is NO_TRAINING:
             x, weight, bias, mean, var, momentum, eps = node.args
-            out = compute(
-                graph, node, aten.batch_norm.default, x, weight, bias, mean, var, False, momentum, eps, False
-            )
+            out = compute(graph, node, aten.batch_norm.default, x, weight, bias, mean, var, False, momentum, eps, False)
             statistics: list[fx.Node] = []
         else:
             out, statistics = normalised(graph, node, over_batch=True)
@@ -71,10 +70,25 @@ def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.
         x = new(aten.to.dtype, x, torch.float32)
     over = [*([0] if over_batch else []), *range(2, len(shape))]
     affine = [1, shape[1], *[1] * (len(shape) - 2)]
-    mean = new(aten.mean.dim, x, over, True)
-    centred = new(aten.sub.Tensor, x, mean)
-    variance = new(aten.mean.dim, new(aten.mul.Tensor, centred, centred), over, True)
-    inverse = new(aten.rsqrt.default, new(aten.add.Tensor, variance, argument(node, "eps")))
+    has_running = operator_name(node) != "_native_batch_norm_legit"
+    recorded = [argument(node, name) if has_running else None for name in ("running_mean", "running_var")]
+
+    def statistic(of: Any, running: Any) -> tuple[fx.Node, fx.Node]:
+        """A mean over the batch, and what takes its place in evaluation."""
+        own = new(aten.mean.dim, of, over, True)
+        if running is None:
+            return own, own
+        wide = new(aten.reshape.default, running, affine)
+        if over_batch is False:
+            wide = new(aten.expand.default, wide, list(value(own).shape))
+        if value(wide).dtype != value(own).dtype:
+            wide = new(aten.to.dtype, wide, value(own).dtype)
+        return own, new(BATCH_STATISTIC, own, wide)
+
+    mean, used_mean = statistic(x, recorded[0])
+    centred = new(aten.sub.Tensor, x, used_mean)
+    variance, used_variance = statistic(new(aten.mul.Tensor, centred, centred), recorded[1])
+    inverse = new(aten.rsqrt.default, new(aten.add.Tensor, used_variance, argument(node, "eps")))
     out = new(aten.mul.Tensor, centred, inverse)
     for name, target in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
         parameter = argument(node, name)
@@ -84,14 +98,12 @@ def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.
         out = new(aten.to.dtype, out, dtype)
     count = value(x).numel() // value(mean).numel()
     statistics = []
-    if operator_name(node) != "_native_batch_norm_legit":
-        momentum = argument(node, "momentum")
-        for name, now, factor in (("running_mean", mean, 1.0), ("running_var", variance, count / max(count - 1, 1))):
-            running = argument(node, name)
-            if running is not None:
-                now = new(aten.detach.default, now)
-                now = new(aten.mean.dim, now, [0, *range(2, len(shape))], False)
-                now = new(aten.to.dtype, now, value(running).dtype) if value(running).dtype != value(now).dtype else now
-                kept = new(aten.mul.Tensor, running, 1 - momentum)
-                statistics.append(new(aten.add.Tensor, kept, new(aten.mul.Tensor, now, momentum * factor)))
+    for running, now, factor in zip(recorded, (mean, variance), (1.0, count / max(count - 1, 1)), strict=True):
+        if running is not None:
+            momentum = argument(node, "momentum")
+            now = new(aten.mean.dim, new(aten.detach.default, now), [0, *range(2, len(shape))], False)
+            if value(running).dtype != value(now).dtype:
+                now = new(aten.to.dtype, now, value(running).dtype)
+            kept = new(aten.mul.Tensor, running, 1 - momentum)
+            statistics.append(new(aten.add.Tensor, kept, new(aten.mul.Tensor, now, momentum * factor)))
     return out, statistics

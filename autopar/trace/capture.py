@@ -62,11 +62,7 @@ class _Outputs(nn.Module):
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     """Tensors of a module's output by name: mapping keys, or positions; the loss is called ``loss``."""
-    if isinstance(out, Mapping):
-        found = {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
-    else:
-        leaves = out if isinstance(out, (tuple, list)) else [out]
-        found = {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
+    found = _tensors(out)
     if "loss" not in found:
         scalars = [name for name, v in found.items() if v.dim() == 0 and v.dtype.is_floating_point]
         if len(scalars) == 1:
@@ -74,24 +70,28 @@ def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _tensors(out: Any) -> dict[str, torch.Tensor]:
+    if isinstance(out, Mapping):
+        return {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
+    leaves = out if isinstance(out, (tuple, list)) else [out]
+    return {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
+
+
 def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
     """Tensors of a model's output and the loss that a function made of them. Raises `CaptureError` on no scalar."""
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.dtype.is_floating_point:
         what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise CaptureError(f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean")
-    if isinstance(out, Mapping):
-        found = {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
-    else:
-        leaves = out if isinstance(out, (tuple, list)) else [out]
-        found = {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
-    return {**found, "loss": loss}
+        raise CaptureError(
+            f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean"
+        )
+    return {**_tensors(out), "loss": loss}
 
 
 def check_loss_fn(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction) -> None:
     """Raise `CaptureError` where a loss function has parameters, or the target is missing or not to be told."""
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
-            f"loss_fn {type(loss_fn).__name__} has parameters, which no optimizer would see; make it a part of the model"
+            f"loss_fn {type(loss_fn).__name__} has parameters, which no optimizer would see; make it part of the model"
         )
     args, kwargs = split_inputs(example_inputs)
     signature = inspect.signature(model.forward).parameters

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -110,9 +110,9 @@ def _fitted(graph: fx.Graph, node: fx.Node, source: Any, like: torch.Tensor) -> 
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """`copy`, and the rest that export's decomposition leaves, in ordinary operators."""
+    """`copy`, `fill` and `index_put` by a mask in ordinary operators."""
     for node in list(graph.nodes):
-        if node.target is aten.copy.default:
+        if node.target in (aten.copy.default, aten.fill.Tensor):
             with graph.inserting_before(node):
                 new = _fitted(graph, node, node.args[1], value(node))
             node.replace_all_uses_with(new)
@@ -123,7 +123,8 @@ def drop_copies(graph: fx.Graph) -> None:
 
 def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
     """`x[mask] = number` is a choice per element."""
-    x, (mask, *others), source = _first(node), node.args[1], node.args[2]  # type: ignore[misc]
+    x, source, indices = _first(node), node.args[2], list(cast("list[Any]", node.args[1]))
+    mask, *others = indices
     if others or not isinstance(mask, fx.Node) or value(mask).dtype is not torch.bool or value(source).numel() != 1:
         return
     if len(node.args) > 3 and node.args[3]:

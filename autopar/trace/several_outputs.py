@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.rules.outputs import output_of
+from autopar.rules.operators import output_of
 from autopar.trace.nodes import argument, int_arg, operator_name, value
 
 aten = torch.ops.aten
@@ -45,7 +45,12 @@ def one_output_each(graph: fx.Graph) -> None:
 
 
 def call(
-    graph: fx.Graph, like: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], result: torch.Tensor, **kwargs: Any
+    graph: fx.Graph,
+    like: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    result: torch.Tensor,
+    **kwargs: Any,
 ) -> fx.Node:
     """A new call whose value looks like `result`, made where `like` was."""
     node = graph.call_function(target, args, kwargs)
@@ -104,11 +109,12 @@ def _picked(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.
 
 def _moment(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
     """`var_mean` is a variance and a mean."""
+    overload = node.target._overloadname  # type: ignore[union-attr]
     if int_arg(user, 1) == 0:
         packet = aten.var if operator_name(node) == "var_mean" else aten.std
-        spread = getattr(packet, node.target._overloadname)
+        spread = getattr(packet, overload)
         return call(graph, user, spread, node.args, value(user), **node.kwargs)
-    if node.target._overloadname == "default":
+    if overload == "default":
         return call(graph, user, aten.mean.default, (node.args[0],), value(user))
     dims = (argument(node, "dim"), argument(node, "keepdim"))
     return call(graph, user, aten.mean.dim, (node.args[0], *dims), value(user))

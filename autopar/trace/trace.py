@@ -35,7 +35,7 @@ def trace(
     sizes = batch_and_sequence(named)
     big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, batch or sizes[0], sizes[1]))
     flat = _captured(model, big, loss_fn)
-    small_sizes = (3 if sizes[0] != 3 else 2, None if sizes[1] is None else (6 if sizes[1] != 6 else 7))
+    small_sizes = _small_sizes(named, sizes)
     small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat, loss_fn)
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
@@ -99,6 +99,14 @@ def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | No
     tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
     tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture tells whether it varies
     return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
+
+
+def _small_sizes(named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None]) -> tuple[int, int | None]:
+    """Batch and sequence length of the second capture: sizes that no dimension of an input has."""
+    taken = {size for t in named.values() for size in t.shape}
+    batch = next(n for n in (3, 2, *range(4, 100)) if n not in taken)
+    sequence = next(n for n in range(6, 100) if n not in taken and n != batch)
+    return batch, None if sizes[1] is None else sequence
 
 
 def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from rule_samples import Arguments, Draw, aten, sampler
 
-from autopar.rules.outputs import output_of
+from autopar.rules.operators import BATCH_STATISTIC, output_of
 
 
 def _picking(d: Draw) -> tuple[torch.Tensor, int]:
@@ -79,6 +79,12 @@ def _(d: Draw) -> Arguments:
     return (x, dim, rows, d.real(*x.narrow(dim, 0, 2).shape))
 
 
+@sampler(BATCH_STATISTIC)
+def _(d: Draw) -> Arguments:
+    shape = [1, d.split(), 1, d.split()]
+    return (d.real(*shape), d.real(*shape))
+
+
 def _image(d: Draw, places: int, size: int = 4) -> torch.Tensor:
     return d.real(d.split(), d.split(), *[size] * places)
 
@@ -98,7 +104,7 @@ def _(d: Draw) -> Arguments:
     return (_image(d, 3), [2, 2, 2])
 
 
-@sampler(aten.adaptive_avg_pool1d.default)
+@sampler(aten.adaptive_avg_pool1d.default, output_of(aten.adaptive_max_pool1d.default, 0))
 def _(d: Draw) -> Arguments:
     return (_image(d, 1), [d.choice(1, 2)])
 

@@ -267,10 +267,19 @@ class Forgetful(nn.Module):
 
 
 class Bare(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:  # not kept: the module cannot be built again
         super().__init__()
         self.inner = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.randn(4))
+        self.scale = nn.Parameter(torch.randn(width))
+
+
+class Kept(nn.Module):
+    def __init__(self, scale: float = 2.5) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = nn.Linear(4, 4)
+        self.log_scale = nn.Parameter(torch.tensor(scale))
+        self.table = nn.Parameter(torch.randn(4))
 
 
 class Nano(nn.Module):
@@ -325,6 +334,13 @@ def test_bare_parameter_is_an_error_that_says_what_to_do() -> None:
         InputError, match=r"scale, float32 \(4,\) of Bare.*state dict.*define reset_parameters\(\) in Bare"
     ):
         source("scale")
+
+
+def test_what_a_constructor_computes_is_computed_again() -> None:
+    source = parameter_source(on_meta(Kept), state=None, seed=0, dtype=None)
+    again = parameter_source(on_meta(Kept), state=None, seed=0, dtype=None)
+    assert float(source("log_scale")) == 2.5
+    assert torch.equal(source("table"), again("table")) and source("table").abs().sum() > 0
 
 
 def test_half_written_is_an_error() -> None:

@@ -143,7 +143,9 @@ def index_put(call: Call) -> Rule:
     x, values = slot_of(call.args[0]), slot_of(call.args[2])
     places = [d for d, i in enumerate(call.args[1]) if isinstance(i, Slot)]
     given = [slot_of(call.args[1][d]) for d in places]
-    if any(call.operands[k].dtype is not torch.int64 for k in given) or places != list(range(places[0], places[-1] + 1)):
+    if any(call.operands[k].dtype is not torch.int64 for k in given) or places != list(
+        range(places[0], places[-1] + 1)
+    ):
         raise RuleError("index_put by a mask, or with indices that are not adjacent")
     rank = max(len(call.operands[k].shape) for k in given)
     spec = dims(call.operands[x].shape)

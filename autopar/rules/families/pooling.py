@@ -1,7 +1,7 @@
 """Pooling and resizing: batch and channels are parallel, places are whole."""
 
 from autopar.rules.families._notation import aten, dim_indices, dims, rule_from, slot_of
-from autopar.rules.outputs import output_of
+from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule
 
@@ -21,7 +21,7 @@ def _last(call: Call, count: int, linear: bool) -> Rule:
     return _places(call, list(range(rank - count, rank)), linear)
 
 
-@rule(aten.max_pool1d.default)
+@rule(aten.max_pool1d.default, output_of(aten.adaptive_max_pool1d.default, 0))
 def max_pool1d(call: Call) -> Rule:
     return _last(call, 1, False)
 

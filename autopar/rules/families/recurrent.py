@@ -2,7 +2,7 @@
 
 from autopar.errors import RuleError
 from autopar.rules.families._notation import aten, in_order, rule_from, slot_of
-from autopar.rules.outputs import output_of
+from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot
 

@@ -1,7 +1,7 @@
-"""One output of an operator with several: operators of our own, defined from the schema of the original when needed.
+"""Operators of our own, composite: autograd and every backend see the operators that they are made of.
 
-``output_of(aten.topk.default, 1)`` is ``autopar::topk.default_1``: the same arguments, one result. It is composite, so
-autograd and every backend see the original operator.
+``output_of(aten.topk.default, 1)`` is ``autopar::topk.default_1``: one output of an operator with several, defined from
+its schema when needed. `BATCH_STATISTIC` marks where batch norm chooses between the batch and what it has recorded.
 """
 
 from functools import cache
@@ -10,6 +10,16 @@ from typing import Any
 import torch
 
 LIBRARY = torch.library.Library("autopar", "DEF")
+
+
+def _batch_statistic(batch: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
+    """The batch's own, as in training; evaluation replaces the call by `running`."""
+    return batch.clone()
+
+
+LIBRARY.define("batch_statistic(Tensor batch, Tensor running) -> Tensor")
+LIBRARY.impl("batch_statistic", _batch_statistic, "CompositeImplicitAutograd")
+BATCH_STATISTIC = torch.ops.autopar.batch_statistic.default
 
 
 @cache
