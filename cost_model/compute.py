@@ -6,6 +6,7 @@ counts every operand and the output once per pass; views move nothing.
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from autopar.ir.cluster import ClusterSpec
@@ -57,10 +58,15 @@ def local_flops(rule: Rule, degrees: Mapping[str, float]) -> float:
 
 
 def unruled_flops(call: Call) -> float:
-    """Forward FLOP of an operator whose rule is not known, by torch's own count; 0 where torch has none for it."""
+    """Forward FLOP of an operator whose rule is not known, by torch's own count; 0 where torch has none for it.
+
+    torch does not count products grouped by expert: a token meets the (k, n) matrix of its own expert.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    if "grouped_mm" in operator_name(call.target):
+        return 2.0 * prod(call.operands[0].shape) * call.operands[1].shape[-1]
     tensors = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in call.operands]
 
     def filled(value: Any) -> Any:

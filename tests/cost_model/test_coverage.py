@@ -72,6 +72,18 @@ def test_products_that_no_rule_covers_count_as_whole() -> None:
     assert found.split_flops("tp") == 0.0
 
 
+def test_products_grouped_by_expert_count() -> None:
+    """Token, hidden and feed-forward sizes of the two products of every layer, though torch does not count them."""
+    pytest.importorskip("transformers")
+    from autopar.models import resolve_model
+
+    model = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16)
+    found = autopar.coverage(model.model, "1xh100", example_inputs=model.example_inputs)
+    grouped = [o for o in found.operators if "grouped_mm" in o.operator]
+    ffn, tokens = 224, 2 * 16 * 2
+    assert sum(o.flops for o in grouped) == 2 * tokens * 64 * (2 * ffn + ffn)
+
+
 def test_several_mesh_dimensions_are_counted_apart() -> None:
     found = covered(Feed(known=True), tp=2, dp=2)
     assert found.mesh == {"dp": 2, "tp": 2}
