@@ -203,6 +203,9 @@ def capture_flat(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction
             exported = exported.run_decompositions({})
         placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     module = exported.graph_module
+    for node in list(module.graph.nodes):  # inputs that are no tensors are constants of the capture
+        if node.op == "placeholder" and node.name not in placeholders and not node.users:
+            module.graph.erase_node(node)
     lifted = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     lifted |= {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}
     for name, value in lifted.items():

@@ -39,8 +39,9 @@ def trace(
     small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat, loss_fn)
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
-        for graph in (flat.graph, small.graph):
-            recognise_causal(graph, small.graph, lambda node: getattr(small.root, str(node.target)))
+        roots = flat.root, small.root
+        leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)
+        recognise_causal(flat.graph, small.graph, leaf, small_leaf)
         for graph in (flat.graph, small.graph):
             graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     names = input_names(model, big, loss_fn)
