@@ -8,13 +8,14 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar.errors import CaptureError
+from autopar.ir.program import PartOf
 from autopar.trace._torch_private import pytree
 
 Inputs = Mapping[str, Any] | Sequence[Any]
@@ -22,12 +23,16 @@ Inputs = Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flat:
-    """A captured graph before normalisation. `placeholders` maps node names to ("parameter"|"buffer"|"input", name)."""
+    """A captured graph before normalisation. `placeholders` maps node names to ("parameter"|"buffer"|"input", name).
+
+    `parts` says of names that are pieces of a parameter which (`autopar.trace.packings`).
+    """
 
     graph: fx.Graph
     placeholders: dict[str, tuple[str, str]]
     outputs: tuple[str, ...]
     root: fx.GraphModule
+    parts: dict[str, PartOf] = field(default_factory=dict)
 
 
 class _Outputs(nn.Module):

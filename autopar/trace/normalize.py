@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
+from autopar.trace.linears import matmul_to_linear
 from autopar.trace.nodes import arg, int_arg, operator_name
 
 aten = torch.ops.aten
@@ -237,6 +238,7 @@ PASSES: tuple[GraphPass, ...] = (
     drop_no_ops,
     spell_plainly,
     flat_addmm_to_linear,
+    matmul_to_linear,
     split_mean_loss,
     remove_dead,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from autopar.errors import CaptureError
-from autopar.ir.program import Block, CallSite, Constants, InputInfo, ParameterInfo, Program, Role
+from autopar.ir.program import Block, CallSite, Constants, InputInfo, ParameterInfo, PartOf, Program, Role
 from autopar.trace import blocks as folding
 from autopar.trace.analysis import analyse, described
 from autopar.trace.capture import Flat, Inputs, capture_flat, input_names, resize_inputs
@@ -16,6 +16,7 @@ from autopar.trace.constants import closure, constant_nodes, merge_equal, recogn
 from autopar.trace.micro_batches import loss_over_micro_batches
 from autopar.trace.nodes import operator_name, output_nodes
 from autopar.trace.normalize import normalise
+from autopar.trace.packings import split_packings
 
 aten = torch.ops.aten
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input"}  # of placeholders by kind
@@ -115,6 +116,7 @@ def _captured(model: nn.Module, inputs: Inputs) -> Flat:
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     names = frozenset(n for n, (kind, name) in flat.placeholders.items() if kind == "parameter" and name in trainable)
     normalise(flat.graph, flat.root, names)
+    split_packings(flat, frozenset(n for n, p in _parameters(model, {}).items() if p.aliases))
     return flat
 
 
@@ -163,7 +165,7 @@ def fold_program(
     used_later = set(results.values()) | ({denominator} if denominator is not None else set())
     distinct, calls = _fold_with_denominator(segments, role_of, names, used_later, bool(den_nodes))
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
-    parameters = _parameters(model)
+    parameters = _parameters(model, flat.parts)
     used = {a for c in calls for a in c.arguments if isinstance(a, str)}
     program = Program(
         blocks=distinct,
@@ -251,7 +253,8 @@ def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Cons
     return Constants(graph=graph, buffers=tuple(buffers), results=tuple(names))
 
 
-def _parameters(model: nn.Module) -> dict[str, ParameterInfo]:
+def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, ParameterInfo]:
+    """Parameters by first name in the model's order, pieces in place of those that are packed unequally."""
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     found: dict[str, Any] = {}
@@ -262,13 +265,19 @@ def _parameters(model: nn.Module) -> dict[str, ParameterInfo]:
         first[id(p)] = name
         aliases[name] = []
         found[name] = p
-    return {
-        name: ParameterInfo(
-            name=name,
+    packed: dict[str, list[PartOf]] = {}
+    for part in sorted(parts.values(), key=lambda part: part.start):
+        packed.setdefault(part.name, []).append(part)
+    infos = [
+        ParameterInfo(
+            name=name if part is None else part.piece_name,
             aliases=tuple(aliases[name]),
-            shape=tuple(p.shape),
+            shape=tuple(p.shape) if part is None else part.piece_shape,
             dtype=p.dtype,
             requires_grad=p.requires_grad,
+            part=part,
         )
         for name, p in found.items()
-    }
+        for part in packed.get(name, (None,))
+    ]
+    return {info.name: info for info in infos}
