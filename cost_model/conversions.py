@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autopar.cost_model.collectives import Collective, sent_bytes
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
-from autopar.ir.sharding import Kind, Mesh, Type
+from autopar.ir.sharding import Dims, Kind, Mesh, Type, chunk
 from autopar.rules.variants import by_label, variants
 from autopar.trace.analysis import Analysis
 
@@ -88,6 +88,16 @@ def conversions(program: Program, analysis: Analysis, labels: Sequence[BlockLabe
     return found
 
 
+def _padding(dims: Dims, source: Type, target: Type, degree: int) -> float:
+    """By how much padding enlarges what a conversion sends: a shard is padded, what is not split is not."""
+    factor = 1.0
+    for t in (source, target):
+        if t.kind == "S":
+            size = dims.sizes[t.dim][t.position]
+            factor *= chunk(size, degree) * degree / size
+    return factor
+
+
 def _of_block(
     program: Program, analysis: Analysis, labels: BlockLabels, mesh: Mesh, index: int
 ) -> Iterator[Conversion]:
@@ -122,10 +132,12 @@ def _of_block(
         for i in order:  # conversions that shrink the value go first, as in the generated code
             others = [t for j, t in enumerate(current) if j != i]
             degrees = [d for j, d in enumerate(mesh.degrees) if j != i]
+            dims = analysis.dims[index][name]
             whole = float(item)
-            for sizes in analysis.dims[index][name].local_sizes(others, degrees):
+            for sizes in dims.local_sizes(others, degrees):
                 for size in sizes:
                     whole *= size
+            whole *= _padding(dims, current[i], target[i], mesh.degrees[i])
             forward, backward = wire(current[i], target[i], info.differentiable)
             yield Conversion(
                 block=index,

@@ -17,7 +17,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
-from autopar.ir.sharding import Dims, Mesh, Type
+from autopar.ir.sharding import Dims, Mesh, Type, chunk
 from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
 from autopar.rules.variants import Bound, Variant, by_label, variants
 from autopar.runtime import conversions, vocabulary
@@ -31,6 +31,7 @@ RUNTIME_FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "vocab_parallel_cross_entropy_sum": vocabulary.vocab_parallel_cross_entropy_sum,
 }
 Types = tuple[Type, ...]
+Cuts = Mapping[int, Sequence[int]]
 _NO_DIM: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = {
     ("I", "R"): conversions.invariant_to_replicate,
     ("P", "I"): conversions.all_reduce_to_invariant,
@@ -120,6 +121,8 @@ class _Writer:
             node = self.reshape(node, _cut(dims.local_sizes(source, degrees), cuts))
             _describe(node, source, cuts)
             a, b = _moved(a, cuts), _moved(b, cuts)
+        before = _cut(dims.local_sizes(source, degrees), cuts)
+        node = self.pad(node, before, source, b, _size(dims, target[i]), degrees[i], cuts)
         if a.kind == "S" and b.kind == "S":
             node = self.call(conversions.all_to_all, (node, mesh_dim, a.dim, b.dim))
         elif (a.kind, b.kind) in _NO_DIM:
@@ -128,9 +131,25 @@ class _Writer:
             shard = a if a.kind == "S" else b
             node = self.call(_ONE_DIM[a.kind, b.kind], (node, mesh_dim, shard.dim))
         _describe(node, target, cuts)
+        if a.kind == "S" and _size(dims, source[i]) % degrees[i]:
+            size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]
+            node = self.call(torch.ops.aten.slice.Tensor, (node, a.dim, 0, size))
+            _describe(node, target, cuts)
         if inner:
             node = self.reshape(node, dims.local_shape(target, degrees))
             _describe(node, target, {})
+        return node
+
+    def pad(
+        self, node: fx.Node, shape: Sequence[int], types: Types, to: Type, size: int, degree: int, cuts: Cuts
+    ) -> fx.Node:
+        """Zeros behind an axis of `size` that is about to be split unevenly."""
+        if to.kind != "S" or size % degree == 0:
+            return node
+        missing = (chunk(size, degree) * degree - size) * (shape[to.dim] // size)
+        pads = [0, 0] * (len(shape) - 1 - to.dim) + [0, missing]
+        node = self.call(torch.ops.aten.constant_pad_nd.default, (node, pads))
+        _describe(node, types, cuts)
         return node
 
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -197,7 +216,12 @@ class _Writer:
         node.meta["types"], node.meta["differentiable"] = types, differentiable
 
 
-def _cut(sizes: Sequence[Sequence[int]], cuts: Mapping[int, Sequence[int]]) -> list[int]:
+def _size(dims: Dims, t: Type) -> int:
+    """Elements of the axis that a shard splits."""
+    return dims.sizes[t.dim][t.position] if t.kind == "S" else 1
+
+
+def _cut(sizes: Sequence[Sequence[int]], cuts: Cuts) -> list[int]:
     shape: list[int] = []
     for d, dim in enumerate(sizes):
         edges = [0, *cuts.get(d, ()), len(dim)]
@@ -205,7 +229,7 @@ def _cut(sizes: Sequence[Sequence[int]], cuts: Mapping[int, Sequence[int]]) -> l
     return shape
 
 
-def _moved(t: Type, cuts: Mapping[int, Sequence[int]]) -> Type:
+def _moved(t: Type, cuts: Cuts) -> Type:
     """Where a shard's axis begins after the dimensions are cut at the given positions."""
     if t.kind != "S":
         return t
@@ -215,7 +239,7 @@ def _moved(t: Type, cuts: Mapping[int, Sequence[int]]) -> Type:
     return Type("S", t.dim + before + part, t.position - own[part])
 
 
-def _describe(node: fx.Node, types: Types, cuts: Mapping[int, Sequence[int]]) -> None:
+def _describe(node: fx.Node, types: Types, cuts: Cuts) -> None:
     """What the type check reads: the types of a converted value whose dimensions are cut."""
     node.meta["types"] = tuple(_moved(t, cuts) for t in types)
 

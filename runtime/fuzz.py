@@ -12,15 +12,10 @@ from autopar.trace.analysis import Analysis
 Owned = Callable[[int], bool]
 
 
-def random_type(dims: Dims, degree: int, chooser: random.Random, owned: Owned) -> Type:
+def random_type(dims: Dims, chooser: random.Random, owned: Owned) -> Type:
     """A random legal type of a value that crosses blocks; only axes that the mesh dimension owns are split."""
     choices = [I, R]
-    choices += [
-        S(d, p)
-        for d, sizes in enumerate(dims.sizes)
-        for p, size in enumerate(sizes)
-        if size % degree == 0 and owned(dims.axes[d][p])
-    ]
+    choices += [S(d, p) for d, sizes in enumerate(dims.sizes) for p in range(len(sizes)) if owned(dims.axes[d][p])]
     return chooser.choice(choices)
 
 
@@ -42,8 +37,7 @@ def random_labels(program: Program, analysis: Analysis, mesh: Mesh, seed: int) -
     def outer_types(name: str) -> tuple[Type, ...]:
         if name not in outer:
             dims = analysis.outer[name]
-            pairs = zip(mesh.degrees, owners, strict=True)
-            outer[name] = tuple(random_type(dims, degree, chooser, owned) for degree, owned in pairs)
+            outer[name] = tuple(random_type(dims, chooser, owned) for owned in owners)
         return outer[name]
 
     classes = _boundary_classes(program)

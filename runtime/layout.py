@@ -5,7 +5,7 @@ from itertools import product
 
 import torch
 
-from autopar.ir.sharding import Dims, Mesh, Type
+from autopar.ir.sharding import Dims, Mesh, Type, chunk
 
 
 def coordinates(mesh: Mesh) -> Iterator[tuple[int, ...]]:
@@ -24,9 +24,21 @@ def part(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, at:
     for kind, degree, coordinate in zip(types, mesh.degrees, at, strict=True):
         if kind.kind == "S":
             index = sum(len(dim) for dim in dims.sizes[: kind.dim]) + kind.position
-            size = out.shape[index] // degree
-            out = out.narrow(index, coordinate * size, size)
+            size = chunk(out.shape[index], degree)
+            start = min(coordinate * size, out.shape[index])
+            own = min(size, out.shape[index] - start)
+            out = padded(out.narrow(index, start, own), index, size)
     return out.reshape(dims.local_shape(types, mesh.degrees))
+
+
+def padded(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The value with zeros behind dimension `dim`, up to `size`."""
+    missing = size - value.shape[dim]
+    if not missing:
+        return value
+    pads = [0, 0] * (value.dim() - 1 - dim) + [0, missing]
+    out: torch.Tensor = torch.ops.aten.constant_pad_nd.default(value, pads)
+    return out
 
 
 def parts(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh) -> list[torch.Tensor]:
@@ -51,7 +63,7 @@ def assemble(
             group = grid[start : start + degree]
             if kind.kind == "S":
                 index = sum(len(dim) for dim in dims.sizes[: kind.dim]) + kind.position
-                merged.append(torch.cat(group, index))
+                merged.append(torch.cat(group, index).narrow(index, 0, dims.sizes[kind.dim][kind.position]))
             elif kind.kind in sums:
                 merged.append(torch.stack(group).sum(0))
             else:

@@ -49,11 +49,15 @@ class MeshDim:
 
 @dataclass(frozen=True, eq=False)
 class RankMesh:
-    """The running mesh: torch's `DeviceMesh` and one `MeshDim` per named dimension."""
+    """The running mesh: torch's `DeviceMesh` and one `MeshDim` per named dimension.
+
+    `tensor_mesh` is what parameters are split over, all dimensions but data-parallel ones; None where there is none.
+    """
 
     device_mesh: DeviceMesh
     dims: Mapping[str, MeshDim]
     spec: Mesh
+    tensor_mesh: DeviceMesh | None = None
 
     @property
     def device_type(self) -> str:
@@ -74,16 +78,21 @@ def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
 
 
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
-    """The mesh of a training run: torch's (dp_replicate, dp_shard, tp), and `dp`, `tp` of generated code.
+    """The mesh of a training run: torch's (dp_replicate, dp_shard, tensor dimensions), and those of generated code.
 
     Collective.
     """
-    shape = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
-    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    spec = degrees.mesh
+    tensor = tuple(name for name in spec.names if name != "dp")
+    shape = (degrees.dp_replicate, degrees.dp_shard, *spec.degrees[1:])
+    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard", *tensor))
     rank = dist.get_rank()
-    dp_group = device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
-    dims = {
-        "dp": MeshDim("dp", degrees.dp, dp_group, rank // degrees.tp, degrees.tp),
-        "tp": MeshDim("tp", degrees.tp, device_mesh.get_group("tp"), rank % degrees.tp, 1),
-    }
-    return RankMesh(device_mesh, dims, degrees.mesh)
+    dims = {}
+    for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
+        stride = prod(spec.degrees[index + 1 :])
+        data = name == "dp"
+        group = (
+            device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group() if data else device_mesh.get_group(name)
+        )
+        dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
+    return RankMesh(device_mesh, dims, spec, device_mesh[tensor] if degrees.tp > 1 else None)

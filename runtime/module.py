@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
-from autopar.ir.sharding import Type
 from autopar.runtime import zero
 from autopar.runtime.codegen import generate
 from autopar.runtime.execute import constant_values, graph_module, run_calls
@@ -20,7 +19,8 @@ from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.inputs import local_inputs, split_micro_batches
 from autopar.runtime.mesh import MeshDim, RankMesh
 from autopar.runtime.one_process import attributes, boundary_types
-from autopar.runtime.parameters import Held, held, local_value, make_parameter
+from autopar.runtime.outputs import as_dtensor
+from autopar.runtime.parameters import Held, held, local_value, make_parameter, zero_dim
 from autopar.runtime.randomness import Streams
 from autopar.runtime.state import flat_state
 from autopar.trace.analysis import Analysis, analyse
@@ -77,27 +77,29 @@ class ParallelModel(nn.Module):
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         }
         owners = _owners(program)
+        self._zero_dims: dict[nn.Parameter, int | None] = {}
         self.segments = nn.ModuleList()
         for index, call in enumerate(program.calls):
             own = {n: self._held[n] for n in call.arguments if isinstance(n, str) and owners.get(n) == index}
             segment = Segment(call, own)
             self._fill(segment, own, source)
-            zero.shard(segment, plan.degrees, mesh)
+            zero.shard(segment, self._zero_dims, plan.degrees, mesh)
             self.segments.append(segment)
         self._shared = {n: self._held[n] for n, owner in owners.items() if owner is None}
         self._fill(self, self._shared, source)
-        zero.shard(self, plan.degrees, mesh, root=True)
+        zero.shard(self, self._zero_dims, plan.degrees, mesh, root=True)
+        self._zero_dims.clear()  # FSDP2 has replaced the parameters
 
     def _fill(self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]) -> None:
         mesh = self.rank_mesh
         at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
-        tp_mesh = mesh.device_mesh["tp"] if self.plan.degrees.tp > 1 else None
         for name, how in names.items():
             info = self.program.parameters[name]
             whole = source(name).to(info.dtype)
             made = make_parameter(
-                how, whole, self.plan.mesh, at, tp_mesh, self.device, requires_grad=info.requires_grad
+                how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
             )
+            self._zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard)
             module.register_parameter(attribute(name), made)
 
     # Names: the model's own, whatever the layout.
@@ -254,10 +256,9 @@ class ParallelModel(nn.Module):
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
         """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
         for name, dim in self.rank_mesh.dims.items():
-            by_zero = name == "dp" and self.plan.degrees.zero > 0
             if dim.degree > 1:
-                own = [p for n, p in self.named_parameters() if name in self._held[n].deferred]
-                yield dim, [p for p in own if not (by_zero and zero.is_sharded(p))]
+                own = [(p, self._held[n]) for n, p in self.named_parameters() if name in self._held[n].deferred]
+                yield dim, [p for p, how in own if not (name == "dp" and zero.is_sharded(how, self.plan.degrees))]
 
     def _set_aside_deferred(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of this call's deferred sum."""
@@ -282,19 +283,10 @@ class ParallelModel(nn.Module):
         scope = self(values, "main", True)
         found = {"loss": scope[self.program.loss]}
         for key, name in self.program.outputs.items():
-            found[key] = self._as_dtensor(scope[name], self.types[name], name)
+            dims, types = self.analysis.outer[name], self.types[name]
+            whole = self.rank_mesh.device_mesh.size() == 1
+            found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
         return found
-
-    def _as_dtensor(self, local: torch.Tensor, types: Sequence[Type], name: str) -> torch.Tensor:
-        if dist.get_world_size() == 1:
-            return local
-        degrees = self.plan.degrees
-        by_name = dict(zip(self.plan.mesh.names, types, strict=True))
-        order = {"dp_replicate": "dp", "dp_shard": "dp", "tp": "tp"}
-        kinds = [by_name[order[n]] for n in self.rank_mesh.device_mesh.mesh_dim_names or ()]
-        assert all(k.position <= 0 for k in kinds), (name, types, degrees)
-        placements = [Shard(k.dim) if k.kind == "S" else Replicate() for k in kinds]
-        return DTensor.from_local(local.contiguous(), self.rank_mesh.device_mesh, placements, run_check=False)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""

@@ -43,19 +43,31 @@ def vocab_parallel_embedding(weight: torch.Tensor, ids: torch.Tensor, padding_id
     return rows * mine.unsqueeze(-1).to(rows.dtype)
 
 
+def _without_padding(logits: torch.Tensor, classes: int, mesh: MeshDim) -> torch.Tensor:
+    """Logits of classes that do not exist are minus infinity; all ranks hold as many."""
+    size = logits.shape[-1]
+    if size * mesh.degree == classes:
+        return logits
+    own = torch.arange(size, device=logits.device) + mesh.index() * size
+    return torch.where(own < classes, logits, torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device))
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int, mesh: MeshDim) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int, classes: int, mesh: MeshDim
+    ) -> torch.Tensor:
+        logits = _without_padding(logits, classes, mesh)
         valid = target != ignore
         local, mine = _own_ids(target, mesh, logits.shape[-1])
         mine = mine & valid
         highest = _all_reduce(logits.amax(-1), mesh, "max")
         exponents = torch.exp(logits - highest.unsqueeze(-1))
-        own = torch.gather(logits, -1, local.unsqueeze(-1)).squeeze(-1) * mine.to(logits.dtype)
+        zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
+        own = torch.where(mine, torch.gather(logits, -1, local.unsqueeze(-1)).squeeze(-1), zero)
         sums = _all_reduce(torch.stack((exponents.sum(-1), own)), mesh, "sum")
         total, wanted = sums[0], sums[1]
         ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), local, mine, valid)
-        zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
         return torch.where(valid, torch.log(total) + highest - wanted, zero).sum()
 
     @staticmethod
@@ -64,16 +76,22 @@ class _CrossEntropySum(torch.autograd.Function):
         one = torch.zeros_like(probabilities)
         one.scatter_(-1, local.unsqueeze(-1), mine.to(one.dtype).unsqueeze(-1))
         grad = (probabilities - one) * valid.to(one.dtype).unsqueeze(-1) * grads[0]
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 def vocab_parallel_cross_entropy_sum(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float, mesh: MeshDim
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    classes: int,
+    mesh: MeshDim,
 ) -> torch.Tensor:
     """Sum over tokens of the cross-entropy; `logits` (tokens, vocabulary / degree), `target` (tokens,).
 
-    Its own collectives (a maximum and a sum over ranks) make the output invariant.
+    `classes` is the size of the vocabulary; where the degree does not divide it, the last ranks hold padding. The
+    collectives inside (a maximum and a sum over ranks) make the output invariant.
     """
     assert label_smoothing == 0.0, "label smoothing keeps the vocabulary whole"
-    out: torch.Tensor = _CrossEntropySum.apply(logits, target, ignore_index, mesh)
+    out: torch.Tensor = _CrossEntropySum.apply(logits, target, ignore_index, classes, mesh)
     return out

@@ -12,27 +12,30 @@ such elements stage 3 sends 2nS instead of 3nS.
 """
 
 import warnings
+from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from autopar.ir.plan import Degrees
 from autopar.runtime.mesh import RankMesh
-from autopar.runtime.parameters import zero_dim
+from autopar.runtime.parameters import Held, zero_dim
+
+Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
 
 
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO 1 to 3 shard a parameter: FSDP2 takes no scalars, whose gradients are summed once a step."""
-    return parameter.dim() > 0
+def is_sharded(how: Held, degrees: Degrees) -> bool:
+    """Whether ZeRO shards a parameter: scalars and what `tp` leaves nothing of stay whole, summed once a step."""
+    return degrees.zero > 0 and degrees.dp > 1 and zero_dim(how, degrees.dp_shard) is not None
 
 
-def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
+def shard(module: nn.Module, dims: Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
     """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
     if degrees.zero == 0 or degrees.dp == 1:
         return
-    if not root and not any(is_sharded(p) for p in module.parameters()):
+    whole = {p for p in module.parameters() if dims.get(p, 0) is None}
+    if not root and all(p in whole for p in module.parameters()):
         return
     names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
     # generated code writes nothing in place, which is what FSDP2 warns of where a segment's output is a view
@@ -41,8 +44,8 @@ def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = F
         module,
         mesh=mesh.device_mesh[names],
         reshard_after_forward=degrees.zero == 3 and not root,
-        shard_placement_fn=lambda p: Shard(zero_dim(p, degrees.dp_shard)),
-        ignored_params={p for p in module.parameters() if not is_sharded(p)},
+        shard_placement_fn=lambda p: Shard(dims[p] or 0),
+        ignored_params=whole,
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already

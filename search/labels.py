@@ -20,7 +20,16 @@ from autopar.search import labels_legal as legal
 from autopar.search.labels_milp import Solution
 from autopar.search.labels_prices import prices_of
 from autopar.search.labels_problem import DimProblem
-from autopar.search.labels_space import DATA, Boundary, NodeKey, Solved, boundary_of, owned_axes, space_of
+from autopar.search.labels_space import (
+    DATA,
+    Boundary,
+    NodeKey,
+    Solved,
+    boundary_of,
+    owned_axes,
+    paddable_axes,
+    space_of,
+)
 from autopar.trace.analysis import Analysis
 
 
@@ -83,11 +92,13 @@ def label(
             continue  # reported below, with what else does not divide
         turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options)
         found, solution = turn.solve(relaxed=True)
-        if legal.indivisible(analysis, found) or legal.uneven_types(boundary, found):
+        paddable = paddable_axes(program, analysis, mesh.degrees[index])
+        if legal.indivisible(analysis, found, paddable) or legal.uneven_types(boundary, found, paddable):
             relaxed = found
             found, solution = turn.solve(relaxed=False)
-            more, remarks = legal.violations(program, analysis, boundary, relaxed, found)
+            more, remarks = legal.violations(program, analysis, boundary, relaxed, found, paddable)
             problems, notes = problems + more, notes + remarks
+        notes += legal.padding_notes(program, analysis, boundary, found)
         solved.append(found)
         name = mesh.names[index]
         objective[name], size[name] = solution.objective, turn.size

@@ -59,12 +59,13 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
     typed = {**labels.ports, **labels.results}
     names = [p.name for p in block.ports if p.role != "scalar"] + list(block.outputs)
     for name in names:
-        problems += _type(f"{where}, {name}", typed.get(name, ()), analysis.dims[index][name], mesh)
+        types, dims = typed.get(name, ()), analysis.dims[index][name]
+        problems += _type(f"{where}, {name}", types, dims, mesh, analysis.batch_axes)
     return problems
 
 
-def _type(where: str, types: Types, dims: Dims, mesh: Mesh) -> list[Problem]:
-    """A type per mesh dimension, none partial, each axis split once and evenly."""
+def _type(where: str, types: Types, dims: Dims, mesh: Mesh, batch: frozenset[int]) -> list[Problem]:
+    """A type per mesh dimension, none partial, each axis split once, the batch evenly."""
     if len(types) != len(mesh.degrees):
         return [Problem(path=where, rule="needs one type per mesh dimension", value=types)]
     problems, taken = [], set()
@@ -75,8 +76,10 @@ def _type(where: str, types: Types, dims: Dims, mesh: Mesh) -> list[Problem]:
             continue
         if not (0 <= t.dim < len(dims.sizes) and 0 <= t.position < len(dims.sizes[t.dim])):
             problems.append(Problem(path=where, rule=f"has no axis {t}", value=dims.sizes))
-        elif dims.sizes[t.dim][t.position] % degree or (t.dim, t.position) in taken:
-            rule = f"axis {t} of {dims.sizes[t.dim][t.position]} is not divisible by {degree}, or split twice"
+        elif (t.dim, t.position) in taken:
+            problems.append(Problem(path=where, rule=f"axis {t} is split twice"))
+        elif dims.axes[t.dim][t.position] in batch and dims.sizes[t.dim][t.position] % degree:
+            rule = f"the batch of {dims.sizes[t.dim][t.position]} is not divisible by {degree}"
             problems.append(Problem(path=where, rule=rule))
         taken.add((t.dim, t.position))
     return problems

@@ -11,13 +11,15 @@ What is less than that stays whole, right but slower, and is noted: the key proj
 than ranks, the three colour channels of a picture, a table of positions.
 """
 
+from collections.abc import Iterator
 from math import prod
 
 from autopar.cost_model.compute import operator_name
 from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
-from autopar.ir.sharding import Mesh
-from autopar.search.labels_space import DATA, Boundary, NodeKey, Solved, parameter_values
+from autopar.ir.sharding import Mesh, chunk
+from autopar.rules.variants import may_be_uneven
+from autopar.search.labels_space import DATA, Boundary, NodeKey, Solved, is_paddable, parameter_values
 from autopar.trace.analysis import Analysis
 
 SMALL = 0.2  # of the work in products and tables
@@ -56,32 +58,53 @@ def sequence_problems(program: Program, name: str, degree: int) -> list[Problem]
     ]
 
 
-def nearest_degrees(size: int, degree: int) -> str:
-    """The divisors of `size` next to `degree`: ``nearest legal degrees 2 and 4``."""
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    below = [d for d in divisors if d < degree][-1:]
-    above = [d for d in divisors if d > degree][:1]
+def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
+    """The legal degrees next to `degree`: ``nearest legal degrees 2 and 4``. `padded` counts those that padding allows."""
+    legal = [d for d in range(1, size + 1) if size % d == 0 or (padded and is_paddable(size, d))]
+    below = [d for d in legal if d < degree][-1:]
+    above = [d for d in legal if d > degree][:1]
     both = below + above
     return f"nearest legal degree{'s' if len(both) > 1 else ''} {' and '.join(str(d) for d in both)}"
 
 
-def indivisible(analysis: Analysis, solved: Solved) -> dict[int, list[NodeKey]]:
-    """Axes that a relaxed labelling splits although the degree does not divide them, and the operators that do."""
+def indivisible(analysis: Analysis, solved: Solved, paddable: frozenset[int]) -> dict[int, list[NodeKey]]:
+    """Axes that a relaxed labelling splits although the degree does not divide them, and the operators that do.
+
+    Paddable axes are none, but where an operator adds padding to data.
+    """
     found: dict[int, list[NodeKey]] = {}
     for (block, node), variant in solved.variants.items():
         if variant.factor:
-            axis, size = analysis.bounds[block][node].factors[variant.factor][variant.axis]
-            if size % solved.degree:
+            bound = analysis.bounds[block][node]
+            axis, size = bound.factors[variant.factor][variant.axis]
+            if size % solved.degree and not (axis in paddable and may_be_uneven(bound, variant.factor)):
                 found.setdefault(axis, []).append((block, node))
     return found
 
 
-def uneven_types(boundary: Boundary, solved: Solved) -> bool:
-    """Whether a value between blocks is split along an axis that the degree does not divide."""
-    return any(
-        t.kind == "S" and boundary.classes[name].dims.sizes[t.dim][t.position] % solved.degree
-        for name, t in solved.types.items()
-    )
+def uneven_types(boundary: Boundary, solved: Solved, paddable: frozenset[int]) -> bool:
+    """Whether a value between blocks is split along an axis that the degree does not divide, nor padding helps."""
+    return any(axis not in paddable for axis, _ in _uneven_axes_of_types(boundary, solved))
+
+
+def _uneven_axes_of_types(boundary: Boundary, solved: Solved) -> Iterator[tuple[int, int]]:
+    """Axes, and their sizes, along which values between blocks and parameters are split unevenly."""
+    for name, t in solved.types.items():
+        dims = boundary.classes[name].dims
+        if t.kind == "S" and dims.sizes[t.dim][t.position] % solved.degree:
+            yield dims.axes[t.dim][t.position], dims.sizes[t.dim][t.position]
+
+
+def padding_notes(program: Program, analysis: Analysis, boundary: Boundary, solved: Solved) -> list[str]:
+    """What is padded: ``tp=4: transformer.wte.weight: 50257 rows are held as 4 × 12565``."""
+    notes = []
+    for axis, size in dict(_uneven_axes_of_types(boundary, solved)).items():
+        holder, unit = _holder(program, boundary, axis), _unit(analysis, axis)
+        notes.append(
+            f"{solved.name}={solved.degree}: {holder}: {size} {unit} are held as "
+            f"{solved.degree} × {chunk(size, solved.degree)}, the last ones padding"
+        )
+    return notes
 
 
 def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
@@ -97,7 +120,12 @@ def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
 
 
 def violations(
-    program: Program, analysis: Analysis, boundary: Boundary, relaxed: Solved, true: Solved
+    program: Program,
+    analysis: Analysis,
+    boundary: Boundary,
+    relaxed: Solved,
+    true: Solved,
+    paddable: frozenset[int],
 ) -> tuple[list[Problem], list[str]]:
     """Problems of axes that should be split and cannot be, and notes on operators that stay whole."""
     of_block = [
@@ -106,11 +134,11 @@ def violations(
     calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
     total = sum(weight * count for weight, count in zip(of_block, calls, strict=True))
     problems, notes = [], []
-    for axis, keys in indivisible(analysis, relaxed).items():
+    for axis, keys in indivisible(analysis, relaxed, paddable).items():
         lost = {
             key: weight_of(program, analysis, key)
             for key in keys
-            if true.variants[key].share == 1
+            if not true.variants[key].factor
             or (_is_attention(program, analysis, key) and relaxed.variants[key].factor != true.variants[key].factor)
         }
         vocabulary = kind_of_axis(analysis, axis) == "vocabulary"
@@ -156,15 +184,18 @@ def _problem(
     program: Program, analysis: Analysis, boundary: Boundary, axis: int, keys: list[NodeKey], solved: Solved
 ) -> Problem:
     size, degree = _size(analysis, keys[0], axis), solved.degree
-    kind = kind_of_axis(analysis, axis)
     holder = _holder(program, boundary, axis)
     where = f"{holder} has" if holder else "the model has"
-    unit = {"heads": "heads", "vocabulary": "rows", "sequence": "positions"}.get(kind, "columns or rows")
     return Problem(
-        path=kind,
-        rule=f"{where} {size} {unit}, not divisible by {solved.name}={degree}",
-        suggestion=nearest_degrees(size, degree),
+        path=kind_of_axis(analysis, axis),
+        rule=f"{where} {size} {_unit(analysis, axis)}, not divisible by {solved.name}={degree}",
+        suggestion=nearest_degrees(size, degree, padded=True),
     )
+
+
+def _unit(analysis: Analysis, axis: int) -> str:
+    units = {"heads": "heads", "vocabulary": "rows", "sequence": "positions"}
+    return units.get(kind_of_axis(analysis, axis), "columns or rows")
 
 
 def _holder(program: Program, boundary: Boundary, axis: int) -> str:

@@ -23,7 +23,7 @@ from math import prod
 from autopar.cost_model.compute import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.cost_model.conversions import Wire, wire
 from autopar.ir.program import Program
-from autopar.ir.sharding import I, Type
+from autopar.ir.sharding import I, Type, chunk
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
 from autopar.search.labels_milp import Milp, Solution
@@ -145,7 +145,8 @@ class DimProblem:
         degrees: dict[str, float] = {}
         for v, degree in chosen:
             if v.factor:
-                degrees[v.factor] = degrees.get(v.factor, 1.0) * degree
+                size = bound.factors[v.factor][v.axis][1]
+                degrees[v.factor] = degrees.get(v.factor, 1.0) * size / chunk(size, degree)
         passes = PASSES if call.output.differentiable else 1.0
         seconds = passes * local_flops(bound.rule, degrees) * self.prices.flop_s[str(call.output.dtype)]
         if not is_view(call):

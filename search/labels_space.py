@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, I, Mesh, R, S, Type
-from autopar.rules.variants import Variant, variants
+from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk
+from autopar.rules.variants import Variant, may_be_uneven, variants
 from autopar.trace.analysis import Analysis
 
 NodeKey = tuple[int, str]  # (block, node)
 DATA = "dp"
+MAX_PADDED = 1.25  # a padded axis over its own size; beyond, most of what a rank computes may be padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +68,14 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The candidates on one mesh dimension. `relaxed` ones include axes that the degree does not divide."""
+    """The candidates on one mesh dimension. `relaxed` ones include every axis that the degree does not divide, others
+    the `paddable` ones only."""
 
     index: int
     name: str
     degree: int
     axes: frozenset[int]
+    paddable: frozenset[int]
     relaxed: bool
     variants: Mapping[NodeKey, tuple[Variant, ...]]
     types: Mapping[str, tuple[Type, ...]]
@@ -152,6 +155,25 @@ def owned_axes(
     return all_axes(analysis) - taken
 
 
+def is_paddable(size: int, degree: int) -> bool:
+    """Whether parts of equal size leave every rank something, and not too much of it padding."""
+    held = chunk(size, degree)
+    return size % degree != 0 and (degree - 1) * held < size and degree * held <= MAX_PADDED * size
+
+
+def paddable_axes(program: Program, analysis: Analysis, degree: int) -> frozenset[int]:
+    """Axes of parameters that may be split although the degree does not divide them: the last ranks hold zeros.
+
+    Heads, widths and vocabularies; batch and sequence are the user's to choose.
+    """
+    found: set[int] = set()
+    for name in program.parameters:
+        dims = analysis.outer[name]
+        for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
+            found |= {axis for axis, size in zip(axes, sizes, strict=True) if is_paddable(size, degree)}
+    return frozenset(found) - analysis.batch_axes - analysis.sequence_axes
+
+
 def all_axes(analysis: Analysis) -> frozenset[int]:
     bounds = (bound for block in analysis.bounds for bound in block.values())
     inner = {axis for bound in bounds for atoms in bound.factors.values() for axis, _ in atoms}
@@ -190,6 +212,7 @@ def space_of(
 ) -> Space:
     """All candidates of mesh dimension `index`."""
     name, degree = mesh.names[index], mesh.degrees[index]
+    paddable = paddable_axes(program, analysis, degree)
     found: dict[NodeKey, tuple[Variant, ...]] = {}
     for i, bounds in enumerate(analysis.bounds):
         for node, bound in bounds.items():
@@ -202,7 +225,8 @@ def space_of(
                     continue  # without a cotangent R is I
                 if variant.factor:
                     axis, size = bound.factors[variant.factor][variant.axis]
-                    if axis not in axes or not (relaxed or size % degree == 0):
+                    padded = axis in paddable and may_be_uneven(bound, variant.factor)
+                    if axis not in axes or not (relaxed or size % degree == 0 or padded):
                         continue
                     if variant.factor in bound.rule.outermost and variant.factor in earlier:
                         continue  # a rewrite serves one mesh dimension
@@ -210,8 +234,18 @@ def space_of(
             found[i, node] = tuple(kept)
     types = {}
     for c in boundary.classes.values():
-        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, require_sequence, relaxed))
-    return Space(index=index, name=name, degree=degree, axes=axes, relaxed=relaxed, variants=found, types=types)
+        fitting = None if relaxed else paddable
+        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, fitting, require_sequence))
+    return Space(
+        index=index,
+        name=name,
+        degree=degree,
+        axes=axes,
+        paddable=paddable,
+        relaxed=relaxed,
+        variants=found,
+        types=types,
+    )
 
 
 def _types_of(
@@ -220,15 +254,15 @@ def _types_of(
     mesh_dim: str,
     degree: int,
     axes: frozenset[int],
+    paddable: frozenset[int] | None,
     require_sequence: bool,
-    relaxed: bool,
 ) -> Iterator[Type]:
-    """Types that a boundary class may have; none for outputs that are dropped."""
+    """Types that a boundary class may have; none for outputs that are dropped. Without `paddable` every axis fits."""
     shards = [
         (S(d, p), axis)
         for d, (dim, sizes) in enumerate(zip(c.dims.axes, c.dims.sizes, strict=True))
         for p, (axis, size) in enumerate(zip(dim, sizes, strict=True))
-        if axis in axes and (relaxed or size % degree == 0)
+        if axis in axes and (paddable is None or size % degree == 0 or axis in paddable)
     ]
     if c.free:
         return

@@ -50,6 +50,14 @@ def S(dim: int, position: int = 0) -> Type:
     return Type("S", dim, position)
 
 
+def chunk(size: int, degree: int) -> int:
+    """Elements of an axis that one rank holds: all ranks hold as many, the last ones padding where it is uneven.
+
+    The parts are those of `torch.chunk`: rank r's begin at r times this number.
+    """
+    return -(-size // degree)
+
+
 @dataclass(frozen=True, slots=True)
 class Dims:
     """A value's dimensions, each as the sizes of its ordered axes; a dimension of size 1 is the empty product.
@@ -66,12 +74,11 @@ class Dims:
         return tuple(prod(sizes) for sizes in self.sizes)
 
     def local_sizes(self, types: Sequence[Type], degrees: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Axis sizes of one rank's part under one type per mesh dimension."""
+        """Axis sizes of one rank's part under one type per mesh dimension, with its padding."""
         local = [list(sizes) for sizes in self.sizes]
         for kind, degree in zip(types, degrees, strict=True):
             if kind.kind == "S":
-                assert local[kind.dim][kind.position] % degree == 0, (self, types, degrees)
-                local[kind.dim][kind.position] //= degree
+                local[kind.dim][kind.position] = chunk(local[kind.dim][kind.position], degree)
         return tuple(tuple(sizes) for sizes in local)
 
     def local_shape(self, types: Sequence[Type], degrees: Sequence[int]) -> tuple[int, ...]:

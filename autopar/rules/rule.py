@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 from autopar.errors import RuleError
+from autopar.ir.sharding import chunk
 
 Dim = tuple[str, ...]
 Spec = tuple[Dim, ...]
@@ -65,8 +66,14 @@ class Local:
     split: Mapping[str, tuple[tuple[str, int], ...]]  # factor -> ((mesh dimension, degree), ...)
 
     def degree(self, factors: Sequence[str]) -> int:
-        """By how much the mesh divides a product of factors."""
+        """By how much the mesh divides a product of factors that are reduced, hence even."""
         return prod(degree for factor in factors for _, degree in self.split.get(factor, ()))
+
+    def size(self, factor: str, size: int) -> int:
+        """What a rank has of a factor of that size, padding included."""
+        for _, degree in self.split.get(factor, ()):
+            size = chunk(size, degree)
+        return size
 
     def mesh_dims(self, factor: str) -> tuple[str, ...]:
         return tuple(name for name, _ in self.split.get(factor, ()))

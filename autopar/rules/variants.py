@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.sharding import Dims, I, P, R, S, Type
+from autopar.ir.sharding import Dims, I, P, R, S, Type, chunk
 from autopar.rules.rule import Rule, Spec
 
 
@@ -25,12 +25,16 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A rule bound to axes: sizes and identities of the atoms of every factor, and the dims of its values."""
+    """A rule bound to axes: sizes and identities of the atoms of every factor, and the dims of its values.
+
+    `zero_padded` operands are parameters, or linear in one: where a shard of them has padding, it is zero.
+    """
 
     rule: Rule
     factors: dict[str, tuple[tuple[int, int], ...]]  # factor -> ((atom, size), ...)
     operands: tuple[Dims, ...]
     output: Dims
+    zero_padded: frozenset[int] = frozenset()
 
     def position(self, spec: Spec, factor: str, axis: int) -> tuple[int, int] | None:
         """Where an axis of a factor lies in an operand: (dimension, position), None if it has it not."""
@@ -50,13 +54,28 @@ def split_variants(bound: Bound, degree: int) -> list[Variant]:
         if factor in rule.whole:
             continue
         for axis, (_, size) in enumerate(atoms):
-            if size % degree or (axis and factor in rule.outermost):
+            if (axis and factor in rule.outermost) or (size % degree and not may_be_uneven(bound, factor)):
                 continue
             operands = tuple(_operand_type(bound, k, factor, axis) for k in range(len(rule.inputs)))
             where = bound.position(rule.output, factor, axis)
             output = S(*where) if where else (I if factor in rule.invariant else P)
-            found.append(Variant(f"{factor}.{axis}", operands, output, 1 / degree, factor, axis))
+            share = chunk(size, degree) / size
+            found.append(Variant(f"{factor}.{axis}", operands, output, share, factor, axis))
     return found
+
+
+def may_be_uneven(bound: Bound, factor: str) -> bool:
+    """Whether a factor may be split in parts of which the last are padded.
+
+    Along a parallel factor padding never meets data, and as nothing reads what comes of it, its cotangent is zero. A
+    reduced factor adds padding to data: a product may, if one of its operands is zero there. Rewrites look no ids up
+    in the padding.
+    """
+    rule = bound.rule
+    if factor not in rule.reduced or factor in rule.outermost:
+        return True
+    having = (k for k, spec in enumerate(rule.inputs) if any(factor in dim for dim in spec))
+    return rule.flops is not None and any(k in bound.zero_padded for k in having)
 
 
 def _operand_type(bound: Bound, index: int, factor: str, axis: int) -> Type:

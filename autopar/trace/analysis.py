@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.axes import Axes, Variable
-from autopar.ir.program import Program
+from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Call, Rule, Slot, Spec, whole_rule
@@ -167,6 +167,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     }
     crossing = {r for call in program.calls for r in call.results}
     hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence
+    zero_padded = [_zero_padded(b, state.rules[i], state.operands[i]) for i, b in enumerate(program.blocks)]
     bounds = tuple(
         {
             name: Bound(
@@ -174,6 +175,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
                 {f: tuple((a, axes.size(a)) for a in axes.atoms(v)) for f, v in factors.items()},
                 tuple(state.dims(state.values[i][n]) for n in state.operands[i][name]),
                 state.dims(state.values[i][name]),
+                frozenset(k for k, n in enumerate(state.operands[i][name]) if n in zero_padded[i]),
             )
             for name, (rule, factors) in rules.items()
         }
@@ -189,6 +191,17 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         sequence_axes=frozenset(sequence),
         hidden_axes=frozenset(hidden),
     )
+
+
+def _zero_padded(
+    block: Block, rules: Mapping[NodeName, tuple[Rule, object]], operands: Mapping[NodeName, tuple[NodeName, ...]]
+) -> set[NodeName]:
+    """Parameters of a block and what is linear in nothing else: where their shards have padding, it is zero."""
+    found = {port.name for port in block.ports if port.role == "parameter"}
+    for name, (rule, _) in rules.items():
+        if operands[name] and rule.linear and all(operand in found for operand in operands[name]):
+            found.add(name)
+    return found
 
 
 def described(program: Program, analysis: Analysis) -> Program:

@@ -206,26 +206,40 @@ def refused(model: str, degrees: Degrees, **sizes: int) -> list[str]:
 
 
 def test_every_axis_that_does_not_divide_is_named_at_once() -> None:
-    assert refused("llama", Degrees(tp=5, dp_shard=3), vocabulary=161) == [
+    assert refused("llama", Degrees(tp=7, dp_shard=3), vocabulary=8) == [
         "batch: 4 sequences are not divisible by dp=3 (nearest legal degrees 2 and 4)",
-        "vocabulary: model.embed_tokens.weight has 161 rows, not divisible by tp=5 (nearest legal degrees 1 and 7)",
-        "heads: model.layers.0.self_attn.v_proj.weight has 4 heads, not divisible by tp=5 (nearest legal degree 4)",
-        "width: model.layers.0.mlp.down_proj.weight has 96 columns or rows, not divisible by tp=5 "
-        "(nearest legal degrees 4 and 6)",
-        "vocabulary: lm_head.weight has 161 rows, not divisible by tp=5 (nearest legal degrees 1 and 7)",
+        "vocabulary: model.embed_tokens.weight has 8 rows, not divisible by tp=7 (nearest legal degrees 4 and 8)",
+        "heads: model.layers.0.self_attn.v_proj.weight has 4 heads, not divisible by tp=7 (nearest legal degree 4)",
+        "vocabulary: lm_head.weight has 8 rows, not divisible by tp=7 (nearest legal degrees 4 and 8)",
     ]
 
 
 def test_a_tied_vocabulary_is_named_once() -> None:
-    found = refused("gpt2", Degrees(tp=2), vocabulary=161)
+    found = refused("gpt2", Degrees(tp=16, sequence_parallel=False), heads=16, vocabulary=100)
     assert found == [
-        "vocabulary: transformer.wte.weight has 161 rows, not divisible by tp=2 (nearest legal degrees 1 and 7)"
+        "vocabulary: transformer.wte.weight has 100 rows, not divisible by tp=16 (nearest legal degrees 15 and 17)"
     ]
 
 
-def test_more_ranks_than_key_heads_are_refused() -> None:
-    assert refused("llama", Degrees(tp=8)) == [
-        "heads: model.layers.0.self_attn.v_proj.weight has 4 heads, not divisible by tp=8 (nearest legal degree 4)"
+def test_axes_of_parameters_are_padded() -> None:
+    """An uneven vocabulary and uneven widths are split all the same, and what is padded is noted."""
+    program = program_of("llama", heads=30, vocabulary=161)
+    found = label(program, analyse(program), Degrees(tp=4), ClusterSpec.preset("8xcpu"))
+    block = "model.layers.0"
+    assert operator(found, block, "self_attn.q_proj:linear:0") == "o.0"
+    assert operator(found, block, "self_attn.o_proj:linear:0") == "i.0"
+    embedding = next(b for b in found.blocks if "model_embed_tokens_weight" in b.ports)
+    assert embedding.ports["model_embed_tokens_weight"][1] == S(0)
+    assert [n for n in found.notes if "padding" in n] == [
+        "tp=4: model.embed_tokens.weight: 161 rows are held as 4 × 41, the last ones padding",
+        "tp=4: model.layers.0.self_attn.v_proj.weight: 15 heads are held as 4 × 4, the last ones padding",
+        "tp=4: lm_head.weight: 161 rows are held as 4 × 41, the last ones padding",
+    ]
+
+
+def test_where_most_would_be_padding_the_degree_is_refused() -> None:
+    assert refused("gpt2", Degrees(tp=4), heads=6) == [
+        "heads: transformer.h.0.attn.c_proj.weight has 6 heads, not divisible by tp=4 (nearest legal degrees 3 and 6)"
     ]
 
 

@@ -57,7 +57,7 @@ def convolution(call: Call) -> Rule:
 
     def emit(call: Call, local: Local) -> tuple[Step, ...]:
         operands = (*call.args[:2], bias, stride, padding, dilation)
-        return (Step(call.target, (*operands, groups // local.degree(("g",)))),)
+        return (Step(call.target, (*operands, local.size("g", groups))),)
 
     additive = {bias.index} if isinstance(bias, Slot) else set()
     linear = [{x} | additive]

@@ -19,7 +19,8 @@ def _emit_cross_entropy(call: Call, local: Local) -> tuple[Step, ...]:
         return (original(call),)
     (name,) = mesh_dims
     ignore, smoothing = call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
-    arguments = (call.args[0], call.args[1], ignore, smoothing, MeshDimRef(name))
+    classes = call.operands[slot_of(call.args[0])].shape[1 if len(local.operand_shapes[0]) > 1 else 0]
+    arguments = (call.args[0], call.args[1], ignore, smoothing, classes, MeshDimRef(name))
     return (Step("vocab_parallel_cross_entropy_sum", arguments),)
 
 

@@ -40,7 +40,7 @@ def group_norm(call: Call) -> Rule:
     whole = {"c", *(f"d{d}" for d in range(2, len(spec)))}
 
     def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        num_groups = groups // local.degree(("g",))
+        num_groups = local.size("g", groups)
         return (Step(call.target, (call.args[0], num_groups, *call.args[2:]), call.kwargs),)
 
     return rule_from(call, in_order(call, specs), spec, sizes=sizes, whole=whole, emit=emit)
