@@ -16,6 +16,7 @@ from autopar.runtime.inputs import split_micro_batches
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.passes.without_dropout import without_dropout
+from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
 from autopar.runtime.promote import promoted
 from autopar.runtime.state import FlatShards
 
@@ -86,6 +87,7 @@ def reference_steps(
     program: Program, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]], accumulate: int
 ) -> Steps:
     """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
+    source = with_pieces(program, source)
     parameters = {
         name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
         for name, info in program.parameters.items()
@@ -125,14 +127,16 @@ def reference_steps(
             loss = values[program.loss] / (len(pieces) if program.loss_reduction == "mean" else 1)
             loss.backward()
             total = total + loss.detach()
+        complete_gradients(program, parameters)
         if step == 0:
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
-            found.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+            gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+            found.gradients = joined(program, gradients)
         found.losses.append(total)
         found.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = {n: p.detach() for n, p in parameters.items()}
+    found.weights = joined(program, {n: p.detach() for n, p in parameters.items()})
     return found
 
 
@@ -180,7 +184,8 @@ def parallel_steps(
         found.norms.append(model.clip_grad_norm_(MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = {n: _whole(v) for n, v in model.state_dict().items() if n in program.parameters}
+    state = model.state_dict()
+    found.weights = {n: _whole(state[n]) for n, _ in by_whole(program)}
     return found
 
 

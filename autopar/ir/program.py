@@ -23,7 +23,7 @@ Role = Literal["input", "parameter", "buffer", "constant", "scalar", "value"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOf:
-    """Which rows of which parameter of the model a piece is: `start` to `stop` of dimension `dim` of a whole `shape`."""
+    """What part of a parameter of the model a piece is: `start` to `stop` of dimension `dim` of a whole `shape`."""
 
     name: str
     dim: int

@@ -30,9 +30,11 @@ def matmul_to_linear(graph: fx.Graph) -> None:
 def _with_bias(node: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """The addition that alone uses a product and adds a bias of its output size, with the bias; else the product."""
     only = next(iter(node.users)) if len(node.users) == 1 else node
-    if only.target is aten.add.Tensor and only.args[0] is node and not only.kwargs:
-        bias = only.args[1]
-        if isinstance(bias, fx.Node) and bias.op == "placeholder":
-            if tuple(bias.meta["val"].shape) == (weight.meta["val"].shape[0],):
-                return only, (bias,)
-    return node, ()
+    if only.target is not aten.add.Tensor or only.args[0] is not node or only.kwargs:
+        return node, ()
+    bias = only.args[1]
+    if not isinstance(bias, fx.Node) or bias.op != "placeholder":
+        return node, ()
+    value, product = bias.meta["val"], node.meta["val"]
+    fits = tuple(value.shape) == (weight.meta["val"].shape[0],) and value.dtype == product.dtype
+    return (only, (bias,)) if fits else (node, ())

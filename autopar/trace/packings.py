@@ -27,11 +27,17 @@ Interval = tuple[int, int]  # of rows of the weight, the stop excluded
 def split_packings(flat: Flat, tied: frozenset[str]) -> None:
     """Cut every unequally packed linear of a normalised graph in place; `tied` names parameters to leave whole."""
     slice_at_constants(flat)
+    wholes: list[fx.Node] = []
     for node in list(flat.graph.nodes):
         if _is_parameter(flat, node) and flat.placeholders[node.name][1] not in tied:
             packing = _packing_of(flat, node, tied)
             if packing is not None:
                 _cut(flat, packing)
+                wholes += (packing.weight, *packing.biases)
+    flat.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    for whole in wholes:
+        flat.graph.erase_node(whole)
+        del flat.placeholders[whole.name]
     flat.graph.lint()
 
 
@@ -250,10 +256,6 @@ def _cut(flat: Flat, packing: _Packing) -> None:
             made[linear, piece].meta = _meta(linear, len(_info(linear).shape) - 1, piece[1] - piece[0])
         for take in takes:
             _replace(flat.graph, linear, take, _piece_with(packing.pieces, take), made)
-    flat.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    for whole in (packing.weight, *packing.biases):
-        flat.graph.erase_node(whole)
-        del flat.placeholders[whole.name]
 
 
 def _replace(
@@ -265,7 +267,7 @@ def _replace(
         if (node, piece) not in made:
             units = (piece[1] - piece[0]) // at.rows
             with graph.inserting_before(node):
-                new = graph.node_copy(node, lambda _, source=value: source)
+                new = graph.node_copy(node, {node.all_input_nodes[0]: value}.__getitem__)
             if node.target is aten.reshape.default:
                 new.args = (value, [*_info(node).shape[: at.dim], units, *_info(node).shape[at.dim + 1 :]])
             new.meta = _meta(node, at.dim, units)
