@@ -7,7 +7,13 @@ import pytest
 import torch
 from equivalence import Case, case_of, check, check_random, labelled, run
 
+from autopar.degrees import resolve_degrees
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.sharding import Mesh
+from autopar.planning import make_plan
+from autopar.runtime.check_gradients import gradient_table
+from autopar.runtime.check_types import check_types
+from autopar.runtime.one_process import generate_all
 from autopar.runtime.pieces import joined
 
 pytest.importorskip("transformers")
@@ -73,3 +79,29 @@ def test_equal_to_one_device(model: str, mesh: Mesh) -> None:
 @pytest.mark.parametrize("model", list(MODELS))
 def test_random_labels(model: str, seed: int) -> None:
     check_random(the_case(model), BOTH, seed)
+
+
+@pytest.mark.parametrize("model", ["phi3", "falcon"])
+def test_types_and_gradient_sums(model: str) -> None:
+    """Every piece's gradient is summed once, and the types of the generated code hold globally."""
+    pytest.importorskip("spmd_types")
+    case = the_case(model)
+    labels = labelled(case, BOTH)
+    assert check_types(case.program, case.analysis(BOTH), labels, BOTH).passed
+    rows = gradient_table(case.program, generate_all(case.program, case.analysis(BOTH), labels, BOTH), BOTH)
+    assert {row.parameter for row in rows} == set(case.program.parameters)
+
+
+def test_a_plan_lists_the_pieces() -> None:
+    model, inputs = packed_models.phi3()
+    degrees = resolve_degrees({"tp": 2, "dp": 2}, 4, 4)
+    _, plan = make_plan(model, ClusterSpec.preset("4xcpu"), inputs, degrees, name="phi3")
+    assert plan.summary is not None
+    pieces = {p.name: (p.num_copies, p.shape, p.split["tp"]) for p in plan.summary.parameters if "qkv_proj" in p.name}
+    column = "dimension 0 in 2 (column-parallel)"
+    assert pieces == {
+        "model.layers.*.self_attn.qkv_proj.weight[0:32]": (2, (32, 32), column),
+        "model.layers.*.self_attn.qkv_proj.weight[32:48]": (2, (16, 32), column),
+        "model.layers.*.self_attn.qkv_proj.weight[48:64]": (2, (16, 32), column),
+    }
+    assert all(name in plan.explain() for name in pieces)
