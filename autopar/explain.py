@@ -15,7 +15,7 @@ from autopar.cost_model.conversions import TABLE
 from autopar.ir.explanation import as_text
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, Kind, Type
+from autopar.ir.sharding import DATA, Dims, Kind, Type
 from autopar.ir.summary import BlockSummary, ParameterSummary, Summary, Traffic, WithoutRule
 from autopar.runtime.codegen import generate
 from autopar.trace.analysis import Analysis, analyse
@@ -201,14 +201,22 @@ def _source(node: fx.Node) -> fx.Node:
 def _sent(node: fx.Node, collective: Collective, analysis: Analysis, plan: Plan, index: int) -> int:
     mesh_dim = node.args[1]
     assert isinstance(mesh_dim, fx.Node)
-    source, here = _source(node), plan.mesh.names.index(str(mesh_dim.target))
+    source, here = _source(node), plan.mesh.indices(str(mesh_dim.target))
     # what the other mesh dimensions split does not change here; "types" of a fused gather are those of its input
     held = node.meta.get("types") or _typed(node)
     names = analysis.dims[index]
     dims = names[source.name] if source.name in names else names[re.sub(r"_\d+$", "", source.name)]
-    others = (d for j, (t, d) in enumerate(zip(held, plan.mesh.degrees, strict=True)) if j != here and t.kind == "S")
+    others = (
+        d for j, (t, d) in enumerate(zip(held, plan.mesh.degrees, strict=True)) if j not in here and t.kind == "S"
+    )
     whole = prod(dims.shape) * _item_bytes(source, analysis, index) / prod(others)
-    return round(sent_bytes(collective, whole, plan.mesh.degrees[here]))
+    return round(sent_bytes(collective, whole, plan.mesh.degree_of(str(mesh_dim.target))))
+
+
+def _split_by_others(types: tuple[Type, ...], plan: Plan, here: tuple[int, ...]) -> int:
+    """By how much mesh dimensions other than those of a collective divide a value."""
+    pairs = enumerate(zip(types, plan.mesh.degrees, strict=True))
+    return prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
 
 
 def _typed(node: fx.Node) -> tuple[Type, ...]:
@@ -231,7 +239,7 @@ def _loss_sends(
 ) -> Iterator[tuple[str, str, Collective, int]]:
     """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`autopar.runtime.vocabulary`)."""
     dim = str(node.args[-1].target) if isinstance(node.args[-1], fx.Node) else ""
-    here = plan.mesh.names.index(dim)
+    here = plan.mesh.indices(dim)
     logits = node.args[0]
     assert isinstance(logits, fx.Node)
     source = _source(logits)
@@ -239,10 +247,12 @@ def _loss_sends(
     types: tuple[Type, ...] = logits.meta["types"]
     if dims is None:
         return
-    others = (d for j, (t, d) in enumerate(zip(types, plan.mesh.degrees, strict=True)) if j != here and t.kind == "S")
+    others = (
+        d for j, (t, d) in enumerate(zip(types, plan.mesh.degrees, strict=True)) if j not in here and t.kind == "S"
+    )
     tokens = prod(dims.shape[:-1]) * _item_bytes(source, analysis, index) / prod(others)
     for count in (1, 2):
-        yield dim, "forward", "all_reduce", round(sent_bytes("all_reduce", count * tokens, plan.mesh.degrees[here]))
+        yield dim, "forward", "all_reduce", round(sent_bytes("all_reduce", count * tokens, plan.mesh.degree_of(dim)))
 
 
 # ---- what happens once ----
@@ -260,12 +270,11 @@ def _once_a_step(program: Program, plan: Plan) -> Iterator[str]:
         }[degrees.zero]
     if degrees.dp_replicate > 1:
         yield f"dp: gradient shards are all-reduced over {degrees.dp_replicate} replicas"
-    if degrees.tp > 1:
-        index = plan.mesh.names.index("tp")
-        uses = _first_uses(program)
+    uses = _first_uses(program)
+    for index, (name, degree) in enumerate(plan.mesh.as_dict().items()):
         deferred = [n for n, (types, _) in uses.items() if types(plan.blocks)[index].kind == "R"]
-        if deferred:
+        if deferred and degree > 1 and name != DATA:
             trained = sum(program.parameters[n].num_elements for n in deferred)
-            yield f"tp: gradients of {len(deferred)} replicated parameters ({trained:,} elements) are all-reduced"
+            yield f"{name}: gradients of {len(deferred)} replicated parameters ({trained:,} elements) are all-reduced"
     if program.unused:
         yield f"{len(program.unused)} parameters do not take part in the loss: {', '.join(program.unused[:5])}"

@@ -1,18 +1,21 @@
 """From a model, a cluster and wished degrees to a program and its plan."""
 
+import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.explain import with_summary
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.search.labels import label
+from autopar.search.tensor_dims import tensor_dims
 from autopar.trace.analysis import analyse
 from autopar.trace.capture import Inputs, input_names
 from autopar.trace.trace import batch_and_sequence, trace
@@ -41,8 +44,12 @@ def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees) -> P
 
 
 def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: str) -> Plan:
-    """The plan that the labeller finds for a program."""
+    """The plan that the labeller finds for a program, with `tp` as two mesh dimensions where key heads want it."""
     analysis = analyse(program, degrees.mesh)
+    split = tensor_dims(program, analysis, degrees.tp) if degrees.tp_dims is None else None
+    if split is not None:
+        with contextlib.suppress(PlanError, InfeasibleError):
+            return label_plan(program, cluster, replace(degrees, tp_dims=split), name)
     found = label(program, analysis, degrees, cluster)
     plan = Plan(
         fingerprint=program.fingerprint,

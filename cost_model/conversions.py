@@ -6,11 +6,12 @@ pass, None where nothing goes over the wire.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.cost_model.collectives import Collective, sent_bytes
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, Kind, Mesh, Type, chunk
+from autopar.ir.sharding import Dims, Kind, Mesh, Type, chunk, steps
 from autopar.rules.variants import by_label, variants
 from autopar.trace.analysis import Analysis
 
@@ -128,29 +129,32 @@ def _of_block(
     for (name, target), users in wanted.items():
         info, current = infos[name], list(types[name])
         item = info.dtype.itemsize
-        order = sorted((i for i in range(len(current)) if current[i] != target[i]), key=lambda i: target[i].kind != "S")
-        for i in order:  # conversions that shrink the value go first, as in the generated code
-            others = [t for j, t in enumerate(current) if j != i]
-            degrees = [d for j, d in enumerate(mesh.degrees) if j != i]
-            dims = analysis.dims[index][name]
+        dims = analysis.dims[index][name]
+        for indices in steps(dims, current, target, mesh):
+            i = indices[0]
+            others = [t for j, t in enumerate(current) if j not in indices]
+            degrees = [d for j, d in enumerate(mesh.degrees) if j not in indices]
             whole = float(item)
             for sizes in dims.local_sizes(others, degrees):
                 for size in sizes:
                     whole *= size
-            whole *= _padding(dims, current[i], target[i], mesh.degrees[i])
+            ranks = prod(mesh.degrees[j] for j in indices)
+            if len(indices) == 1:  # joined shards are even
+                whole *= _padding(dims, current[i], target[i], ranks)
             forward, backward = wire(current[i], target[i], info.differentiable)
             yield Conversion(
                 block=index,
                 value=name,
                 role=roles.get(name, "node"),
-                mesh_dim=mesh.names[i],
+                mesh_dim=mesh.names[i] if len(indices) == 1 else mesh.joined(i) or "",
                 source=current[i],
                 target=target[i],
                 forward=forward,
                 backward=backward,
-                forward_bytes=sent_bytes(forward, whole, mesh.degrees[i]) if forward else 0.0,
-                backward_bytes=sent_bytes(backward, whole, mesh.degrees[i]) if backward else 0.0,
+                forward_bytes=sent_bytes(forward, whole, ranks) if forward else 0.0,
+                backward_bytes=sent_bytes(backward, whole, ranks) if backward else 0.0,
                 uses=tuple(users),
                 calls=calls,
             )
-            current[i] = target[i]
+            for j in indices:
+                current[j] = target[j]

@@ -134,7 +134,7 @@ def _returns(node: fx.Node, index: int, mesh_dim: str) -> list[tuple[str, str]]:
         if user.target in CONVERSIONS:
             axis = user.args[1]
             assert isinstance(axis, fx.Node)
-            if str(axis.target) != mesh_dim:
+            if mesh_dim not in (str(axis.target), *str(axis.target).split("_")):
                 found += _returns(user, index, mesh_dim)
                 continue
             source, target = CONVERSIONS[user.target]

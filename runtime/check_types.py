@@ -145,7 +145,7 @@ def check_types(
 ) -> TypeReport:
     """Type-check every distinct block of a program under its labels. Nothing is computed or sent."""
     generated = [
-        generate(analysis, block, i, labels[i], mesh, device="meta", regather=regather)
+        generate(analysis, block, i, labels[i], mesh, device="meta", regather=regather, join=False)
         for i, block in enumerate(program.blocks)
     ]
     return check_generated(program, analysis, generated, mesh)

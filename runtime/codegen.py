@@ -17,9 +17,9 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
-from autopar.ir.sharding import Dims, Mesh, Type, chunk
+from autopar.ir.sharding import Dims, Mesh, Type, chunk, steps
 from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
-from autopar.rules.variants import Bound, Variant, by_label, variants
+from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 from autopar.runtime import conversions, vocabulary
 from autopar.runtime.passes.random_streams import bind_streams
 from autopar.runtime.passes.regather import fuse_gathers
@@ -69,9 +69,9 @@ def same(source: Type, target: Type, differentiable: bool) -> bool:
 class _Writer:
     """Writes one block's graph; holds the conversions made so far."""
 
-    def __init__(self, block: Block, mesh: Mesh, dims: Mapping[str, Dims], device: str) -> None:
+    def __init__(self, block: Block, mesh: Mesh, dims: Mapping[str, Dims], device: str, join: bool) -> None:
         self.graph = fx.Graph()
-        self.block, self.mesh, self.dims, self.device = block, mesh, dims, device
+        self.block, self.mesh, self.dims, self.device, self.join = block, mesh, dims, device, join
         self.values: dict[str, fx.Node] = {}
         self.types: dict[str, Types] = {}
         self.differentiable: dict[str, bool] = {}
@@ -98,20 +98,27 @@ class _Writer:
         return self.converted[key]
 
     def convert(self, node: fx.Node, dims: Dims, source: Types, target: Types) -> fx.Node:
-        """One conversion per differing mesh dimension; those that shrink the value go first."""
-        todo = [i for i in range(len(source)) if source[i] != target[i]]
+        """One conversion per differing mesh dimension, or pair of them."""
         current = list(source)
-        for i in sorted(todo, key=lambda i: target[i].kind != "S"):
+        found = steps(dims, source, target, self.mesh)
+        if not self.join:
+            found = [(i,) for indices in found for i in indices]
+        for indices in found:
             before = tuple(current)
-            current[i] = target[i]
-            node = self.convert_one(node, dims, before, tuple(current), i)
+            for i in indices:
+                current[i] = target[i]
+            node = self.convert_one(node, dims, before, tuple(current), indices)
         return node
 
-    def convert_one(self, node: fx.Node, dims: Dims, source: Types, target: Types, i: int) -> fx.Node:
+    def convert_one(self, node: fx.Node, dims: Dims, source: Types, target: Types, indices: tuple[int, ...]) -> fx.Node:
+        i = indices[0]
         a, b = source[i], target[i]
         inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
         degrees = self.mesh.degrees
-        mesh_dim = self.mesh_dim(self.mesh.names[i])
+        name = self.mesh.names[i] if len(indices) == 1 else self.mesh.joined(i)
+        assert name is not None
+        mesh_dim = self.mesh_dim(name)
+        uneven = len(indices) == 1  # joined shards are even
         cuts: dict[int, list[int]] = {}
         if inner:
             cuts = {
@@ -121,8 +128,9 @@ class _Writer:
             node = self.reshape(node, _cut(dims.local_sizes(source, degrees), cuts))
             _describe(node, source, cuts)
             a, b = _moved(a, cuts), _moved(b, cuts)
-        before = _cut(dims.local_sizes(source, degrees), cuts)
-        node = self.pad(node, before, source, b, _size(dims, target[i]), degrees[i], cuts)
+        if uneven:
+            before = _cut(dims.local_sizes(source, degrees), cuts)
+            node = self.pad(node, before, source, b, _size(dims, target[i]), degrees[i], cuts)
         if a.kind == "S" and b.kind == "S":
             node = self.call(conversions.all_to_all, (node, mesh_dim, a.dim, b.dim))
         elif (a.kind, b.kind) in _NO_DIM:
@@ -131,7 +139,7 @@ class _Writer:
             shard = a if a.kind == "S" else b
             node = self.call(_ONE_DIM[a.kind, b.kind], (node, mesh_dim, shard.dim))
         _describe(node, target, cuts)
-        if a.kind == "S" and _size(dims, source[i]) % degrees[i]:
+        if uneven and a.kind == "S" and _size(dims, source[i]) % degrees[i]:
             size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]
             node = self.call(torch.ops.aten.slice.Tensor, (node, a.dim, 0, size))
             _describe(node, target, cuts)
@@ -252,6 +260,8 @@ def chosen_variants(bound: Bound, labels: Sequence[str], mesh: Mesh, where: str)
             found.append(by_label(variants(bound, degree), label))
         except KeyError as error:
             raise PlanError(f"{where}, mesh dimension {name}: {error.args[0]}") from error
+    if not rewrites_fit(bound, found, mesh.degrees):
+        raise PlanError(f"{where}: no rewrite for {tuple(labels)}; plan again")
     return found
 
 
@@ -265,9 +275,13 @@ def generate(
     device: str = "cpu",
     keep: Sequence[str] | None = None,
     regather: bool = False,
+    join: bool = True,
 ) -> Generated:
-    """One rank's graph of a block. `keep` names the outputs wanted (default: all)."""
-    writer = _Writer(block, mesh, analysis.dims[index], device)
+    """One rank's graph of a block. `keep` names the outputs wanted (default: all).
+
+    `join` makes equal conversions on two neighbouring mesh dimensions one.
+    """
+    writer = _Writer(block, mesh, analysis.dims[index], device, join)
     for port in block.ports:
         node = writer.graph.placeholder(port.name)
         writer.define(port.name, node, tuple(labels.ports.get(port.name, ())), port.differentiable)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Mesh, R, S, Type
-from autopar.rules.variants import Bound, Variant, variants
+from autopar.rules.variants import Bound, Variant, rewrites_fit, variants
 from autopar.trace.analysis import Analysis
 
 Owned = Callable[[int], bool]
@@ -84,16 +84,15 @@ def _boundary_classes(program: Program) -> dict[str, str]:
 def _random_label(bound: Bound, mesh: Mesh, chooser: random.Random, owners: tuple[Owned, ...]) -> tuple[str, ...]:
     chosen: list[Variant] = []
     for degree, owned in zip(mesh.degrees, owners, strict=True):
-        legal = [v for v in variants(bound, degree) if _legal(v, bound, chosen, owned)]
+        degrees = mesh.degrees[: len(chosen) + 1]
+        legal = [
+            v for v in variants(bound, degree) if _legal(v, bound, owned) and rewrites_fit(bound, [*chosen, v], degrees)
+        ]
         split = [v for v in legal if v.factor]
         chosen.append(chooser.choice(split if split and chooser.random() < 0.8 else legal))
     return tuple(v.label for v in chosen)
 
 
-def _legal(variant: Variant, bound: Bound, chosen: list[Variant], owned: Owned) -> bool:
-    """Only owned axes are split; an operator is rewritten for one mesh dimension at most."""
-    if not variant.factor:
-        return True
-    if variant.factor in bound.rule.outermost and any(c.factor == variant.factor for c in chosen):
-        return False
-    return owned(bound.factors[variant.factor][variant.axis][0])
+def _legal(variant: Variant, bound: Bound, owned: Owned) -> bool:
+    """Only owned axes are split."""
+    return not variant.factor or owned(bound.factors[variant.factor][variant.axis][0])

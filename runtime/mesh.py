@@ -49,7 +49,7 @@ class MeshDim:
 
 @dataclass(frozen=True, eq=False)
 class RankMesh:
-    """The running mesh: torch's `DeviceMesh` and one `MeshDim` per named dimension.
+    """The running mesh: torch's `DeviceMesh`, one `MeshDim` per named dimension, and one per pair that can be joined.
 
     `tensor_mesh` is what parameters are split over, all dimensions but data-parallel ones; None where there is none.
     """
@@ -74,7 +74,19 @@ def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
         stride = prod(spec.degrees[index + 1 :])
         group = device_mesh.get_group(name)
         dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
-    return RankMesh(device_mesh, dims, spec)
+    return RankMesh(device_mesh, dims | _joined(device_mesh, spec, rank), spec)
+
+
+def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int) -> dict[str, MeshDim]:
+    """Neighbouring tensor dimensions taken as one."""
+    found = {}
+    for i in range(len(spec.names)):
+        name = spec.joined(i)
+        if name is not None:
+            group = device_mesh[spec.names[i : i + 2]]._flatten(name).get_group()
+            degree, stride = spec.degree_of(name), prod(spec.degrees[i + 2 :])
+            found[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
+    return found
 
 
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
@@ -95,4 +107,5 @@ def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
             device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group() if data else device_mesh.get_group(name)
         )
         dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
+    dims |= _joined(device_mesh, spec, rank)
     return RankMesh(device_mesh, dims, spec, device_mesh[tensor] if degrees.tp > 1 else None)

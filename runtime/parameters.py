@@ -18,10 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autopar.ir.sharding import Dims, Mesh, Type, chunk
+from autopar.ir.sharding import DATA, Dims, Mesh, Type, chunk
 from autopar.runtime.layout import padded, part
-
-DATA = "dp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

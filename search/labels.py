@@ -10,18 +10,18 @@ turn is exact but for one thing: an earlier dimension does not know how much a l
 
 import time
 from dataclasses import dataclass
+from math import prod
 
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
-from autopar.ir.sharding import I, Mesh, Type
+from autopar.ir.sharding import DATA, I, Mesh, Type
 from autopar.search import labels_legal as legal
 from autopar.search.labels_milp import Solution
 from autopar.search.labels_prices import prices_of
 from autopar.search.labels_problem import DimProblem
 from autopar.search.labels_space import (
-    DATA,
     Boundary,
     NodeKey,
     Solved,
@@ -80,8 +80,8 @@ def label(
     boundary = boundary_of(program, analysis)
     problems = legal.batch_problems(program, mesh)
     if degrees.sequence_parallel:
-        for name, degree in mesh.as_dict().items():
-            problems += legal.sequence_problems(program, name, degree) if name != DATA and degree > 1 else []
+        tensor = {name: degree for name, degree in mesh.as_dict().items() if name != DATA and degree > 1}
+        problems += legal.sequence_problems(program, " × ".join(tensor), prod(tensor.values())) if tensor else []
     solved: list[Solved] = []
     notes: list[str] = []
     objective: dict[str, float] = {}

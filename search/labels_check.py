@@ -6,7 +6,7 @@ from autopar.errors import PlanError, Problem
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Dims, Mesh, Type
-from autopar.rules.variants import by_label, variants
+from autopar.rules.variants import Variant, by_label, rewrites_fit, variants
 from autopar.trace.analysis import Analysis
 
 Types = tuple[Type, ...]
@@ -42,20 +42,21 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
         if len(chosen) != len(mesh.degrees):
             problems.append(Problem(path=f"{where}, {key}", rule="needs one label per mesh dimension", value=chosen))
             continue
-        axes, factors = [], []
+        axes: list[int] = []
+        found: list[Variant] = []
         for degree, label in zip(mesh.degrees, chosen, strict=True):
             try:
                 variant = by_label(variants(bound, degree), label)
             except KeyError as error:
                 problems.append(Problem(path=f"{where}, {key}", rule=str(error.args[0])))
                 continue
+            found.append(variant)
             if variant.factor:
                 axes.append(bound.factors[variant.factor][variant.axis][0])
-                factors.append(variant.factor)
         if len(set(axes)) < len(axes):
             problems.append(Problem(path=f"{where}, {key}", rule="one axis is split twice", value=chosen))
-        if any(factors.count(f) > 1 for f in bound.rule.outermost):
-            problems.append(Problem(path=f"{where}, {key}", rule="a rewrite serves one mesh dimension", value=chosen))
+        if len(found) == len(chosen) and not rewrites_fit(bound, found, mesh.degrees):
+            problems.append(Problem(path=f"{where}, {key}", rule="a rewrite needs a contiguous range", value=chosen))
     typed = {**labels.ports, **labels.results}
     names = [p.name for p in block.ports if p.role != "scalar"] + list(block.outputs)
     for name in names:

@@ -17,9 +17,9 @@ from math import prod
 from autopar.cost_model.compute import operator_name
 from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
-from autopar.ir.sharding import Mesh, chunk
+from autopar.ir.sharding import DATA, Mesh, chunk
 from autopar.rules.variants import may_be_uneven
-from autopar.search.labels_space import DATA, Boundary, NodeKey, Solved, is_paddable, parameter_values
+from autopar.search.labels_space import Boundary, NodeKey, Solved, is_paddable, parameter_values
 from autopar.trace.analysis import Analysis
 
 SMALL = 0.2  # of the work in products and tables
@@ -59,7 +59,7 @@ def sequence_problems(program: Program, name: str, degree: int) -> list[Problem]
 
 
 def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
-    """The legal degrees next to `degree`: ``nearest legal degrees 2 and 4``. `padded` counts those that padding allows."""
+    """The legal degrees next to `degree`, with those that padding allows: ``nearest legal degrees 2 and 4``."""
     legal = [d for d in range(1, size + 1) if size % d == 0 or (padded and is_paddable(size, d))]
     below = [d for d in legal if d < degree][-1:]
     above = [d for d in legal if d > degree][:1]

@@ -23,13 +23,12 @@ from math import prod
 from autopar.cost_model.compute import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.cost_model.conversions import Wire, wire
 from autopar.ir.program import Program
-from autopar.ir.sharding import I, Type, chunk
+from autopar.ir.sharding import DATA, I, Type, chunk
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
 from autopar.search.labels_milp import Milp, Solution
 from autopar.search.labels_prices import Prices
 from autopar.search.labels_space import (
-    DATA,
     Boundary,
     BoundaryClass,
     NodeKey,
@@ -41,6 +40,7 @@ from autopar.search.labels_space import (
 from autopar.trace.analysis import Analysis
 
 PER_COLLECTIVE = 1e-3  # in units of the largest all-reduce
+SENT_TOGETHER = 0.5  # of it less where a neighbouring mesh dimension converts likewise
 PER_MOVE = 1e-4
 PER_RANK = 1e-5
 GATHERED_BATCH = 1.0  # gathering along the batch undoes data parallelism; only what has no other way does it
@@ -206,13 +206,17 @@ class DimProblem:
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
         source = self._source(index, name, info.differentiable)
         kept = [use for use in uses if use.kept] if role not in ("parameter", "constant", "buffer") else []
+        alike = self._conversions_of_neighbour(index, name)
         converted: dict[Type, dict[Type, int]] = {}
         for target in {t: None for use in uses for t in use.wanted}:
             converted[target] = {}
             for start, columns in source.items():
                 if start == target or (role == "parameter" and start.kind == "S"):
                     continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
-                cost = self._convert(start, target, info.differentiable, role, whole)
+                together = (start.kind, target.kind) in alike
+                size = whole / alike[start.kind, target.kind] if together else whole
+                cost = self._convert(start, target, info.differentiable, role, size)
+                cost -= SENT_TOGETHER * PER_COLLECTIVE * together
                 if kept and self.regather and (start.kind, target.kind) == ("S", "R"):
                     cost += self.prices.saved_byte_s / self.prices.unit_s * whole / self.space.degree
                 column = milp.continuous(calls * cost)
@@ -225,6 +229,27 @@ class DimProblem:
                     moved = [(c, -1.0) for c in converted[target].values()]
                     milp.at_most([*((c, 1.0) for c in use.wanted[target]), *ready, *moved], 0.0)
         self._kept(kept, converted, whole, calls)
+
+    def _conversions_of_neighbour(self, index: int, name: str) -> dict[tuple[str, str], int]:
+        """Conversions of a value on the tensor mesh dimension before this one, and by how much they shrink it.
+
+        Equal ones send as one: what the second adds to the first is what it would send of the part that the first
+        leaves.
+        """
+        before = next((s for s in self.solved if s.index == self.space.index - 1 and s.name != DATA), None)
+        if before is None:
+            return {}
+        source = before.type_of(self.boundary, (index, name))
+        wanted = [
+            before.variants[index, node].operands[k]
+            for node, names in self.analysis.operands[index].items()
+            for k, operand in enumerate(names)
+            if operand == name
+        ]
+        if (index, name) in self.boundary.results:
+            wanted.append(before.types[self.boundary.results[index, name]])
+        # a shard is priced as a part already
+        return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
 
     def _kept(
         self, uses: Sequence[_Use], converted: Mapping[Type, Mapping[Type, int]], whole: float, calls: int

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk
-from autopar.rules.variants import Variant, may_be_uneven, variants
+from autopar.ir.sharding import DATA, Dims, I, Mesh, R, S, Type, chunk
+from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variants
 from autopar.trace.analysis import Analysis
 
 NodeKey = tuple[int, str]  # (block, node)
-DATA = "dp"
 MAX_PADDED = 1.25  # a padded axis over its own size; beyond, most of what a rank computes may be padding
 
 
@@ -218,7 +217,8 @@ def space_of(
         for node, bound in bounds.items():
             call = analysis.calls[i][node]
             flows = call.output.differentiable or any(o.differentiable for o in call.operands)
-            earlier = {s.variants[i, node].factor for s in solved}
+            earlier = [s.variants[i, node] for s in solved]
+            degrees = [s.degree for s in solved]
             kept = []
             for variant in variants(bound, 1):
                 if variant.label == "R" and not flows:
@@ -228,8 +228,8 @@ def space_of(
                     padded = axis in paddable and may_be_uneven(bound, variant.factor)
                     if axis not in axes or not (relaxed or size % degree == 0 or padded):
                         continue
-                    if variant.factor in bound.rule.outermost and variant.factor in earlier:
-                        continue  # a rewrite serves one mesh dimension
+                    if not rewrites_fit(bound, [*earlier, variant], [*degrees, degree]):
+                        continue
                 kept.append(variant)
             found[i, node] = tuple(kept)
     types = {}

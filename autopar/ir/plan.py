@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ MAX_DEGREE = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch."""
+    """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch.
+
+    `tp_dims` is `tp` as the product of two mesh dimensions, each of which splits axes of its own: with fewer key heads
+    than ranks, the first splits heads of keys, the second the queries that share one.
+    """
 
     tp: int = 1
+    tp_dims: tuple[int, ...] | None = None
     dp_shard: int = 1
     dp_replicate: int = 1
     zero: int = 3
@@ -40,8 +46,10 @@ class Degrees:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of labels: `dp` splits the batch, `tp` everything else."""
-        return Mesh(("dp", "tp"), (self.dp, self.tp))
+        """The mesh of labels: `dp` splits the batch, `tp` (or `tp0` and `tp1`) everything else."""
+        if self.tp_dims is None:
+            return Mesh(("dp", "tp"), (self.dp, self.tp))
+        return Mesh(("dp", *(f"tp{i}" for i in range(len(self.tp_dims)))), (self.dp, *self.tp_dims))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +247,7 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
     """Degrees of a mapping such as ``{"tp": 2, "dp": 2, "zero": 3}``; `dp` means `dp_shard`."""
     if not isinstance(data, Mapping):
         raise PlanError(f"{source}: expected a mapping such as {{'tp': 2, 'dp': 2}}, got {type(data).__name__}")
-    fields = {"tp", "dp_shard", "dp_replicate", "zero", "sequence_parallel", "micro_batch", "accumulate"}
+    fields = {"tp", "tp_dims", "dp_shard", "dp_replicate", "zero", "sequence_parallel", "micro_batch", "accumulate"}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, value in data.items():
@@ -253,7 +261,9 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             problems.append(Problem(path=str(key), rule=f"says {name} a second time", suggestion="keep one"))
             continue
         values[name] = value
-        if name == "sequence_parallel":
+        if name == "tp_dims":
+            values[name], rule = _tensor_dims(value, data.get("tp"))
+        elif name == "sequence_parallel":
             rule = "" if value is None or isinstance(value, bool) else "must be true, false or null"
         elif value is None and name == "micro_batch":
             continue
@@ -267,4 +277,18 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             problems.append(Problem(path=str(key), value="null" if value is None else value, rule=rule))
     if problems:
         raise PlanError(f"{source} cannot be used", problems)
+    if values.get("tp_dims") is not None:
+        values["tp"] = prod(values["tp_dims"])
     return Degrees(**values)
+
+
+def _tensor_dims(value: Any, tp: Any) -> tuple[tuple[int, ...] | None, str]:
+    """Two degrees of at least 2 whose product is `tp`, and the rule that they break, if any."""
+    if value is None:
+        return None, ""
+    whole = isinstance(value, (list, tuple)) and all(isinstance(d, int) and not isinstance(d, bool) for d in value)
+    if not whole or len(value) != 2 or any(not 2 <= d <= MAX_DEGREE for d in value):
+        return None, "must be two whole numbers of at least 2"
+    if tp is not None and prod(value) != tp:
+        return None, f"must have the product tp = {tp}"
+    return tuple(value), ""

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal
 
 Kind = Literal["I", "R", "P", "S"]
+DATA = "dp"  # the mesh dimension that splits the batch
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -101,5 +102,51 @@ class Mesh:
     def size(self) -> int:
         return prod(self.degrees)
 
+    def joined(self, i: int) -> str | None:
+        """The name of mesh dimensions i and i + 1 taken as one, None where they cannot be: `dp` stands alone."""
+        if i + 1 >= len(self.names) or DATA in self.names[i : i + 2] or 1 in self.degrees[i : i + 2]:
+            return None
+        return f"{self.names[i]}_{self.names[i + 1]}"
+
+    def indices(self, name: str) -> tuple[int, ...]:
+        """The mesh dimensions that a name, or the name of two joined ones, stands for."""
+        if name in self.names:
+            return (self.names.index(name),)
+        return next((i, i + 1) for i in range(len(self.names)) if self.joined(i) == name)
+
+    def degree_of(self, name: str) -> int:
+        """The degree of a mesh dimension, or of two joined ones."""
+        return prod(self.degrees[i] for i in self.indices(name))
+
     def as_dict(self) -> Mapping[str, int]:
         return dict(zip(self.names, self.degrees, strict=True))
+
+
+def steps(dims: Dims, source: Sequence[Type], target: Sequence[Type], mesh: Mesh) -> list[tuple[int, ...]]:
+    """The conversions of a value, each the mesh dimensions it covers, in order: those that shrink the value go first.
+
+    The same conversion on two neighbouring mesh dimensions is one over both together.
+    """
+    todo = [i for i in range(len(source)) if source[i] != target[i]]
+    found: list[tuple[int, ...]] = []
+    while todo:
+        i = todo.pop(0)
+        together = todo[:1] == [i + 1] and mesh.joined(i) is not None and _alike(dims, source, target, i, mesh)
+        found.append((i, todo.pop(0)) if together else (i,))
+    return sorted(found, key=lambda indices: target[indices[0]].kind != "S")
+
+
+def _alike(dims: Dims, source: Sequence[Type], target: Sequence[Type], i: int, mesh: Mesh) -> bool:
+    """Whether conversions on mesh dimensions i and i + 1 are of one kind, and their shards one contiguous part."""
+    if (source[i].kind, target[i].kind) != (source[i + 1].kind, target[i + 1].kind):
+        return False
+    shards = [pair[i : i + 2] for pair in (source, target) if pair[i].kind == "S"]
+    if len(shards) == 2:
+        return False
+    for outer, inner in shards:
+        sizes = dims.sizes[outer.dim]
+        if inner.dim != outer.dim or inner.position != outer.position + 1:
+            return False
+        if sizes[outer.position] != mesh.degrees[i] or sizes[inner.position] % mesh.degrees[i + 1]:
+            return False
+    return True

@@ -75,8 +75,10 @@ class Local:
             size = chunk(size, degree)
         return size
 
-    def mesh_dims(self, factor: str) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.split.get(factor, ()))
+    def mesh_dim(self, factor: str) -> "MeshDimRef | None":
+        """The mesh dimension that splits a factor, or the two joined ones that do; None where none does."""
+        names = [name for name, _ in self.split.get(factor, ())]
+        return MeshDimRef("_".join(names)) if names else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def split_variants(bound: Bound, degree: int) -> list[Variant]:
         if factor in rule.whole:
             continue
         for axis, (_, size) in enumerate(atoms):
-            if (axis and factor in rule.outermost) or (size % degree and not may_be_uneven(bound, factor)):
+            if size % degree and not may_be_uneven(bound, factor):
                 continue
             operands = tuple(_operand_type(bound, k, factor, axis) for k in range(len(rule.inputs)))
             where = bound.position(rule.output, factor, axis)
@@ -62,6 +62,21 @@ def split_variants(bound: Bound, degree: int) -> list[Variant]:
             share = chunk(size, degree) / size
             found.append(Variant(f"{factor}.{axis}", operands, output, share, factor, axis))
     return found
+
+
+def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]) -> bool:
+    """Whether what rewrites see as their part of a factor is one contiguous range of it.
+
+    They compute offsets: the first mesh dimension that splits the factor must split its outermost axis, a second one
+    the next axis, of which the first has left nothing but one element each.
+    """
+    for factor in bound.rule.outermost:
+        pairs = [(v.axis, degree) for v, degree in zip(chosen, degrees, strict=True) if v.factor == factor]
+        if [axis for axis, _ in pairs] != list(range(len(pairs))):
+            return False
+        if any(bound.factors[factor][axis][1] != degree for axis, degree in pairs[:-1]):
+            return False
+    return True
 
 
 def may_be_uneven(bound: Bound, factor: str) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -133,8 +134,8 @@ def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
         return
     for atom in atoms:
         parts, rest = [], axes.size(atom)
-        for degree in rivals[:-1]:
-            if rest % degree == 0 and rest // degree > 1:
+        for degree, following in pairwise(rivals):
+            if rest % degree == 0 and (rest // degree) % following == 0:  # else one of the two has it alone
                 parts.append(degree)
                 rest //= degree
         if parts:

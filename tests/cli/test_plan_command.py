@@ -48,7 +48,10 @@ def test_json_and_derived_sizes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--tp", "4", "--seq-len", "30", "--sequence-parallel"), ("sequence length 30", "50257 rows")),
+        (
+            ("--tp", "4", "--seq-len", "30", "--sequence-parallel"),
+            ("sequence length 30", "degrees 3 and 5"),
+        ),
         (("--tp", "8", "--dp", "1"), ("12 heads", "nearest legal degrees 6 and 12")),
     ],
 )

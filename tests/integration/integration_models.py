@@ -19,7 +19,7 @@ from autopar.runtime.promote import promoted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A scaled-down preset: sizes, and whether it runs in float64."""
+    """A scaled-down preset, or a model taken as it is, and whether it runs in float64."""
 
     spec: str
     layers: int = 2
@@ -28,6 +28,7 @@ class Wanted:
     batch: int = 4
     float64: bool = False
     vocabulary: int = 64
+    as_it_is: bool = False
 
 
 def built(wanted: Wanted, degrees: Degrees) -> tuple[Program, Callable[[str], torch.Tensor]]:
@@ -37,14 +38,11 @@ def built(wanted: Wanted, degrees: Degrees) -> tuple[Program, Callable[[str], to
 
 @lru_cache(maxsize=8)
 def _built(wanted: Wanted, degrees: Degrees) -> tuple[Program, Callable[[str], torch.Tensor]]:
-    found = resolve_model(
-        wanted.spec,
-        layers=wanted.layers,
-        hidden=wanted.hidden,
-        seq_len=wanted.seq_len,
-        batch=wanted.batch,
-        dtype="float32",
-    )
+    sizes = {} if wanted.as_it_is else {"layers": wanted.layers, "hidden": wanted.hidden, "seq_len": wanted.seq_len}
+    batch = None if wanted.as_it_is else wanted.batch
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = resolve_model(wanted.spec, batch=batch, dtype="float32", **sizes)
     program = capture_for(found.model, found.example_inputs, degrees)
     source = parameter_source(found.model)
     return (promoted(program) if wanted.float64 else program), source
@@ -146,3 +144,35 @@ class Noisy(torch.nn.Module):
 
 def noisy() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return Noisy(), {"x": torch.zeros(4, 12)}
+
+
+def _llama(heads: int, groups: int, hidden: int, width: int, vocabulary: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=4,
+        vocab_size=vocabulary,
+    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50, (4, 16), generator=generator)
+    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def padded() -> Any:
+    """Seven key heads, 30 columns and 57 rows: none divisible by 4."""
+    return _llama(14, 7, 28, 30, 57)
+
+
+def padded_by_two() -> Any:
+    """Five key heads, 31 columns and 57 rows: none divisible by 2."""
+    return _llama(10, 5, 40, 31, 57)
+
+
+def grouped() -> Any:
+    """Two key heads with four queries each."""
+    return _llama(8, 2, 32, 32, 64)

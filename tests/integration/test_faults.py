@@ -162,9 +162,8 @@ def test_bad_wishes(
     "spec, changes, parts",
     (
         ("gpt2", {"n_head": 6, "n_embd": 48}, ("heads", "6", "tp=4", "nearest legal degrees 3 and 6")),
-        ("gpt2", {"vocab_size": 501}, ("vocabulary", "501", "tp=4", "nearest legal degrees 3 and 167")),
-        ("llama3-8b", {"vocab_size": 501}, ("501", "tp=4", "nearest legal degrees 3 and 167")),
-        ("gpt2", {"vocab_size": 501, "n_head": 6, "n_embd": 48}, ("501", "6", "tp=4")),
+        ("gpt2", {"n_head": 6, "n_embd": 48, "vocab_size": 5}, ("heads", "6", "tp=4")),
+        ("llama3-8b", {"num_attention_heads": 2, "num_key_value_heads": 2}, ("heads", "2", "nearest legal degree 2")),
     ),
 )
 def test_indivisible_sizes(spec: str, changes: dict[str, int], parts: tuple[str, ...], tmp_path: Path) -> None:

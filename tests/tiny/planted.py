@@ -63,10 +63,12 @@ def shifted_embedding(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int,
     return vocabulary.vocab_parallel_embedding(weight, ids - 1, padding_idx, mesh)
 
 
-def shifted_loss(logits: torch.Tensor, target: torch.Tensor, ignore: int, smoothing: float, mesh: Any) -> torch.Tensor:
+def shifted_loss(
+    logits: torch.Tensor, target: torch.Tensor, ignore: int, smoothing: float, classes: int, mesh: Any
+) -> torch.Tensor:
     """A vocabulary-parallel loss whose offset is one too large."""
     target = torch.where(target == ignore, target, (target - 1).clamp(min=0))
-    return vocabulary.vocab_parallel_cross_entropy_sum(logits, target, ignore, smoothing, mesh)
+    return vocabulary.vocab_parallel_cross_entropy_sum(logits, target, ignore, smoothing, classes, mesh)
 
 
 # the type check does not know these functions: only one process can say what is wrong with them

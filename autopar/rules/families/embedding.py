@@ -3,17 +3,16 @@
 from autopar.errors import RuleError
 from autopar.rules.families._notation import aten, dims, in_order, original, rule_from, slot_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Local, MeshDimRef, Rule, Step
+from autopar.rules.rule import Call, Dim, Local, Rule, Step
 
 
 def _emit_embedding(call: Call, local: Local) -> tuple[Step, ...]:
     """With rows split, each rank looks up its own ids and yields zeros for the others."""
-    mesh_dims = local.mesh_dims("v")
-    if not mesh_dims:
+    mesh_dim = local.mesh_dim("v")
+    if mesh_dim is None:
         return (original(call),)
-    (name,) = mesh_dims
     padding = call.arg(2, "padding_idx", -1)
-    return (Step("vocab_parallel_embedding", (call.args[0], call.args[1], padding, MeshDimRef(name))),)
+    return (Step("vocab_parallel_embedding", (call.args[0], call.args[1], padding, mesh_dim)),)
 
 
 @rule(aten.embedding.default)

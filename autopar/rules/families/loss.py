@@ -7,20 +7,19 @@ import torch
 from autopar.errors import RuleError
 from autopar.rules.families._notation import aten, broadcast, dims, emit_mean, in_order, original, rule_from, slot_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Local, MeshDimRef, Rule, Slot, Step
+from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
 
 NONE, MEAN, SUM = 0, 1, 2
 
 
 def _emit_cross_entropy(call: Call, local: Local) -> tuple[Step, ...]:
     """With classes split, each rank holds part of every row and the rewrite sums over ranks inside."""
-    mesh_dims = local.mesh_dims("v")
-    if not mesh_dims:
+    mesh_dim = local.mesh_dim("v")
+    if mesh_dim is None:
         return (original(call),)
-    (name,) = mesh_dims
     ignore, smoothing = call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
     classes = call.operands[slot_of(call.args[0])].shape[1 if len(local.operand_shapes[0]) > 1 else 0]
-    arguments = (call.args[0], call.args[1], ignore, smoothing, classes, MeshDimRef(name))
+    arguments = (call.args[0], call.args[1], ignore, smoothing, classes, mesh_dim)
     return (Step("vocab_parallel_cross_entropy_sum", arguments),)
 
 
