@@ -6,7 +6,8 @@ replaced by its `spmd_types` counterpart, whose source type must be exactly that
 follow passes through `local_map` regions with declared types, which the report lists and counts:
 
 * views and strided pieces of a sharded value: merged dimensions with an inner shard, packed projections;
-* operators rewritten for a split axis: vocabulary-parallel look-up and loss, means corrected by a divisor.
+* operators rewritten for a split axis: vocabulary-parallel look-up and loss, means corrected by a divisor;
+* attention whose split heads share one head of keys, which broadcasts.
 
 Global mode names tensor dimensions, not axes within one. ``S(0.1)`` is ``S(0)`` to it; which of the two it is, and
 the order of concatenation within a region, is for one-process equivalence to prove.
@@ -411,9 +412,17 @@ class _Checker:
             dim = node.args[1] if len(node.args) > 1 else 0
             if any(kind == "S" and d == int(str(dim)) % tensors[0].dim() for kind, d in self.derived(tensors[0])):
                 return "view of a shard"
+        if node.target is aten.scaled_dot_product_attention.default and self.shares_keys(tensors):
+            return "one key head for all heads"
         if node.target in LINEAR_UNKNOWN and any(kind == "P" for x in tensors for kind, _ in self.derived(x)):
             return "linear in a partial value"
         return "part of a new tensor" if node.target in CREATES and sharded else ""
+
+    def shares_keys(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether split heads of queries meet one head of keys, which every rank has."""
+        query, key = tensors[:2]
+        kinds = [(q, k) for (q, _), (k, _) in zip(self.derived(query), self.derived(key), strict=True)]
+        return key.shape[-3] == 1 < query.shape[-3] and any(q == "S" != k for q, k in kinds)
 
     def region(self, node: fx.Node, reason: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call between declared types: `local_map` for views, unchecked inside for rewrites."""

@@ -22,8 +22,9 @@ from autopar.runtime.one_process import attributes, boundary_types
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import Held, held, local_value, make_parameter, zero_dim
 from autopar.runtime.passes.evaluation import use_running_statistics
+from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
 from autopar.runtime.randomness import Streams
-from autopar.runtime.state import flat_state
+from autopar.runtime.state import optimizer_state, whole_state
 from autopar.trace.analysis import Analysis, analyse
 
 
@@ -53,7 +54,8 @@ class ParallelModel(nn.Module):
     """A model split over the ranks of a mesh according to a `Plan`.
 
     `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
-    DTensors under the model's own names. Every method is collective: all ranks call it in the same order.
+    DTensors under the model's own names, an unequal packing in pieces (`named_parameters`). Every method is collective:
+    all ranks call it in the same order.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ParallelModel(nn.Module):
         self._held = {
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         }
+        source = with_pieces(program, source)
         owners = _owners(program)
         self._zero_dims: dict[nn.Parameter, int | None] = {}
         self.segments = nn.ModuleList()
@@ -141,7 +144,11 @@ class ParallelModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's names; a tied parameter once, or under all its names."""
+        """Parameters under the model's names; a tied parameter once, or under all its names.
+
+        An unequal packing, such as queries, keys and values of different sizes in one projection, is held in pieces
+        named after their rows: ``qkv_proj.weight[0:3072]``. `state_dict` joins them.
+        """
         if not recurse:  # what torch asks of one module of the tree
             yield from super().named_parameters(prefix, False, remove_duplicate)
             return
@@ -153,33 +160,30 @@ class ParallelModel(nn.Module):
                 yield start + alias, parameter
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Flat global names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        canonical = {a: n for n, i in self.program.parameters.items() for a in (n, *i.aliases)}
-        state = {name: flat_state(p.detach(), self._held[canonical[name]]) for name, p in parameters.items()}
+        """The model's names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
+        parameters = dict(self.named_parameters())
+        found: dict[str, Any] = {}
+        for name, infos in by_whole(self.program):
+            state = whole_state(infos, [parameters[info.name].detach() for info in infos], self._held)
+            found |= dict.fromkeys((name, *infos[0].aliases), state)
         for first, info in self.program.buffers.items():
             if info.persistent:
-                state |= dict.fromkeys((first, *info.aliases), self._buffer(first))
-        return state
+                found |= dict.fromkeys((first, *info.aliases), self._buffer(first))
+        return found
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name, flat and sharded as `state_dict`; values load in place."""
-        state: dict[str, Any] = {}
-        for name, parameter in self.named_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                state[f"{name}.{key}"] = flat_state(value, self._held[name]) if like else value
-        return state
+        return optimizer_state(self.program, dict(self.named_parameters()), optimizer, self._held)
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
-        """Every gradient whole and in its flat shape, on every rank. Collective; for verification."""
+        """Every gradient whole under the model's names, on every rank. Collective; for verification."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
                 grad = parameter.grad
                 whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 found[name] = whole.reshape(self._held[name].dims.shape).clone()
-        return found
+        return joined(self.program, found)
 
     # Running.
 
@@ -281,6 +285,7 @@ class ParallelModel(nn.Module):
         self._sum_deferred()
         for parameter, grad in earlier:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        complete_gradients(self.program, dict(self.named_parameters()))
         self._step += 1
         return loss
 

@@ -1,23 +1,47 @@
 """Sharded state under flat global shapes, as torch.distributed.checkpoint saves and loads it.
 
 A parameter held in factored shape (`autopar.runtime.parameters`) is presented as the chunks of the flat tensor that a
-rank holds: for ``(3, h, e)`` split on `h`, three runs of rows. A checkpoint is then independent of the plan.
+rank holds: for ``(3, h, e)`` split on `h`, three runs of rows. The pieces of an unequal packing
+(`autopar.trace.packings`) are presented as the chunks of the model's parameter. A checkpoint is then independent of the
+plan.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from autopar.ir.program import ParameterInfo, Program
 from autopar.runtime.parameters import Held
+from autopar.runtime.pieces import by_whole
 from autopar.trace._torch_private import local_shape_and_offset
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """A tensor that is all of a flat one, or rows of it: its own flat shape, and where in `dim` it starts."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    def chunks(self) -> Iterator[Chunk]:
+        for offsets, sizes, values in _flat_chunks(self.tensor, self.shape):
+            yield tuple(o + self.start * (d == self.dim) for d, o in enumerate(offsets)), sizes, values
+
+    def full_tensor(self) -> torch.Tensor:
+        whole = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
+        return whole.reshape(self.shape)
 
 
 class FlatShards(torch.Tensor):
@@ -26,23 +50,25 @@ class FlatShards(torch.Tensor):
     A tensor on meta, because torch.distributed.checkpoint looks for shards in tensors only.
     """
 
-    tensor: DTensor
+    rows: tuple[Rows, ...]
     chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def of(tensor: DTensor, flat_shape: tuple[int, ...]) -> "FlatShards":
-        made = torch.empty(flat_shape, dtype=tensor.dtype, device="meta").as_subclass(FlatShards)
-        made.tensor, made.chunks = tensor, tuple(_flat_chunks(tensor, flat_shape))
+    def of(rows: Sequence[Rows], flat_shape: tuple[int, ...]) -> "FlatShards":
+        made = torch.empty(flat_shape, dtype=rows[0].tensor.dtype, device="meta").as_subclass(FlatShards)
+        made.rows = tuple(rows)
+        made.chunks = tuple(chunk for part in rows for chunk in part.chunks())
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the values are: loading replaces tensors that say they are on meta by new ones."""
-        return self.tensor.device
+        return self.rows[0].tensor.device
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor in its flat shape. Collective."""
-        return self.tensor.full_tensor().reshape(self.size())
+        whole = [part.full_tensor() for part in self.rows]
+        return torch.cat(whole, self.rows[0].dim) if self.dim() else whole[0]
 
     def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
         return [
@@ -55,14 +81,15 @@ class FlatShards(torch.Tensor):
                     size=self.size(),
                 ),
             )
-            for offsets, sizes, values in self.chunks
+            for offsets, sizes, values in {chunk[0]: chunk for chunk in self.chunks}.values()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for offsets, _, values in self.chunks:
+        hinted = self.chunks[index.index :][:1] if index.index is not None else ()
+        for offsets, _, values in (*hinted, *self.chunks):
             if index.offset is None or tuple(index.offset) == offsets:
                 return values
         raise ValueError(f"no chunk at {index} among {[c[0] for c in self.chunks]}")
@@ -80,10 +107,14 @@ def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[int]:
     return counts
 
 
-def _flat_chunks(tensor: DTensor, flat_shape: tuple[int, ...]) -> Iterator[Chunk]:
+def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[Chunk]:
     """Boxes of the flat tensor that make up a box of the factored one: one per index of the packing dimensions."""
-    local, offset = local_shape_and_offset(tensor)
-    values = tensor.to_local()
+    if isinstance(tensor, DTensor):
+        local, offset = local_shape_and_offset(tensor)
+        values = tensor.to_local()
+    else:
+        local, offset, values = tuple(flat_shape), (0,) * len(flat_shape), tensor.reshape(flat_shape)
+        tensor = values
     if not values.numel():
         return
     counts = _factors(tuple(tensor.shape), flat_shape)
@@ -106,5 +137,42 @@ def _flat_chunks(tensor: DTensor, flat_shape: tuple[int, ...]) -> Iterator[Chunk
 def flat_state(tensor: torch.Tensor, how: Held) -> Any:
     """A parameter, or optimizer state shaped like it, under its flat global shape."""
     if how.is_factored and isinstance(tensor, DTensor):
-        return FlatShards.of(tensor, how.dims.shape)
+        return FlatShards.of([Rows(tensor=tensor, shape=how.dims.shape)], how.dims.shape)
     return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(how.dims.shape)
+
+
+def whole_state(infos: Sequence[ParameterInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, Held]) -> Any:
+    """What `flat_state` says of a parameter, for one that is held in pieces too."""
+    rows = [
+        Rows(tensor=tensor, shape=held[info.name].dims.shape, dim=info.part.dim, start=info.part.start)
+        for info, tensor in zip(infos, tensors, strict=True)
+        if info.part is not None
+    ]
+    part = infos[0].part
+    return flat_state(tensors[0], held[infos[0].name]) if part is None else FlatShards.of(rows, part.shape)
+
+
+def optimizer_state(
+    program: Program, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
+) -> dict[str, Any]:
+    """The state of every parameter under the model's names.
+
+    Of a parameter held in pieces, state shaped like it is joined and a scalar (a step count) stands for all of them;
+    state of another shape keeps the names of the pieces.
+    """
+    found: dict[str, Any] = {}
+    for name, infos in by_whole(program):
+        own = [parameters[info.name] for info in infos]
+        states = [optimizer.state.get(parameter, {}) for parameter in own]
+        for key in dict.fromkeys(key for state in states for key in state):
+            values = [state.get(key) for state in states]
+            tensors = [v for v in values if isinstance(v, torch.Tensor)]
+            if len(tensors) == len(own) and all(t.shape == p.shape for t, p in zip(tensors, own, strict=True)):
+                found[f"{name}.{key}"] = whole_state(infos, tensors, held)
+            elif len(own) == 1:
+                found[f"{name}.{key}"] = values[0]
+            elif len(tensors) == len(own) and all(t.dim() == 0 for t in tensors):
+                found[f"{name}.{key}"] = FlatShards.of([Rows(tensor=t, shape=()) for t in tensors], ())
+            else:
+                found |= {f"{info.name}.{key}": s[key] for info, s in zip(infos, states, strict=True) if key in s}
+    return found

@@ -17,6 +17,7 @@ from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.passes.evaluation import use_running_statistics
 from autopar.runtime.passes.without_dropout import without_dropout
+from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
 from autopar.runtime.promote import promoted
 from autopar.runtime.state import FlatShards
 
@@ -88,6 +89,7 @@ def reference_steps(
     program: Program, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]], accumulate: int
 ) -> Steps:
     """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
+    source = with_pieces(program, source)
     parameters = {
         name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
         for name, info in program.parameters.items()
@@ -128,17 +130,19 @@ def reference_steps(
             loss.backward()
             total = total + loss.detach()
             state = {name: values[update].detach() for name, update in program.updates.items()}
+        complete_gradients(program, parameters)
         if step == 0:
             if program.updates:  # the model's outputs are those of evaluation
                 values = {**parameters, **before, **constants, **pieces[-1], **_given(program, values)}
                 run_calls(main, lambda _, c: evaluating[c.block], values, lambda c: c.results)
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
-            found.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+            gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+            found.gradients = joined(program, gradients)
         found.losses.append(total)
         found.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = {n: p.detach() for n, p in parameters.items()}
+    found.weights = joined(program, {n: p.detach() for n, p in parameters.items()})
     found.buffers = state
     return found
 
@@ -193,7 +197,7 @@ def parallel_steps(
         optimizer.step()
         optimizer.zero_grad()
     state = {n: _whole(v) for n, v in model.state_dict().items()}
-    found.weights = {n: v for n, v in state.items() if n in program.parameters}
+    found.weights = {n: state[n] for n, _ in by_whole(program)}
     found.buffers = {n: v for n, v in state.items() if n in program.updates}
     return found
 

@@ -22,14 +22,43 @@ Role = Literal["input", "parameter", "buffer", "constant", "scalar", "value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartOf:
+    """What part of a parameter of the model a piece is: `start` to `stop` of dimension `dim` of a whole `shape`."""
+
+    name: str
+    dim: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @property
+    def piece_name(self) -> str:
+        """The whole's name and the rows as Python indexes them: ``qkv.weight[0:96]``, ``c_attn.weight[:, 0:96]``."""
+        return f"{self.name}[{':, ' * self.dim}{self.start}:{self.stop}]"
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterInfo:
-    """A parameter: its first name, every other name it is tied to, shape and dtype."""
+    """A parameter: its first name, every other name it is tied to, shape and dtype.
+
+    `part` is set for a piece of a parameter of the model: an unequal packing is split into parameters of their own.
+    """
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: "torch.dtype"
     requires_grad: bool = True
+    part: PartOf | None = None
+
+    @property
+    def whole_name(self) -> str:
+        """The model's name of the parameter that this is or is a piece of."""
+        return self.name if self.part is None else self.part.name
 
     @property
     def num_elements(self) -> int:

@@ -8,13 +8,14 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar.errors import CaptureError
+from autopar.ir.program import PartOf
 from autopar.trace._torch_private import pytree
 from autopar.trace.in_place import needs_decomposition
 
@@ -27,7 +28,8 @@ TARGET = "target"
 class Flat:
     """A captured graph before normalisation. `placeholders` maps node names to ("parameter"|"buffer"|"input", name).
 
-    The graph returns the outputs, then the new values of the buffers in `updates`.
+    The graph returns the outputs, then the new values of the buffers in `updates`. `parts` says of names that are
+    pieces of a parameter which (`autopar.trace.packings`).
     """
 
     graph: fx.Graph
@@ -35,6 +37,7 @@ class Flat:
     outputs: tuple[str, ...]
     root: fx.GraphModule
     updates: tuple[str, ...] = ()
+    parts: dict[str, PartOf] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> dict[str, str]:
         """Placeholders of one kind and the names of what they stand for."""

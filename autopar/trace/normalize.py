@@ -14,6 +14,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
 from autopar.trace.in_place import drop_copies, functionalise
+from autopar.trace.linears import matmul_to_linear
 from autopar.trace.nodes import arg, compute, output_nodes
 from autopar.trace.nodes import value as _value
 from autopar.trace.several_outputs import one_output_each
@@ -165,6 +166,7 @@ PASSES: tuple[GraphPass, ...] = (
     drop_no_ops,
     spell_plainly,
     flat_addmm_to_linear,
+    matmul_to_linear,
     split_mean_loss,
     remove_dead,
 )

@@ -8,7 +8,17 @@ import torch
 from torch import fx, nn
 
 from autopar.errors import CaptureError
-from autopar.ir.program import Block, BufferInfo, CallSite, Constants, InputInfo, ParameterInfo, Program, Role
+from autopar.ir.program import (
+    Block,
+    BufferInfo,
+    CallSite,
+    Constants,
+    InputInfo,
+    ParameterInfo,
+    PartOf,
+    Program,
+    Role,
+)
 from autopar.trace import blocks as folding
 from autopar.trace.analysis import analyse, described
 from autopar.trace.capture import Flat, Inputs, LossFunction, capture_flat, input_names, resize_inputs
@@ -16,6 +26,7 @@ from autopar.trace.constants import closure, constant_nodes, merge_equal, recogn
 from autopar.trace.micro_batches import loss_over_micro_batches
 from autopar.trace.nodes import operator_name, output_nodes
 from autopar.trace.normalize import normalise
+from autopar.trace.packings import split_packings
 
 aten = torch.ops.aten
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
@@ -127,6 +138,7 @@ def _captured(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None) ->
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
+    split_packings(flat, frozenset(n for n, p in _parameters(model, {}).items() if p.aliases))
     return replace(flat, updates=(*flat.updates, *updates))
 
 
@@ -183,7 +195,7 @@ def fold_program(
     used_later = set(every) | ({denominator} if denominator is not None else set())
     distinct, calls = _fold_with_denominator(segments, role_of, names, used_later, bool(den_nodes))
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
-    parameters = _parameters(model)
+    parameters = _parameters(model, flat.parts)
     used = {a for c in calls for a in c.arguments if isinstance(a, str)}
     program = Program(
         blocks=distinct,
@@ -273,7 +285,8 @@ def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Cons
     return Constants(graph=graph, buffers=tuple(buffers), results=tuple(names))
 
 
-def _parameters(model: nn.Module) -> dict[str, ParameterInfo]:
+def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, ParameterInfo]:
+    """Parameters by first name in the model's order, pieces in place of those that are packed unequally."""
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     found: dict[str, Any] = {}
@@ -284,16 +297,22 @@ def _parameters(model: nn.Module) -> dict[str, ParameterInfo]:
         first[id(p)] = name
         aliases[name] = []
         found[name] = p
-    return {
-        name: ParameterInfo(
-            name=name,
+    packed: dict[str, list[PartOf]] = {}
+    for part in sorted(parts.values(), key=lambda part: part.start):
+        packed.setdefault(part.name, []).append(part)
+    infos = [
+        ParameterInfo(
+            name=name if part is None else part.piece_name,
             aliases=tuple(aliases[name]),
-            shape=tuple(p.shape),
+            shape=tuple(p.shape) if part is None else part.piece_shape,
             dtype=p.dtype,
             requires_grad=p.requires_grad,
+            part=part,
         )
         for name, p in found.items()
-    }
+        for part in packed.get(name, (None,))
+    ]
+    return {info.name: info for info in infos}
 
 
 def _buffers(model: nn.Module) -> dict[str, BufferInfo]:

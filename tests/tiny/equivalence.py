@@ -16,6 +16,7 @@ from autopar.runtime.compare import error, rms
 from autopar.runtime.execute import run_reference
 from autopar.runtime.fuzz import random_labels
 from autopar.runtime.one_process import Outcome, run_in_one_process
+from autopar.runtime.pieces import with_pieces
 from autopar.runtime.promote import promoted
 from autopar.search.labels import LabelOptions, label
 from autopar.trace.analysis import Analysis, analyse
@@ -48,7 +49,8 @@ def case_of(example: Example) -> Case:
     model, inputs = example
     program = promoted(trace(model, inputs))
     every = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    parameters = {n: every[n] for n in program.parameters}
+    whole = with_pieces(program, lambda name: every[name])
+    parameters = {n: whole(n).detach().clone().requires_grad_() for n in program.parameters}
     buffers = {n: b.double() if b.is_floating_point() else b for n, b in model.named_buffers()}
     values = run_reference(program, parameters, inputs, buffers)
     values[program.loss].backward()

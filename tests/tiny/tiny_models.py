@@ -41,7 +41,7 @@ def llama(degree: int = 2, *, batch: int = 4, layers: int = 2, sequence: int | N
         num_key_value_heads=groups,
         vocab_size=10 * groups,
     )
-    return _seeded(LlamaForCausalLM, config, batch, sequence or 2 * groups, 10 * groups)
+    return seeded(LlamaForCausalLM, config, batch, sequence or 2 * groups, 10 * groups)
 
 
 def gpt2(degree: int = 2, *, batch: int = 4, layers: int = 2, sequence: int | None = None) -> Example:
@@ -60,10 +60,10 @@ def gpt2(degree: int = 2, *, batch: int = 4, layers: int = 2, sequence: int | No
         attn_pdrop=0.0,
         scale_attn_by_inverse_layer_idx=True,
     )
-    return _seeded(GPT2LMHeadModel, config, batch, sequence or 2 * heads, 8 * heads)
+    return seeded(GPT2LMHeadModel, config, batch, sequence or 2 * heads, 8 * heads)
 
 
-def _seeded(kind: Any, config: Any, batch: int, sequence: int, vocabulary: int) -> Example:
+def seeded(kind: Any, config: Any, batch: int, sequence: int, vocabulary: int) -> Example:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: nn.Module = kind(config)

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from autopar.runtime.execute import run_reference
+from autopar.runtime.pieces import joined, with_pieces
 from autopar.trace.normalize import IDENTITY
 from autopar.trace.trace import trace
 
@@ -62,14 +63,16 @@ def test_the_program_computes_what_the_module_computes(body: str) -> None:
     model = tiny_models.randomise(Model(BODIES[body]).double())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     program = trace(model, {"x": x})
-    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    source = with_pieces(program, dict(model.named_parameters()).__getitem__)
+    parameters = {n: source(n).detach().clone().requires_grad_() for n in program.parameters}
     loss = run_reference(program, parameters, {"x": x}, {})[program.loss]
     loss.backward()
     expected = model(x)
     expected.backward()
     torch.testing.assert_close(loss, expected)
+    gradients = joined(program, {n: p.grad for n, p in parameters.items() if p.grad is not None})
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameters[name].grad, parameter.grad)
+        torch.testing.assert_close(gradients[name], parameter.grad)
     for block in program.blocks:
         found = operators(block.graph)
         assert not [t for t in found if t in IDENTITY]

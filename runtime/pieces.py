@@ -1,0 +1,60 @@
+"""Pieces of parameters: what the program holds as parameters of their own, the model has as one.
+
+Values of pieces are cut out of the model's tensors, and results are joined again wherever they leave the runtime.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from autopar.ir.program import ParameterInfo, Program
+
+Source = Callable[[str], torch.Tensor]
+
+
+def with_pieces(program: Program, source: Source) -> Source:
+    """A source of the model's tensors that also answers for the program's pieces."""
+    wholes = lru_cache(maxsize=2)(source)  # the pieces of a weight and of its bias are asked for in turn
+
+    def get(name: str) -> torch.Tensor:
+        info = program.parameters.get(name)
+        if info is None or info.part is None:
+            return source(name)
+        return wholes(info.part.name).narrow(info.part.dim, info.part.start, info.part.stop - info.part.start)
+
+    return get
+
+
+def by_whole(program: Program) -> Iterator[tuple[str, list[ParameterInfo]]]:
+    """The model's parameters by name, each with its pieces in order, or with itself."""
+    found: dict[str, list[ParameterInfo]] = {}
+    for info in program.parameters.values():
+        found.setdefault(info.whole_name, []).append(info)
+    yield from found.items()
+
+
+def joined(program: Program, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole values by the model's names; a parameter without a value has none."""
+    found: dict[str, torch.Tensor] = {}
+    for name, infos in by_whole(program):
+        own = [values[info.name] for info in infos if info.name in values]
+        if own:
+            part = infos[0].part
+            assert len(own) == len(infos), (name, [info.name for info in infos])
+            found[name] = own[0] if part is None else torch.cat(own, part.dim)
+    return found
+
+
+def complete_gradients(program: Program, parameters: Mapping[str, nn.Parameter]) -> None:
+    """A piece that the loss did not reach gets the zeros that its rows have in the whole gradient.
+
+    An optimizer skips parameters without a gradient, but decays the weights of rows that have zeros.
+    """
+    for _, infos in by_whole(program):
+        own = [parameters[info.name] for info in infos]
+        if any(p.grad is not None for p in own):
+            for parameter in own:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
