@@ -1,6 +1,7 @@
 """From a model, a cluster and wished degrees to a program and its plan."""
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from autopar.explain import with_summary
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
-from autopar.search.labels import label
+from autopar.ir.sharding import Dims, I, Type
+from autopar.runtime.parameters import Held
+from autopar.search.labels import LabelOptions, label
 from autopar.trace.analysis import analyse
 from autopar.trace.capture import Inputs, input_names
 from autopar.trace.trace import batch_and_sequence, trace
@@ -28,11 +31,11 @@ def make_plan(
     return program, label_plan(program, cluster, degrees, name or type(model).__name__)
 
 
-def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees) -> Program:
+def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees, *, training: bool = True) -> Program:
     """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation is not legal."""
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
     micro_batch = degrees.micro_batch or local_batch
-    program = trace(model, example_inputs, batch=micro_batch * degrees.dp)
+    program = trace(model, example_inputs, batch=micro_batch * degrees.dp, training=training)
     if degrees.accumulate > 1 and program.mixes_batch is not None:
         raise PlanError(
             f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1"
@@ -40,10 +43,13 @@ def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees) -> P
     return program
 
 
-def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: str) -> Plan:
-    """The plan that the labeller finds for a program."""
+def label_plan(
+    program: Program, cluster: ClusterSpec, degrees: Degrees, name: str, *, held: Mapping[str, Held] | None = None
+) -> Plan:
+    """The plan that the labeller finds for a program whose parameters may be `held` already."""
     analysis = analyse(program, degrees.mesh)
-    found = label(program, analysis, degrees, cluster)
+    pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
+    found = label(program, analysis, degrees, cluster, options=LabelOptions(pinned=pinned))
     plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
@@ -55,6 +61,23 @@ def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: s
         notes=(*program.notes, *found.notes),
     )
     return with_summary(plan, program, analysis)
+
+
+def _as_held(how: Held, dims: Dims) -> tuple[Type, ...]:
+    """The types of a held parameter, whose dimensions another analysis may cut into other axes; invariant where those
+    do not have the axis that is split."""
+    types = []
+    for kind in how.types:
+        position = kind.position
+        if kind.kind == "S":
+            before = prod(how.dims.sizes[kind.dim][: kind.position])
+            sizes = dims.sizes[kind.dim]
+            position = next((p for p in range(len(sizes)) if prod(sizes[:p]) == before), -1)
+            if position < 0:
+                types.append(I)
+                continue
+        types.append(Type(kind.kind, kind.dim, position))
+    return tuple(types)
 
 
 def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:

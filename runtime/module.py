@@ -1,7 +1,7 @@
 """`ParallelModel`: what the user holds and trains. Global names and shapes outside, shards and collectives inside."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,38 +9,37 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.errors import RuntimeInputError
+from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
-from autopar.ir.program import CallSite, Program
+from autopar.ir.program import CallSite, ParameterInfo, Program
 from autopar.ir.sharding import Type
 from autopar.runtime import zero
-from autopar.runtime.codegen import generate
-from autopar.runtime.execute import constant_values, graph_module, run_calls
+from autopar.runtime.agreement import EVALUATION, STEP, Agreement
+from autopar.runtime.compiled import Compiled, compile_program
+from autopar.runtime.execute import run_calls
 from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
-from autopar.runtime.inputs import local_inputs, split_micro_batches
+from autopar.runtime.holding import converted, held_whole
+from autopar.runtime.inputs import first_rows, padded, read_batch, sequences_to_run, split_micro_batches, unfit
 from autopar.runtime.mesh import MeshDim, RankMesh
-from autopar.runtime.one_process import attributes, boundary_types
 from autopar.runtime.parameters import Held, held, local_value, make_parameter
 from autopar.runtime.randomness import Streams
+from autopar.runtime.shapes import Replan, Shapes
 from autopar.runtime.state import flat_state
-from autopar.trace.analysis import Analysis, analyse
+
+MicroBatches = list[dict[str, Any]]
 
 
 class Segment(nn.Module):
-    """One call of a block: its parameters, and the generated code that all calls of the block share."""
+    """The parameters of one call of a block in training, gathered while code that needs them runs."""
 
-    def __init__(self, call: CallSite, names: Mapping[str, Held]) -> None:
+    def __init__(self, names: Mapping[str, Held]) -> None:
         super().__init__()
-        self.call = call
         self.names = dict(names)
 
-    def forward(self, code: fx.GraphModule, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        filled = [
-            local_value(getattr(self, attribute(a)), self.names[a]) if isinstance(a, str) and a in self.names else value
-            for a, value in zip(self.call.arguments, arguments, strict=True)
-        ]
-        out: tuple[torch.Tensor, ...] = code(*filled)
-        return out
+    def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """`run` of this segment's parameters by name, and of the arguments."""
+        own = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
+        return run(own, *arguments)
 
 
 def attribute(name: str) -> str:
@@ -53,6 +52,9 @@ class ParallelModel(nn.Module):
 
     `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
     DTensors under the model's own names. Every method is collective: all ranks call it in the same order.
+
+    The mode set by `train()` and `eval()` is that of the model. For eval mode, and for shapes other than the plan's,
+    `replan` captures the model again; without it only what the plan was made for runs.
     """
 
     def __init__(
@@ -64,36 +66,42 @@ class ParallelModel(nn.Module):
         device: torch.device,
         *,
         seed: int = 0,
+        replan: Replan | None = None,
     ) -> None:
         super().__init__()
         self.program, self.plan, self.rank_mesh, self.device = program, plan, mesh, device
-        self.analysis: Analysis = analyse(program, plan.mesh)
-        self.types = boundary_types(program, plan.blocks)
         self._streams = Streams(mesh.dims, seed, device)
         self._step = 0
-        self._modules_by_use: dict[bool, list[fx.GraphModule]] = {}
-        self._constants = constant_values(program.constants, _buffers(program, source), str(device))
+        self._fillers: dict[str, torch.Tensor] = {}
+        self._agreement = Agreement(mesh, program.inputs)
+        base = compile_program(program, plan, source, mesh, self._streams, device)
+        self.analysis, self.types = base.analysis, base.types
+        self._infos: dict[str, ParameterInfo] = {**program.parameters, **program.unused}
         self._held = {
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
-        }
+        } | {name: held_whole(info, plan.mesh) for name, info in program.unused.items()}
+        self._shapes = Shapes(base, self._held, replan, source)
         owners = _owners(program)
         self.segments = nn.ModuleList()
         for index, call in enumerate(program.calls):
             own = {n: self._held[n] for n in call.arguments if isinstance(n, str) and owners.get(n) == index}
-            segment = Segment(call, own)
+            segment = Segment(own)
             self._fill(segment, own, source)
             zero.shard(segment, plan.degrees, mesh)
             self.segments.append(segment)
-        self._shared = {n: self._held[n] for n, owner in owners.items() if owner is None}
+        unused = dict.fromkeys(program.unused)
+        self._shared = {n: self._held[n] for n in (*(n for n, owner in owners.items() if owner is None), *unused)}
+        self._segment_of = {n: owner for n, owner in owners.items() if owner is not None}
         self._fill(self, self._shared, source)
-        zero.shard(self, plan.degrees, mesh, root=True)
+        whole = [getattr(self, attribute(name)) for name in unused]
+        zero.shard(self, plan.degrees, mesh, root=True, whole=whole)
 
     def _fill(self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]) -> None:
         mesh = self.rank_mesh
         at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
         tp_mesh = mesh.device_mesh["tp"] if self.plan.degrees.tp > 1 else None
         for name, how in names.items():
-            info = self.program.parameters[name]
+            info = self._infos[name]
             whole = source(name).to(info.dtype)
             made = make_parameter(
                 how, whole, self.plan.mesh, at, tp_mesh, self.device, requires_grad=info.requires_grad
@@ -112,13 +120,13 @@ class ParallelModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's names; a tied parameter once, or under all its names."""
+        """Parameters under the model's names, unused ones last; a tied parameter once, or under all its names."""
         if not recurse:  # what torch asks of one module of the tree
             yield from super().named_parameters(prefix, False, remove_duplicate)
             return
         owners = self._owner_of()
         start = prefix + ("." if prefix else "")
-        for name, info in self.program.parameters.items():
+        for name, info in self._infos.items():
             parameter: nn.Parameter = getattr(owners[name], attribute(name))
             for alias in (name, *(() if remove_duplicate else info.aliases)):
                 yield start + alias, parameter
@@ -126,7 +134,7 @@ class ParallelModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Flat global names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        canonical = {a: n for n, i in self.program.parameters.items() for a in (n, *i.aliases)}
+        canonical = {a: n for n, i in self._infos.items() for a in (n, *i.aliases)}
         return {name: flat_state(p.detach(), self._held[canonical[name]]) for name, p in parameters.items()}
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -152,87 +160,109 @@ class ParallelModel(nn.Module):
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
-        if outputs not in self._modules_by_use:
-            made = []
-            wanted = None if outputs else self._needed_results()
-            for i, block in enumerate(self.program.blocks):
-                generated = generate(
-                    self.analysis,
-                    block,
-                    i,
-                    self.plan.blocks[i],
-                    self.plan.mesh,
-                    device=str(self.device),
-                    keep=None if wanted is None else wanted[i],
-                    regather=self.plan.regather,
-                )
-                read = attributes(generated, self.rank_mesh, self._streams)
-                made.append(graph_module(generated.graph, f"Block{i}", read))
-            self._modules_by_use[outputs] = made
-        return self._modules_by_use[outputs]
+        return self._shapes.base.code_modules(outputs=outputs)
 
-    def _needed_results(self) -> list[list[str]]:
-        """Outputs per block that the loss needs; training drops the others, so no rank gathers full logits."""
-        used = {a for call in self.program.calls for a in call.arguments} | {
-            self.program.loss,
-            self.program.denominator,
+    def forward(self, compiled: Compiled, values: dict[str, Any], outputs: bool, when: tuple[int, int]) -> Any:
+        """Run the main calls over named local values; used by `forward_backward` and `evaluate`."""
+        program = compiled.program
+        modules = compiled.code_modules(outputs=outputs)
+        shared = {
+            n: self._taken(compiled, n, local_value(getattr(self, attribute(n)), how))
+            for n, how in self._shared.items()
+            if n in program.parameters
         }
-        return [
-            [
-                o
-                for k, o in enumerate(block.outputs)
-                if any(call.results[k] in used for call in self.program.uses_of_block(i))
-            ]
-            for i, block in enumerate(self.program.blocks)
-        ]
-
-    def forward(self, values: dict[str, Any], phase: str, outputs: bool = False) -> dict[str, Any]:
-        """Run the calls of one phase over named local values; used by `forward_backward` and `evaluate`."""
-        modules = self.code_modules(outputs=outputs)
-        kept = None if outputs else self._needed_results()
-        shared = {n: local_value(getattr(self, attribute(n)), how) for n, how in self._shared.items()}
-        placeholders = dict.fromkeys(self.program.parameters) | shared
-        scope = placeholders | self._constants | values
-        calls = [(i, c) for i, c in enumerate(self.program.calls) if c.phase == phase]
+        placeholders: dict[str, Any] = {**dict.fromkeys(program.parameters), **shared}
+        scope = {**placeholders, **compiled.constants, **values}
+        calls = [(i, c) for i, c in enumerate(program.calls) if c.phase == "main"]
+        training = self._streams.training
 
         def function_of(k: int, call: CallSite) -> Callable[..., Any]:
-            segment = self.segments[calls[k][0]]
-            return lambda *arguments: segment(modules[call.block], *arguments)
+            index = calls[k][0]
 
-        def results_of(call: CallSite) -> Sequence[str]:
-            block = self.program.blocks[call.block]
-            pairs = zip(block.outputs, call.results, strict=True)
-            return [r for o, r in pairs if kept is None or o in kept[call.block]]
+            def run(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+                pairs = zip(call.arguments, arguments, strict=True)
+                self._streams.begin(*when, index, training=training)
+                filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
+                return modules[call.block](*filled)
 
-        run_calls([c for _, c in calls], function_of, scope, results_of)
-        wanted = {self.program.loss} | (set(self.program.outputs.values()) if outputs else set())
+            for segment in self._segments_of(call):
+                run = _within(segment, run)
+            return lambda *arguments: run({}, *arguments)
+
+        run_calls([c for _, c in calls], function_of, scope, compiled.results_of(outputs=outputs))
+        wanted = {program.loss} | (set(program.outputs.values()) if outputs else set())
         return {name: scope[name] for name in wanted}
+
+    def _taken(self, compiled: Compiled, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter as a program takes it."""
+        if name not in compiled.used:
+            return value
+        tensor = self.rank_mesh.dims["tp"]
+        return converted(value, self._held[name], compiled.used[name], self.plan.mesh, tensor)
+
+    def _segments_of(self, call: CallSite) -> list[nn.Module]:
+        """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
+        found = {self._segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self._segment_of}
+        return [self.segments[index] for index in found]
+
+    def _prepared(
+        self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
+    ) -> tuple[Compiled, MicroBatches, bool]:
+        """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
+        shapes, evaluates = self._shapes, kind == EVALUATION
+        planned = shapes.base.micro_batch * micro_batches
+        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
+        counts = self._agreement.check(kind, self.training, self._step, own)
+        sequences = sequences_to_run(
+            counts,
+            planned,
+            micro_batches,
+            pads=shapes.base.ignored is not None,
+            captures=shapes.can_capture,
+            wants_outputs=evaluates,
+        )
+        filled = padded(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
+        if own.sequences:
+            self._fillers = first_rows(self.program, own)
+        pieces = split_micro_batches(self.program, filled, micro_batches)
+        compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
+        is_padded = min(counts) < sequences
+        if is_padded and compiled.ignored is None:
+            raise unfit(["it is too short to run, and captured anew the loss has no targets that can be ignored"])
+        if micro_batches > 1 and compiled.program.mixes_batch is not None:
+            raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
+        return compiled, [{n: t.to(self.device) for n, t in piece.items()} for piece in pieces], is_padded
 
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
         """One step's loss and gradients; returns the global mean loss, equal on every rank.
 
         `batch` is this rank's part of the global batch: `micro_batch × accumulate` sequences. Ranks that differ only
-        in `tp` pass the same data. Raises `RuntimeInputError` on a wrong name, shape or dtype.
+        in `tp` pass the same data. With fewer sequences, on some ranks or all, the batch is padded where the loss has
+        targets that can be ignored. Another sequence length, or another number of sequences on all ranks, captures
+        the model again, once for each shape.
+
+        Before anything is sent one all-gather of 8 × (4 + 2 × inputs) bytes a rank, on the host, compares step,
+        shapes and data of the ranks. Raises `RuntimeInputError` on all ranks where those do not agree, or where a
+        batch has a wrong name, shape or dtype.
         """
-        degrees = self.plan.degrees
-        self.code_modules(outputs=False)
-        inputs = local_inputs(self.program, degrees, batch, self.device)
-        micro_batches = split_micro_batches(self.program, inputs, degrees.accumulate)
-        denominator = self.program.denominator
+        compiled, micro_batches, _ = self._prepared(batch, STEP, self.plan.degrees.accumulate)
+        program = compiled.program
+        compiled.code_modules(outputs=False)
+        denominator = program.denominator
         total: torch.Tensor | None = None
         if denominator is not None:
             with torch.no_grad():
                 for values in micro_batches:
-                    one = self._denominator(values)
+                    one = compiled.denominator(values)
                     total = one if total is None else total + one
         earlier = self._set_aside_deferred()
         loss = torch.zeros((), device=self.device)
         for index, values in enumerate(micro_batches):
-            zero.before_micro_batch(self, degrees, last=index == len(micro_batches) - 1)
-            self._streams.begin(self._step, index)
+            zero.before_micro_batch(self, self.plan.degrees, last=index == len(micro_batches) - 1)
+            self._streams.training = True
             known = values if denominator is None else {**values, denominator: total}
-            out = self(known, "main")[self.program.loss]
-            if self.program.loss_reduction == "mean":
+            out = self(compiled, known, False, (self._step, index))[program.loss]
+            if program.loss_reduction == "mean":
                 out = out / len(micro_batches)
             out.backward()
             loss = loss + out.detach()
@@ -242,14 +272,12 @@ class ParallelModel(nn.Module):
         self._step += 1
         return loss
 
-    def _denominator(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
-        index = next(i for i, c in enumerate(self.program.calls) if c.phase == "denominator")
-        call = self.program.calls[index]
-        scope = {**self._constants, **values}
-        arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
-        out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
-        return out
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """This rank's batches, as long as every rank has one: one all-gather of a few integers for each. Collective.
+
+        Raises `RuntimeInputError` on all ranks, naming them, where some run out of data before the others.
+        """
+        return self._agreement.together(loader)
 
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
         """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
@@ -273,16 +301,22 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes."""
-        values = local_inputs(self.program, self.plan.degrees, batch, self.device, micro_batches=1)
-        if self.program.denominator is not None:
-            values[self.program.denominator] = self._denominator(values)
-        self.code_modules(outputs=True)
-        self._streams.begin(self._step, 0, training=False)
-        scope = self(values, "main", True)
-        found = {"loss": scope[self.program.loss]}
-        for key, name in self.program.outputs.items():
-            found[key] = self._as_dtensor(scope[name], self.types[name], name)
+        """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes.
+
+        After `eval()` this is what the unmodified model computes in eval mode, captured when first asked for; in
+        training mode it is the training program without dropout. Where ranks hold different numbers of sequences the
+        batch is padded, and only the loss is returned.
+        """
+        compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
+        program = compiled.program
+        if program.denominator is not None:
+            values[program.denominator] = compiled.denominator(values)
+        compiled.code_modules(outputs=True)
+        self._streams.training = not self.training  # what a model in eval mode still draws is meant
+        scope = self(compiled, values, True, (self._step, 0))
+        found = {"loss": scope[program.loss]}
+        for key, name in program.outputs.items() if not is_padded else ():
+            found[key] = self._as_dtensor(scope[name], compiled.types[name], name)
         return found
 
     def _as_dtensor(self, local: torch.Tensor, types: Sequence[Type], name: str) -> torch.Tensor:
@@ -336,6 +370,15 @@ def readable(code: str) -> str:
     return re.sub(r"autopar_runtime_(?:passes_)?(?:conversions|vocabulary|regather|randomness)_", "", code).strip()
 
 
+def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with a segment's parameters gathered and added to those it is given."""
+
+    def outer(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        return segment(lambda more, *inner: run({**own, **more}, *inner), *arguments)
+
+    return outer
+
+
 def _owners(program: Program) -> dict[str, int | None]:
     """The call that alone uses a parameter, None where several do (tied weights)."""
     owners: dict[str, int | None] = {}
@@ -344,13 +387,3 @@ def _owners(program: Program) -> dict[str, int | None]:
             if isinstance(name, str) and name in program.parameters:
                 owners[name] = index if owners.get(name, index) == index else None
     return owners
-
-
-def _buffers(program: Program, source: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    literal = {n.name for n in program.constants.graph.nodes if n.meta.get("literal") is not None}
-    found: dict[str, torch.Tensor] = {}
-    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
-    for i, name in enumerate(program.constants.buffers):
-        if f"buffer_{i}" not in literal:
-            found[name] = source(name).to(infos[i].dtype)
-    return found

@@ -12,11 +12,12 @@ such elements stage 3 sends 2nS instead of 3nS.
 """
 
 import warnings
+from collections.abc import Collection
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from autopar.ir.plan import Degrees
 from autopar.runtime.mesh import RankMesh
@@ -24,16 +25,27 @@ from autopar.runtime.parameters import zero_dim
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO 1 to 3 shard a parameter: FSDP2 takes no scalars, whose gradients are summed once a step."""
-    return parameter.dim() > 0
+    """Whether ZeRO holds a parameter; the gradients of the others are summed once a step."""
+    return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
-    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
+def _can_shard(parameter: torch.Tensor) -> bool:
+    """FSDP2 takes no scalars, and there is nothing to shard of an empty tensor."""
+    return parameter.dim() > 0 and parameter.numel() > 0
+
+
+def shard(
+    module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = False, whole: Collection[nn.Parameter] = ()
+) -> None:
+    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share.
+
+    Parameters in `whole` stay as they are.
+    """
     if degrees.zero == 0 or degrees.dp == 1:
         return
-    if not root and not any(is_sharded(p) for p in module.parameters()):
+    if not root and not any(_can_shard(p) for p in module.parameters()):
         return
+    kept = {id(p) for p in whole}
     names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
     # generated code writes nothing in place, which is what FSDP2 warns of where a segment's output is a view
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -42,7 +54,7 @@ def shard(module: nn.Module, degrees: Degrees, mesh: RankMesh, *, root: bool = F
         mesh=mesh.device_mesh[names],
         reshard_after_forward=degrees.zero == 3 and not root,
         shard_placement_fn=lambda p: Shard(zero_dim(p, degrees.dp_shard)),
-        ignored_params={p for p in module.parameters() if not is_sharded(p)},
+        ignored_params={p for p in module.parameters() if not _can_shard(p) or id(p) in kept},
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already

@@ -187,8 +187,9 @@ def space_of(
     axes: frozenset[int],
     require_sequence: bool,
     relaxed: bool,
+    pinned: Mapping[str, tuple[Type, ...]],
 ) -> Space:
-    """All candidates of mesh dimension `index`."""
+    """All candidates of mesh dimension `index`; `pinned` parameters have one of the types given for their class."""
     name, degree = mesh.names[index], mesh.degrees[index]
     found: dict[NodeKey, tuple[Variant, ...]] = {}
     for i, bounds in enumerate(analysis.bounds):
@@ -210,7 +211,8 @@ def space_of(
             found[i, node] = tuple(kept)
     types = {}
     for c in boundary.classes.values():
-        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, require_sequence, relaxed))
+        fixed = frozenset(pinned[member][index] for member in c.members if member in pinned)
+        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, require_sequence, relaxed, fixed))
     return Space(index=index, name=name, degree=degree, axes=axes, relaxed=relaxed, variants=found, types=types)
 
 
@@ -222,6 +224,7 @@ def _types_of(
     axes: frozenset[int],
     require_sequence: bool,
     relaxed: bool,
+    pinned: frozenset[Type],
 ) -> Iterator[Type]:
     """Types that a boundary class may have; none for outputs that are dropped."""
     shards = [
@@ -237,6 +240,8 @@ def _types_of(
         yield from [t for t, _ in shards if t.position == 0][:1] if mesh_dim == DATA and shards else [I]
     elif c.fixed or c.role not in ("parameter", "value"):
         yield I
+    elif c.role == "parameter" and pinned:
+        yield from sorted(pinned)
     elif c.role == "parameter":
         yield from [R] if mesh_dim == DATA else [I, R, *(t for t, _ in shards)]
     else:

@@ -99,6 +99,7 @@ class Program:
     """A captured model. Shapes are those of the global micro-batch.
 
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` why they cannot.
+    `unused` are the model's parameters that no block takes.
     """
 
     blocks: tuple[Block, ...]
@@ -116,7 +117,7 @@ class Program:
     hidden_axes: frozenset[int] = frozenset()
     loss_reduction: Literal["sum", "mean"] = "sum"
     mixes_batch: str | None = None
-    unused: tuple[str, ...] = ()
+    unused: Mapping[str, ParameterInfo] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

@@ -57,21 +57,21 @@ def named_outputs(out: Any) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _training_without_cache(model: nn.Module) -> Iterator[None]:
-    """Generation caches are no part of training; modules that have the switch (`config.use_cache`) have it off."""
+def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or evaluation mode; generation caches (`config.use_cache`) are off in both."""
     owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
-    was_training = [m for m in model.modules() if not m.training]
+    was_training = {module: module.training for module in model.modules()}
     for config in configs.values():
         config.use_cache = False
-    model.train()
+    model.train(training)
     try:
         yield
     finally:
         for config in configs.values():
             config.use_cache = True
-        for module in was_training:
-            module.training = False
+        for module, mode in was_training.items():
+            module.training = mode
 
 
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -93,6 +93,12 @@ def input_names(model: nn.Module, example_inputs: Inputs) -> dict[str, torch.Ten
             if isinstance(leaf, torch.Tensor):
                 found[name if len(leaves) == 1 else f"{name}_{i}"] = leaf
     return found
+
+
+def inputs_of_shapes(model: nn.Module, example_inputs: Inputs, sizes: Mapping[str, tuple[int, ...]]) -> Inputs:
+    """Example inputs with every tensor replaced by an empty one of the shape given for its name."""
+    names = iter(input_names(model, example_inputs))  # in the order of the tensors
+    return resize_inputs(example_inputs, lambda _: sizes[next(names)])
 
 
 def resize_inputs(example_inputs: Inputs, resize: Any) -> Inputs:
@@ -125,14 +131,14 @@ def _where_it_failed(error: BaseException, model: nn.Module) -> str:
     return best or f"module {type(model).__name__}"
 
 
-def capture_flat(model: nn.Module, example_inputs: Inputs) -> Flat:
-    """Trace a model in training mode at the given input shapes.
+def capture_flat(model: nn.Module, example_inputs: Inputs, *, training: bool = True) -> Flat:
+    """Trace a model in training or evaluation mode at the given input shapes.
 
     Raises `CaptureError`, naming module and source line, where the model cannot be exported.
     """
     args, kwargs = split_inputs(example_inputs)
     wrapper = _Outputs(model)
-    with _training_without_cache(model), warnings.catch_warnings():
+    with _without_cache(model, training), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)

@@ -21,19 +21,20 @@ aten = torch.ops.aten
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input"}  # of placeholders by kind
 
 
-def trace(model: nn.Module, example_inputs: Inputs, *, batch: int | None = None) -> Program:
+def trace(model: nn.Module, example_inputs: Inputs, *, batch: int | None = None, training: bool = True) -> Program:
     """Capture a model at the shapes of `example_inputs`, whose batch (dimension 0) is set to `batch` if given.
 
-    The model may lie on meta, CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
+    `training` is the mode in which it is captured, whatever mode it is in; that is put back. The model may lie on meta,
+    CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
     """
     named = input_names(model, example_inputs)
     if not named:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
     sizes = batch_and_sequence(named)
     big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, batch or sizes[0], sizes[1]))
-    flat = _captured(model, big)
+    flat = _captured(model, big, training)
     small_sizes = (3 if sizes[0] != 3 else 2, None if sizes[1] is None else (6 if sizes[1] != 6 else 7))
-    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat)
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat, training)
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
         for graph in (flat.graph, small.graph):
@@ -110,8 +111,8 @@ def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequenc
     return tuple(shape)
 
 
-def _captured(model: nn.Module, inputs: Inputs) -> Flat:
-    flat = capture_flat(model, inputs)
+def _captured(model: nn.Module, inputs: Inputs, training: bool) -> Flat:
+    flat = capture_flat(model, inputs, training=training)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     names = frozenset(n for n, (kind, name) in flat.placeholders.items() if kind == "parameter" and name in trainable)
     normalise(flat.graph, flat.root, names)
@@ -119,14 +120,19 @@ def _captured(model: nn.Module, inputs: Inputs) -> Flat:
 
 
 def _small_capture(
-    model: nn.Module, inputs: Inputs, sizes: tuple[int, int | None], small: tuple[int, int | None], flat: Flat
+    model: nn.Module,
+    inputs: Inputs,
+    sizes: tuple[int, int | None],
+    small: tuple[int, int | None],
+    flat: Flat,
+    training: bool,
 ) -> tuple[Flat | None, bool]:
     """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
     for sequence in (small[1], sizes[1]):
         shapes = (small[0], sequence)
         resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
         try:
-            other = _captured(model, resized)
+            other = _captured(model, resized, training)
         except CaptureError:
             continue
         if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:
@@ -169,8 +175,8 @@ def fold_program(
         blocks=distinct,
         calls=calls,
         parameters={n: p for n, p in parameters.items() if n in used},
-        unused=(unused := tuple(n for n in parameters if n not in used)),
-        notes=(f"parameters that the loss does not use are left out: {', '.join(unused)}",) if unused else (),
+        unused=(unused := {n: p for n, p in parameters.items() if n not in used}),
+        notes=(f"parameters that the loss does not use get no gradient: {', '.join(unused)}",) if unused else (),
         inputs=inputs,
         constants=constant_graph,
         loss=names[loss],

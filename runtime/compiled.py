@@ -1,0 +1,140 @@
+"""A program compiled for one batch shape and mode: generated code per block, constants, and how to pad a batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import CallSite, Program
+from autopar.ir.sharding import Type
+from autopar.runtime.codegen import generate
+from autopar.runtime.execute import constant_values, graph_module
+from autopar.runtime.inputs import with_sequences
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.one_process import attributes, boundary_types
+from autopar.runtime.parameters import Held
+from autopar.runtime.randomness import Streams
+from autopar.trace.analysis import Analysis, analyse
+from autopar.trace.targets import ignored_targets
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Compiled:
+    """A program, its plan, and what is made of them when first asked for.
+
+    `used` says how parameters are taken that are held in another way. `ignored` gives the target inputs that can mark
+    samples to be ignored, and by which value; None where there are none.
+    """
+
+    program: Program
+    plan: Plan
+    analysis: Analysis
+    types: Mapping[str, tuple[Type, ...]]
+    constants: Mapping[str, torch.Tensor]
+    ignored: Mapping[str, int] | None
+    mesh: RankMesh
+    streams: Streams
+    device: torch.device
+    used: Mapping[str, Held] = field(default_factory=dict)
+    _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one data-parallel rank in one micro-batch."""
+        infos = [i for i in self.program.inputs if i.batch_dim is not None]
+        return infos[0].shape[infos[0].batch_dim or 0] // self.plan.degrees.dp if infos else 0
+
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one rank's micro-batch by input name."""
+        return {i.name: with_sequences(i, i.shape, self.micro_batch) for i in self.program.inputs}
+
+    def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
+        """Generated code per distinct block: the training program, or the one that keeps all outputs."""
+        if outputs not in self._modules:
+            made = []
+            wanted = None if outputs else self.needed_results()
+            for i, block in enumerate(self.program.blocks):
+                generated = generate(
+                    self.analysis,
+                    block,
+                    i,
+                    self.plan.blocks[i],
+                    self.plan.mesh,
+                    device=str(self.device),
+                    keep=None if wanted is None else wanted[i],
+                    regather=self.plan.regather,
+                )
+                read = attributes(generated, self.mesh, self.streams)
+                made.append(graph_module(generated.graph, f"Block{i}", read))
+            self._modules[outputs] = made
+        return self._modules[outputs]
+
+    def needed_results(self) -> list[list[str]]:
+        """Outputs per block that the loss needs; training drops the others, so no rank gathers full logits."""
+        used = {a for call in self.program.calls for a in call.arguments} | {
+            self.program.loss,
+            self.program.denominator,
+        }
+        return [
+            [
+                o
+                for k, o in enumerate(block.outputs)
+                if any(call.results[k] in used for call in self.program.uses_of_block(i))
+            ]
+            for i, block in enumerate(self.program.blocks)
+        ]
+
+    def results_of(self, *, outputs: bool) -> Callable[[CallSite], Sequence[str]]:
+        """Names of the values that the generated code of a call yields."""
+        kept = None if outputs else self.needed_results()
+
+        def names(call: CallSite) -> Sequence[str]:
+            block = self.program.blocks[call.block]
+            pairs = zip(block.outputs, call.results, strict=True)
+            return [r for o, r in pairs if kept is None or o in kept[call.block]]
+
+        return names
+
+    def denominator(self, values: Mapping[str, Any]) -> torch.Tensor:
+        """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
+        call = next(c for c in self.program.calls if c.phase == "denominator")
+        scope = {**self.constants, **values}
+        arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
+        out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
+        return out
+
+
+def compile_program(
+    program: Program,
+    plan: Plan,
+    buffers: Callable[[str], torch.Tensor],
+    mesh: RankMesh,
+    streams: Streams,
+    device: torch.device,
+) -> Compiled:
+    """Analyse a program under its plan and evaluate its constants; `buffers` gives whole values by name."""
+    analysis = analyse(program, plan.mesh)
+    return Compiled(
+        program=program,
+        plan=plan,
+        analysis=analysis,
+        types=boundary_types(program, plan.blocks),
+        constants=constant_values(program.constants, _buffers(program, buffers), str(device)),
+        ignored=ignored_targets(program, analysis),
+        mesh=mesh,
+        streams=streams,
+        device=device,
+    )
+
+
+def _buffers(program: Program, source: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    literal = {n.name for n in program.constants.graph.nodes if n.meta.get("literal") is not None}
+    found: dict[str, torch.Tensor] = {}
+    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
+    for i, name in enumerate(program.constants.buffers):
+        if f"buffer_{i}" not in literal:
+            found[name] = source(name).to(infos[i].dtype)
+    return found
