@@ -98,7 +98,9 @@ def disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: Callab
         return "ranks do different things: " + "; ".join(f"{_ranks(r)} {KINDS[k]}" for k, r in kinds.items())
     modes = _groups([row[0] % 2 for row in rows])
     if len(modes) > 1:
-        return f"{_ranks(modes[1])} in training mode, {_ranks(modes[0])} in eval mode; call train() or eval() on all"
+        return (
+            f"{_ranks(modes[1])} in training mode, but {_ranks(modes[0])} in eval mode; call train() or eval() on all"
+        )
     steps = _groups([row[1] for row in rows])
     if len(steps) > 1:
         at = "; ".join(f"{_ranks(ranks)} at {step}" for step, ranks in steps.items())
@@ -114,20 +116,24 @@ def _data_disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: 
     for index, info in enumerate(inputs):
         shapes = _groups([row[4 + 2 * index] for row in rows])
         if len(shapes) > 1:
-            first, *others = shapes.values()
+            usual, *unusual = shapes.values()
             return (
-                f"input {info.name!r}: {_ranks(_joined(others))} hold another shape than {_ranks(first)}; only the "
+                f"input {info.name!r}: {_ranks(_joined(unusual))} got another shape than {_ranks(usual)}; only the "
                 "number of sequences may differ: pad every rank's batch to one length"
             )
+        first: list[int] = []
+        others: list[int] = []
         for ranks in replicas if info.batch_dim is not None else [list(range(len(rows)))]:
             values = _groups([(rows[rank][3], rows[rank][5 + 2 * index]) for rank in ranks])
-            if len(values) > 1:
-                named = [[ranks[k] for k in group] for group in values.values()]
-                why = "differ only in tp" if info.batch_dim is not None else "share this input, which has no batch"
-                return (
-                    f"input {info.name!r}: {_ranks(_joined(named[1:]))} hold other data than {_ranks(named[0])}, but "
-                    f"they {why}; read the same data there (seed and shard the sampler by the data-parallel rank)"
-                )
+            named = [[ranks[k] for k in group] for group in values.values()]
+            first += named[0] if len(named) > 1 else []
+            others += _joined(named[1:])
+        if others:
+            why = "differ only in tp" if info.batch_dim is not None else "share this input, which has no batch"
+            return (
+                f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; read the "
+                "same data there (seed and shard the sampler by the data-parallel rank)"
+            )
     return ""
 
 

@@ -1,5 +1,6 @@
 """A small causal language model in float64 with everything that data and modes can touch."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -29,24 +30,31 @@ class Layer(nn.Module):
 
 
 class Tokens(nn.Module):
-    """`masked` targets can be ignored; a gain is used in training only, a temperature in evaluation only."""
+    """`masked` targets can be ignored; with `drops` training skips the second layer.
 
-    def __init__(self, *, dropout: float = 0.0, masked: bool = True) -> None:
+    A gain is used in training only, a temperature in evaluation only.
+    """
+
+    def __init__(self, *, dropout: float = 0.0, masked: bool = True, drops: bool = False) -> None:
         super().__init__()
-        self.masked = masked
+        self.masked, self.drops = masked, drops
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Parameter(torch.empty(MAX_LENGTH, HIDDEN))
         self.unused = nn.Linear(3, 5)
         self.empty, self.scale = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(()))
         self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
         self.frozen = nn.Linear(HIDDEN, HIDDEN)
+        with warnings.catch_warnings(action="ignore"):  # torch has nothing to initialise
+            self.pruned = nn.Sequential(nn.Linear(HIDDEN, 0), nn.Linear(0, HIDDEN))
         self.gain, self.temperature = nn.Parameter(torch.empty(HIDDEN)), nn.Parameter(torch.empty(HIDDEN))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.tokens(input_ids) + self.positions[: input_ids.shape[1]]
-        for layer in self.layers:
-            x = layer(x)
+        for index, layer in enumerate(self.layers):
+            if not (self.training and self.drops and index):
+                x = layer(x)
+        x = x + self.pruned(x)
         x = self.frozen(x) * (self.gain if self.training else self.temperature) * self.scale
         logits = self.head(x)
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:]

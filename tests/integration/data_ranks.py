@@ -4,11 +4,13 @@ import copy
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from data_models import Tokens, rows, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.api import parallelize
 from autopar.errors import AutoparError
@@ -143,7 +145,7 @@ def iterated(rank: int, world_size: int, wish: Mapping[str, Any], lengths: Seque
 
 def evaluations(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, float]:
     """Errors of evaluation in eval mode: a full batch, short ones, another length; then of a training step."""
-    parallel, reference = made(world_size, wish, 2, dropout=0.4)
+    parallel, reference = made(world_size, wish, 2, dropout=0.4, drops=True)
     worst: dict[str, float] = {}
     cases = {"full": ((2, 2), LENGTH), "equal": ((1, 1), LENGTH), "unequal": ((2, 1), LENGTH), "long": ((2, 2), 12)}
     parallel.eval()
@@ -174,6 +176,20 @@ def evaluations(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str
     worst["step in eval mode"] = error(parallel.forward_backward(own), reference(**every)["loss"].detach(), 0.0)
     worst["gradients in eval mode"] = gradient_error(parallel, reference)
     return worst
+
+
+def recomputed(rank: int, world_size: int, wish: Mapping[str, Any]) -> float:
+    """Largest difference of gradients with dropout between keeping activations and recomputing every block."""
+    gradients = []
+    for recomputes in (False, True):
+        parallel, _ = made(world_size, wish, 4, dropout=0.4)
+        for segment in parallel.segments if recomputes else ():
+            segment.forward = partial(checkpoint, segment.forward, use_reentrant=False, preserve_rng_state=False)
+        own, _ = own_rows(parallel, (4, 4)[: parallel.plan.degrees.dp], LENGTH, 0)
+        parallel.forward_backward(own)
+        gradients.append(parallel.whole_gradients())
+    assert gradients[0].keys() == gradients[1].keys()
+    return max(float((a - gradients[1][n]).abs().max()) for n, a in gradients[0].items() if a.numel())
 
 
 class Lines(logging.Handler):
