@@ -123,13 +123,14 @@ def _data_disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: 
             )
         first: list[int] = []
         others: list[int] = []
-        for ranks in replicas if info.batch_dim is not None else [list(range(len(rows)))]:
-            values = _groups([(rows[rank][3], rows[rank][5 + 2 * index]) for rank in ranks])
+        batched = info.batch_dim is not None
+        for ranks in replicas if batched else [list(range(len(rows)))]:
+            values = _groups([(rows[rank][3] if batched else 0, rows[rank][5 + 2 * index]) for rank in ranks])
             named = [[ranks[k] for k in group] for group in values.values()]
             first += named[0] if len(named) > 1 else []
             others += _joined(named[1:])
         if others:
-            why = "differ only in tp" if info.batch_dim is not None else "share this input, which has no batch"
+            why = "differ only in tp" if batched else "share this input, which has no batch"
             return (
                 f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; read the "
                 "same data there (seed and shard the sampler by the data-parallel rank)"
