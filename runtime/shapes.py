@@ -73,8 +73,9 @@ class Shapes:
         made = self._compile(self._replan, sizes, training)
         self._others[key] = made
         self._announce(sizes, training, time.perf_counter() - started)
-        if len(self._others) >= MAX_SHAPES:
+        if len(self._others) > MAX_SHAPES:
             del self._others[next(iter(self._others))]
+            self._warn()
         return made
 
     def _compile(self, replan: Replan, sizes: Sizes, training: bool) -> Compiled:
@@ -94,13 +95,15 @@ class Shapes:
         shapes = ", ".join(f"{name} {shape}" for name, shape in sizes.items())
         mode = "training" if training else "eval"
         logger.info("captured the model in %s mode for micro-batches of %s in %.1f s", mode, shapes, seconds)
-        if len(self._others) >= MAX_SHAPES and not self._warned:
-            self._warned = True
+
+    def _warn(self) -> None:
+        if not self._warned and not (dist.is_initialized() and dist.get_rank()):
             warnings.warn(
-                f"the model was captured for {MAX_SHAPES} shapes besides the plan's, and the oldest are forgotten; pad "
-                "batches to a few lengths (powers of two, or multiples of 128)",
+                f"the model was captured for more than {MAX_SHAPES} shapes besides the plan's, and the oldest are "
+                "forgotten; pad batches to a few lengths (powers of two, or multiples of 128)",
                 stacklevel=2,
             )
+        self._warned = True
 
 
 def _key(sizes: Sizes, training: bool) -> Key:

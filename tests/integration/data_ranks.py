@@ -3,9 +3,11 @@
 import copy
 import logging
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from data_models import Tokens, rows, tokens
@@ -16,6 +18,7 @@ from autopar.api import parallelize
 from autopar.errors import AutoparError
 from autopar.runtime.compare import error, rms
 from autopar.runtime.module import ParallelModel
+from autopar.runtime.shapes import MAX_SHAPES
 
 LENGTH = 8
 Batch = dict[str, torch.Tensor]
@@ -201,15 +204,19 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def announced(rank: int, world_size: int, wish: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
-    """What is logged while steps of the given lengths run."""
+def announced(
+    rank: int, world_size: int, wish: Mapping[str, Any], lengths: Sequence[int], room: int = MAX_SHAPES
+) -> tuple[list[str], list[str]]:
+    """What is logged, and what is warned of, while steps of the given lengths run with room for some shapes."""
     handler, logger = Lines(), logging.getLogger("autopar")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)
     parallel, _ = made(world_size, wish, 2)
-    for length in lengths:
-        parallel.forward_backward(rows(2, length, parallel.rank_mesh.dims["dp"].coordinate))
+    with mock.patch("autopar.runtime.shapes.MAX_SHAPES", room), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in lengths:
+            parallel.forward_backward(rows(2, length, parallel.rank_mesh.dims["dp"].coordinate))
     logger.removeHandler(handler)
     logger.setLevel(level)
-    return handler.lines
+    return handler.lines, [str(w.message) for w in caught if "shapes" in str(w.message)]

@@ -44,11 +44,19 @@ def test_other_lengths_and_numbers_of_sequences(four_ranks: Ranks) -> None:
 
 
 def test_each_shape_is_captured_once_and_announced(two_ranks: Ranks) -> None:
-    found = two_ranks.run("data_ranks:announced", 2, {"tp": 2}, [8, 12, 8, 4, 12, 4])
-    assert [line.partition(" in ")[2].rpartition(" in ")[0] for line in found[0]] == [
+    (lines, warned), others = two_ranks.run("data_ranks:announced", 2, {"tp": 2}, [8, 12, 8, 4, 12, 4])
+    assert [line.partition(" in ")[2].rpartition(" in ")[0] for line in lines] == [
         f"training mode for micro-batches of input_ids (2, {length}), labels (2, {length})" for length in (12, 4)
     ]
-    assert found[1] == []
+    assert warned == [] and others == ([], [])
+
+
+def test_old_shapes_are_forgotten(two_ranks: Ranks) -> None:
+    """With room for two shapes the least recently used goes, with one warning, and is captured again later."""
+    lengths = [8, 12, 4, 12, 6, 4, 8]  # 8 is the plan's
+    lines, warned = two_ranks.run("data_ranks:announced", 2, {"tp": 2}, lengths, 2)[0]
+    assert [line.partition("(2, ")[2].partition(")")[0] for line in lines] == ["12", "4", "6", "4"]
+    assert len(warned) == 1 and "pad batches to a few lengths" in warned[0]
 
 
 def test_short_batches_without_a_mask(four_ranks: Ranks) -> None:

@@ -61,7 +61,7 @@ def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(90)
-def test_unfit_batches_are_refused_before_any_collective(two_ranks: Ranks) -> None:
+def test_unfit_batches_are_refused_on_all_ranks(two_ranks: Ranks) -> None:
     _, plan = planned(WANTED, 2, {"dp": 2, "zero": 3})
     (messages, loss), (others, other_loss) = two_ranks.run("integration_ranks:unfit_batches", WANTED, plan)
     assert messages == others and loss == other_loss

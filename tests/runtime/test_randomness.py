@@ -66,7 +66,7 @@ class Dropped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(6, 256), nn.Linear(256, 64)
+        self.up, self.down = nn.Linear(6, 256), nn.Linear(256, 63)  # 63: whole on `tp`
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
