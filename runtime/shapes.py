@@ -80,7 +80,8 @@ class Shapes:
 
     def _compile(self, replan: Replan, sizes: Sizes, training: bool) -> Compiled:
         base = self.base
-        program, plan = replan(sizes, training=training, held=self._held)
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in: modules look at it
+            program, plan = replan(sizes, training=training, held=self._held)
         if [(i.name, i.batch_dim) for i in program.inputs] != [(i.name, i.batch_dim) for i in base.program.inputs]:
             raise PlanError(
                 f"at shapes {dict(sizes)} another dimension looks like the batch; pass another number of sequences"

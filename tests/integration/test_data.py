@@ -37,9 +37,11 @@ def test_three_steps_of_two_optimizer_groups(wish: dict[str, Any], four_ranks: R
     assert worst(four_ranks.run("data_ranks:training", 4, wish, 4, steps)) < TOLERANCE
 
 
-def test_other_lengths_and_numbers_of_sequences(four_ranks: Ranks) -> None:
+@pytest.mark.parametrize("sequence_parallel", (None, True))
+def test_other_lengths_and_numbers_of_sequences(sequence_parallel: bool | None, four_ranks: Ranks) -> None:
     steps = [((4, 4), 8), ((4, 4), 12), ((2, 4), 4), ((6, 6), 8), ((4, 4), 8), ((3, 4), 12)]
-    wish = {**WISH, "accumulate": 2}
+    steps += [] if sequence_parallel else [((4, 4), 7)]
+    wish = {**WISH, "accumulate": 2, "sequence_parallel": sequence_parallel}
     assert worst(four_ranks.run("data_ranks:training", 4, wish, 4, steps)) < TOLERANCE
 
 

@@ -8,7 +8,7 @@ from tiny_models import gpt2
 
 from autopar.errors import RuntimeInputError
 from autopar.ir.program import InputInfo, Program
-from autopar.runtime.agreement import EVALUATION, STEP, checksum, disagreement
+from autopar.runtime.agreement import ENDED, EVALUATION, FAILED, READING, STEP, checksum, disagreement
 from autopar.runtime.inputs import first_rows, padded, read_batch, sequences_to_run
 from autopar.trace.trace import trace
 
@@ -121,6 +121,9 @@ def row(kind: int = STEP, **changes: Any) -> list[int]:
         ([row(), row(step=4), row(), row()], ("ranks 0, 2, 3 at 3", "rank 1 at 4")),
         ([row(), row(training=False), row(), row()], ("ranks 0, 2, 3 in training mode", "rank 1 in eval mode")),
         ([row(), row(EVALUATION), row(), row()], ("ranks 0, 2, 3 in forward_backward", "rank 1 in evaluate")),
+        ([row(READING), row(ENDED), row(READING), row(ENDED)], ("ranks 1, 3 ran out of data after 3 batches",)),
+        ([row(READING), row(FAILED), row(READING), row(READING)], ("rank 1 failing",)),
+        ([row(STEP), row(ENDED), row(STEP), row(STEP)], ("rank 1 at the end of its data", "0, 2, 3 in forward_")),
         ([row(), row(unfit=1), row(), row()], ("the batch of rank 1 does not fit",)),
     ),
 )

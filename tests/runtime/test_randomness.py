@@ -91,7 +91,8 @@ def test_masks_of_a_split_model() -> None:
     for mask in masks.values():
         assert 0.4 < float(mask.double().mean()) < 0.6
         assert correlation(*mask.chunk(2, 0)) < 0.15
-        assert correlation(*mask.chunk(2, 1)) < 0.15
+        half = mask.shape[1] // 2
+        assert correlation(mask[:, :half], mask[:, -half:]) < 0.15
     assert correlation(masks["narrow"], masks["again"]) < 0.15
 
 
