@@ -50,7 +50,8 @@ def parallelize(
     transformers config. `plan` is a `Plan`, the path of one, or a mapping of degrees such as
     ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A model on meta is materialised shard by
     shard from `state` (a state dict, or a path to safetensors), or by its own initialisation seeded with `seed`. Where
-    ranks hold different weights, rank 0's count.
+    ranks hold different weights, rank 0's count. The model is kept, to be captured again in eval mode and for other
+    shapes; one on meta holds no weights.
 
     Raises `InputError`, `PlanError` or `CaptureError` before any collective that could hang.
     """

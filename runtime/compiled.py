@@ -33,13 +33,14 @@ class Compiled:
     plan: Plan
     analysis: Analysis
     types: Mapping[str, tuple[Type, ...]]
-    constants: Mapping[str, torch.Tensor]
+    buffers: Callable[[str], torch.Tensor]
     ignored: Mapping[str, int] | None
     mesh: RankMesh
     streams: Streams
     device: torch.device
     used: Mapping[str, Held] = field(default_factory=dict)
     _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
+    _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)  # of one version at most
 
     @property
     def micro_batch(self) -> int:
@@ -50,6 +51,22 @@ class Compiled:
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of one rank's micro-batch by input name."""
         return {i.name: with_sequences(i, i.shape, self.micro_batch) for i in self.program.inputs}
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Values of the constant part, made again when a buffer that they are made of was written to."""
+        placeholders = [n for n in self.program.constants.graph.nodes if n.op == "placeholder"]
+        buffers = {
+            name: self.buffers(name)
+            for name, node in zip(self.program.constants.buffers, placeholders, strict=True)
+            if node.meta.get("literal") is None
+        }
+        versions = tuple(buffer._version for buffer in buffers.values())
+        if versions not in self._constants:
+            infos = dict(zip(self.program.constants.buffers, (n.meta["info"] for n in placeholders), strict=True))
+            typed = {name: value.to(infos[name].dtype) for name, value in buffers.items()}
+            self._constants.clear()
+            self._constants[versions] = constant_values(self.program.constants, typed, str(self.device))
+        return self._constants[versions]
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
@@ -101,7 +118,7 @@ class Compiled:
     def denominator(self, values: Mapping[str, Any]) -> torch.Tensor:
         """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
         call = next(c for c in self.program.calls if c.phase == "denominator")
-        scope = {**self.constants, **values}
+        scope = {**self.constants(), **values}
         arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
         out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
         return out
@@ -115,26 +132,16 @@ def compile_program(
     streams: Streams,
     device: torch.device,
 ) -> Compiled:
-    """Analyse a program under its plan and evaluate its constants; `buffers` gives whole values by name."""
+    """Analyse a program under its plan; `buffers` gives whole values by name, the same tensor each time."""
     analysis = analyse(program, plan.mesh)
     return Compiled(
         program=program,
         plan=plan,
         analysis=analysis,
         types=boundary_types(program, plan.blocks),
-        constants=constant_values(program.constants, _buffers(program, buffers), str(device)),
+        buffers=buffers,
         ignored=ignored_targets(program, analysis),
         mesh=mesh,
         streams=streams,
         device=device,
     )
-
-
-def _buffers(program: Program, source: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    literal = {n.name for n in program.constants.graph.nodes if n.meta.get("literal") is not None}
-    found: dict[str, torch.Tensor] = {}
-    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
-    for i, name in enumerate(program.constants.buffers):
-        if f"buffer_{i}" not in literal:
-            found[name] = source(name).to(infos[i].dtype)
-    return found

@@ -74,13 +74,14 @@ class ParallelModel(nn.Module):
         self._step = 0
         self._fillers: dict[str, torch.Tensor] = {}
         self._agreement = Agreement(mesh, program.inputs)
-        base = compile_program(program, plan, source, mesh, self._streams, device)
+        self._source, self._buffers_read = source, dict[str, torch.Tensor]()
+        base = compile_program(program, plan, self._buffer, mesh, self._streams, device)
         self.analysis, self.types = base.analysis, base.types
         self._infos: dict[str, ParameterInfo] = {**program.parameters, **program.unused}
         self._held = {
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         } | {name: held_whole(info, plan.mesh) for name, info in program.unused.items()}
-        self._shapes = Shapes(base, self._held, replan, source)
+        self._shapes = Shapes(base, self._held, replan)
         owners = _owners(program)
         self.segments = nn.ModuleList()
         for index, call in enumerate(program.calls):
@@ -107,6 +108,12 @@ class ParallelModel(nn.Module):
                 how, whole, self.plan.mesh, at, tp_mesh, self.device, requires_grad=info.requires_grad
             )
             module.register_parameter(attribute(name), made)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        """A buffer's value, whole."""
+        if name not in self._buffers_read:
+            self._buffers_read[name] = self._source(name)
+        return self._buffers_read[name]
 
     # Names: the model's own, whatever the layout.
 
@@ -172,7 +179,7 @@ class ParallelModel(nn.Module):
             if n in program.parameters
         }
         placeholders: dict[str, Any] = {**dict.fromkeys(program.parameters), **shared}
-        scope = {**placeholders, **compiled.constants, **values}
+        scope = {**placeholders, **compiled.constants(), **values}
         calls = [(i, c) for i, c in enumerate(program.calls) if c.phase == "main"]
         training = self._streams.training
 

@@ -7,7 +7,7 @@ pinned, so that only activations may be split in another way.
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -43,9 +43,8 @@ class Shapes:
         base: Compiled,
         held: Mapping[str, Held],
         replan: Replan | None,
-        buffers: Callable[[str], torch.Tensor],
     ) -> None:
-        self.base, self._held, self._replan, self._buffers = base, held, replan, buffers
+        self.base, self._held, self._replan = base, held, replan
         self._base_key = _key(base.local_shapes(), training=True)
         self._others: dict[Key, Compiled] = {}  # least recently used first
         self._warned = False
@@ -86,7 +85,7 @@ class Shapes:
             raise PlanError(
                 f"at shapes {dict(sizes)} another dimension looks like the batch; pass another number of sequences"
             )
-        made = compile_program(program, plan, self._buffers, base.mesh, base.streams, base.device)
+        made = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
         used = {n: held(n, made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
         return replace(made, used={n: how for n, how in used.items() if not is_same(how, self._held[n])})
 
