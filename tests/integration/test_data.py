@@ -10,7 +10,7 @@ from autopar.trace.analysis import analyse
 from autopar.trace.targets import ignored_targets
 from autopar.trace.trace import trace
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
 WISH: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 3}
 
