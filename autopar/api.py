@@ -3,7 +3,8 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from autopar.degrees import resolve_degrees
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.models import example_inputs_for
 from autopar.planning import PlanLike, capture_for, check_plan, label_plan
@@ -24,7 +25,9 @@ from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
-from autopar.trace.capture import Inputs, LossFunction, input_names
+from autopar.runtime.parameters import Held
+from autopar.runtime.shapes import Replan, Sizes
+from autopar.trace.capture import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.trace.trace import batch_and_sequence
 
 TIMEOUT_S = 300
@@ -49,7 +52,8 @@ def parallelize(
     are; the target is the last element of the tuple, or the key ``target`` of the dict. `plan` is a `Plan`, the path
     of one, or a mapping of degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A
     model on meta is materialised shard by shard from `state` (a state dict, or a path to safetensors), or by its own
-    initialisation seeded with `seed`. Where ranks hold different weights, rank 0's count.
+    initialisation seeded with `seed`. Where ranks hold different weights, rank 0's count. The model is kept, to be
+    captured again in eval mode and for other shapes; one on meta holds no weights.
 
     Raises `InputError`, `PlanError` or `CaptureError` before any collective that could hang.
     """
@@ -63,10 +67,12 @@ def parallelize(
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
     program, decided = _decide(model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None)
+    again = _replan(model, cluster, inputs, decided.degrees, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     if state is None and weights_differ(model):
         source = from_first_rank(source)
-    return ParallelModel(program, decided, training_mesh(decided.degrees, device.type), source, device, seed=seed)
+    mesh = training_mesh(decided.degrees, device.type)
+    return ParallelModel(program, decided, mesh, source, device, seed=seed, replan=again)
 
 
 def start_process_group(cluster: ClusterSpec) -> torch.device:
@@ -129,10 +135,15 @@ def _decide(
         return program, loaded
     degrees = resolve_degrees(loaded, world_size, local_batch)
     program = capture_for(model, inputs, degrees, loss_fn)
+    return program, _labelled(program, lambda: label_plan(program, cluster, degrees, type(model).__name__))
+
+
+def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:
+    """The plan that rank 0 finds for a program. Collective. Raises `PlanError` on all ranks."""
     text = error_text = ""
     if dist.get_rank() == 0:
         try:
-            text = label_plan(program, cluster, degrees, type(model).__name__).to_json()
+            text = solve().to_json()
         except AutoparError as error:
             error_text = str(error)
     error_text = broadcast_text(error_text)
@@ -143,7 +154,22 @@ def _decide(
         raise PlanError(
             f"rank {dist.get_rank()} captured another model than rank 0; build the same model on every rank"
         )
-    return program, received
+    return received
+
+
+def _replan(
+    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, degrees: Degrees, loss_fn: LossFunction | None
+) -> Replan:
+    """Captures the model for other shapes or in eval mode. It holds the model, which a model on meta makes free."""
+
+    def replan(sizes: Sizes, *, training: bool, held: Mapping[str, Held]) -> tuple[Program, Plan]:
+        example = inputs_of_shapes(model, inputs, sizes, loss_fn)
+        local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
+        own = replace(degrees, micro_batch=local_batch, accumulate=1)
+        program = capture_for(model, example, own, loss_fn, training=training)
+        return program, _labelled(program, lambda: label_plan(program, cluster, own, type(model).__name__, held=held))
+
+    return replan
 
 
 def _parsed(text: str) -> Any:

@@ -276,4 +276,4 @@ def _once_a_step(program: Program, plan: Plan) -> Iterator[str]:
             trained = sum(program.parameters[n].num_elements for n in deferred)
             yield f"{name}: gradients of {len(deferred)} replicated parameters ({trained:,} elements) are all-reduced"
     if program.unused:
-        yield f"{len(program.unused)} parameters do not take part in the loss: {', '.join(program.unused[:5])}"
+        yield f"{len(program.unused)} parameters do not take part in the loss: {', '.join(list(program.unused)[:5])}"

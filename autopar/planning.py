@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from autopar.explain import with_summary
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
-from autopar.search.labels import label
+from autopar.ir.sharding import Dims, I, Type
+from autopar.runtime.parameters import Held
+from autopar.search.labels import LabelOptions, label
 from autopar.search.tensor_dims import tensor_dims
 from autopar.trace.analysis import analyse
 from autopar.trace.capture import Inputs, LossFunction, input_names
@@ -42,12 +45,17 @@ def make_plan(
 
 
 def capture_for(
-    model: nn.Module, example_inputs: Inputs, degrees: Degrees, loss_fn: LossFunction | None = None
+    model: nn.Module,
+    example_inputs: Inputs,
+    degrees: Degrees,
+    loss_fn: LossFunction | None = None,
+    *,
+    training: bool = True,
 ) -> Program:
     """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation is not legal."""
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     micro_batch = degrees.micro_batch or local_batch
-    program = trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn)
+    program = trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn, training=training)
     if degrees.accumulate > 1 and program.mixes_batch is not None:
         raise PlanError(
             f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1"
@@ -55,17 +63,21 @@ def capture_for(
     return program
 
 
-def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: str) -> Plan:
-    """The plan that the labeller finds for a program, with `tp` as two mesh dimensions where key heads want it.
+def label_plan(
+    program: Program, cluster: ClusterSpec, degrees: Degrees, name: str, *, held: Mapping[str, Held] | None = None
+) -> Plan:
+    """The plan that the labeller finds for a program whose parameters may be `held` already.
 
-    Raises `InfeasibleError` where it cannot fit a device.
+    `tp` becomes two mesh dimensions where key heads want it. Raises `InfeasibleError` where it cannot fit a device.
     """
     analysis = analyse(program, degrees.mesh)
-    split = tensor_dims(program, analysis, degrees.tp) if degrees.tp_dims is None else None
+    free = degrees.tp_dims is None and held is None
+    split = tensor_dims(program, analysis, degrees.tp) if free else None
     if split is not None:
         with contextlib.suppress(PlanError, InfeasibleError):
             return label_plan(program, cluster, replace(degrees, tp_dims=split), name)
-    found = label(program, analysis, degrees, cluster)
+    pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
+    found = label(program, analysis, degrees, cluster, options=LabelOptions(pinned=pinned))
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster)
     plan = Plan(
         fingerprint=program.fingerprint,
@@ -100,6 +112,23 @@ def coverage(
     program = capture_for(model, example_inputs, degrees)
     analysis = analyse(program, degrees.mesh)
     return coverage_of(program, analysis, label(program, analysis, degrees, spec).blocks, degrees, spec)
+
+
+def _as_held(how: Held, dims: Dims) -> tuple[Type, ...]:
+    """The types of a held parameter, whose dimensions another analysis may cut into other axes; invariant where those
+    do not have the axis that is split."""
+    types = []
+    for kind in how.types:
+        position = kind.position
+        if kind.kind == "S":
+            before = prod(how.dims.sizes[kind.dim][: kind.position])
+            sizes = dims.sizes[kind.dim]
+            position = next((p for p in range(len(sizes)) if prod(sizes[:p]) == before), -1)
+            if position < 0:
+                types.append(I)
+                continue
+        types.append(Type(kind.kind, kind.dim, position))
+    return tuple(types)
 
 
 def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:

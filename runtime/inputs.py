@@ -1,36 +1,36 @@
-"""Batches at run time: names, shapes and dtypes checked against the plan before anything is sent."""
+"""Batches at run time: read and checked against the plan, padded to its shape, cut into micro-batches."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar.errors import RuntimeInputError, did_you_mean
-from autopar.ir.plan import Degrees
 from autopar.ir.program import InputInfo, Program
 
-
-def expected_shape(info: InputInfo, degrees: Degrees, micro_batches: int) -> tuple[int, ...]:
-    """Shape of this rank's part of an input over the given number of micro-batches."""
-    shape = list(info.shape)
-    if info.batch_dim is not None:
-        shape[info.batch_dim] = shape[info.batch_dim] // degrees.dp * micro_batches
-    return tuple(shape)
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def local_inputs(
-    program: Program,
-    degrees: Degrees,
-    batch: Mapping[str, Any] | Sequence[Any],
-    device: torch.device,
-    *,
-    micro_batches: int | None = None,
-) -> dict[str, torch.Tensor]:
-    """The tensors of a batch by input name, on the device. Raises `RuntimeInputError` listing every deviation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One rank's batch: tensors by input name, its number of sequences, and every way in which it cannot be used."""
+
+    tensors: Mapping[str, torch.Tensor]
+    sequences: int
+    problems: tuple[str, ...] = ()
+
+
+def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], sequences: int, *, any_shape: bool) -> Batch:
+    """The tensors of a batch by input name. The batch dimension may have any size, the others only if `any_shape`.
+
+    `sequences` is what is expected of this rank, for messages.
+    """
     infos = {info.name: info for info in program.inputs}
+    is_mapping = isinstance(batch, Mapping)
     given = dict(batch) if isinstance(batch, Mapping) else dict(zip(infos, batch, strict=False))
     problems: list[str] = []
-    if not isinstance(batch, Mapping) and len(batch) != len(infos):
+    if not is_mapping and len(batch) != len(infos):
         problems.append(f"expected {len(infos)} tensors {tuple(infos)}, got {len(batch)}")
     for name in given:
         if name not in infos:
@@ -41,18 +41,107 @@ def local_inputs(
         if not isinstance(value, torch.Tensor):
             problems.append(f"input {name!r}: expected a tensor, got {type(value).__name__}")
             continue
-        wanted = expected_shape(info, degrees, micro_batches or degrees.accumulate)
-        if tuple(value.shape) != wanted:
-            problems.append(
-                f"input {name!r}: shape {tuple(value.shape)}, expected {wanted} "
-                f"({degrees.accumulate if micro_batches is None else micro_batches} micro-batches of this rank)"
-            )
+        wanted = with_sequences(info, info.shape, sequences)
+        fits = value.dim() == len(wanted) if any_shape else _rows(value.shape, info) == _rows(wanted, info)
+        if not fits:
+            problems.append(f"input {name!r}: shape {tuple(value.shape)}, expected {wanted} on this rank")
         if value.dtype != info.dtype:
             problems.append(f"input {name!r}: dtype {value.dtype}, expected {info.dtype}; convert it with .to(...)")
-        found[name] = value.to(device)
-    if problems:
-        raise RuntimeInputError("the batch does not fit the plan: " + "; ".join(problems))
+        found[name] = value
+    counts = {
+        name: found[name].shape[info.batch_dim]
+        for name, info in infos.items()
+        if name in found and info.batch_dim is not None and found[name].dim() > info.batch_dim
+    }
+    if len(set(counts.values())) > 1:
+        problems.append(f"inputs hold different numbers of sequences: {counts}")
+    return Batch(tensors=found, sequences=next(iter(counts.values()), 0), problems=tuple(problems))
+
+
+def unfit(problems: Sequence[str]) -> RuntimeInputError:
+    """The error of a batch that cannot be used."""
+    return RuntimeInputError("the batch does not fit the plan: " + "; ".join(problems))
+
+
+def with_sequences(info: InputInfo, shape: Sequence[int], sequences: int) -> tuple[int, ...]:
+    """A shape of an input with the given number of sequences."""
+    return tuple(sequences if d == info.batch_dim else size for d, size in enumerate(shape))
+
+
+def _rows(shape: Sequence[int], info: InputInfo) -> tuple[int, ...]:
+    return with_sequences(info, shape, 0)
+
+
+def sequences_to_run(
+    counts: Sequence[int], planned: int, micro_batches: int, *, pads: bool, captures: bool, wants_outputs: bool
+) -> int:
+    """How many sequences every rank runs, given how many each has; the same on all ranks.
+
+    A batch that is too short is padded if `pads`; `captures` says whether another number of sequences may be run as it
+    is. Padded rows would show in outputs, so `wants_outputs` prefers to capture. Raises `RuntimeInputError`.
+    """
+    least, most = min(counts), max(counts)
+    if not most and planned:
+        raise RuntimeInputError("the batch has no sequences on any rank; leave the step out")
+    if least == most == planned:
+        return planned
+    may_capture = captures and least == most and most > 0 and most % micro_batches == 0
+    if pads and most <= planned and not (wants_outputs and may_capture):
+        return planned
+    if may_capture:
+        return most
+    held = f"{most} sequences" if least == most else f"from {least} to {most} sequences, differing among ranks,"
+    per = f" ({micro_batches} micro-batches)" if micro_batches > 1 else ""
+    if most > planned:
+        remedy = f"pass at most {planned}" + (
+            f", or the same multiple of {micro_batches} on every rank" if captures else ", or plan again"
+        )
+    else:
+        same = f", or pass the same multiple of {micro_batches} on every rank" if captures else ""
+        remedy = (
+            "it cannot be padded, because the loss has no targets that can be ignored (a cross-entropy with "
+            f"ignore_index over an input); drop the last batch{same}"
+        )
+    raise RuntimeInputError(f"the batch has {held} where the plan has {planned} of each rank{per}; {remedy}")
+
+
+def padded(
+    program: Program,
+    batch: Batch,
+    sequences: int,
+    ignored: Mapping[str, int],
+    fillers: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """A batch filled up to `sequences`: targets with the value that is ignored, other inputs with a row of real data.
+
+    A row of real data cannot make a NaN where zeros could (a mask that hides everything); it comes from the batch, or
+    from `fillers` where that is empty, and is zero where neither has one.
+    """
+    found = {}
+    for info in program.inputs:
+        value = batch.tensors[info.name]
+        missing = 0 if info.batch_dim is None else sequences - batch.sequences
+        if missing:
+            dim = info.batch_dim or 0
+            row = with_sequences(info, value.shape, 1)
+            if info.name in ignored:
+                filler = torch.full(row, ignored[info.name], dtype=value.dtype, device=value.device)
+            elif batch.sequences:
+                filler = value.narrow(dim, 0, 1)
+            elif info.name in fillers and tuple(fillers[info.name].shape) == row:
+                filler = fillers[info.name].to(value.device)
+            else:
+                filler = torch.zeros(row, dtype=value.dtype, device=value.device)
+            repeats = [missing if d == dim else 1 for d in range(value.dim())]
+            value = torch.cat((value, filler.repeat(repeats)), dim)
+        found[info.name] = value
     return found
+
+
+def first_rows(program: Program, batch: Batch) -> dict[str, torch.Tensor]:
+    """The first sequence of every input, for ranks whose next batch is empty."""
+    dims = {info.name: info.batch_dim for info in program.inputs}
+    return {n: t.detach().narrow(d, 0, 1).clone() for n, t in batch.tensors.items() if (d := dims[n]) is not None}
 
 
 def split_micro_batches(

@@ -1,7 +1,7 @@
 """`ParallelModel`: what the user holds and trains. Global names and shapes outside, shards and collectives inside."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,40 +9,38 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import RuntimeInputError
+from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
 from autopar.runtime import zero
-from autopar.runtime.codegen import generate
-from autopar.runtime.execute import constant_values, graph_module, run_calls
+from autopar.runtime.agreement import EVALUATION, STEP, Agreement
+from autopar.runtime.compiled import Compiled, compile_program
+from autopar.runtime.execute import run_calls
 from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
-from autopar.runtime.inputs import local_inputs, split_micro_batches
+from autopar.runtime.holding import converted, held_whole
+from autopar.runtime.inputs import first_rows, padded, read_batch, sequences_to_run, split_micro_batches, unfit
 from autopar.runtime.mesh import MeshDim, RankMesh
-from autopar.runtime.one_process import attributes, boundary_types
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import Held, held, local_value, make_parameter, zero_dim
-from autopar.runtime.passes.evaluation import use_running_statistics
 from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
 from autopar.runtime.randomness import Streams
+from autopar.runtime.shapes import Replan, Shapes
 from autopar.runtime.state import optimizer_state, whole_state
-from autopar.trace.analysis import Analysis, analyse
+
+MicroBatches = list[dict[str, Any]]
 
 
 class Segment(nn.Module):
-    """One call of a block: its parameters, and the generated code that all calls of the block share."""
+    """The parameters of one call of a block in training, gathered while code that needs them runs."""
 
-    def __init__(self, call: CallSite, names: Mapping[str, Held]) -> None:
+    def __init__(self, names: Mapping[str, Held]) -> None:
         super().__init__()
-        self.call = call
         self.names = dict(names)
 
-    def forward(self, code: fx.GraphModule, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        filled = [
-            local_value(getattr(self, attribute(a)), self.names[a]) if isinstance(a, str) and a in self.names else value
-            for a, value in zip(self.call.arguments, arguments, strict=True)
-        ]
-        out: tuple[torch.Tensor, ...] = code(*filled)
-        return out
+    def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """`run` of this segment's parameters by name, and of the arguments."""
+        own = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
+        return run(own, *arguments)
 
 
 def attribute(name: str) -> str:
@@ -56,6 +54,9 @@ class ParallelModel(nn.Module):
     `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
     DTensors under the model's own names, an unequal packing in pieces (`named_parameters`). Every method is collective:
     all ranks call it in the same order.
+
+    The mode set by `train()` and `eval()` is that of the model. For eval mode, and for shapes other than the plan's,
+    `replan` captures the model again; without it only what the plan was made for runs.
     """
 
     def __init__(
@@ -67,30 +68,34 @@ class ParallelModel(nn.Module):
         device: torch.device,
         *,
         seed: int = 0,
+        replan: Replan | None = None,
     ) -> None:
         super().__init__()
         self.program, self.plan, self.rank_mesh, self.device = program, plan, mesh, device
-        self.analysis: Analysis = analyse(program, plan.mesh)
-        self.types = boundary_types(program, plan.blocks)
         self._streams = Streams(mesh.dims, seed, device)
         self._step = 0
-        self._modules_by_use: dict[bool, list[fx.GraphModule]] = {}
+        self._fillers: dict[str, torch.Tensor] = {}
+        self._agreement = Agreement(mesh, program.inputs)
         self._hold_buffers(source)
-        self._constant_values: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None
+        base = compile_program(program, plan, self._buffer, mesh, self._streams, device)
+        self.analysis, self.types = base.analysis, base.types
         self._held = {
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
-        }
+        } | {name: held_whole(info, plan.mesh) for name, info in program.unused.items()}
+        self._shapes = Shapes(base, self._held, replan)
         source = with_pieces(program, source)
         owners = _owners(program)
         self._zero_dims: dict[nn.Parameter, int | None] = {}
         self.segments = nn.ModuleList()
         for index, call in enumerate(program.calls):
             own = {n: self._held[n] for n in call.arguments if isinstance(n, str) and owners.get(n) == index}
-            segment = Segment(call, own)
+            segment = Segment(own)
             self._fill(segment, own, source)
             zero.shard(segment, self._zero_dims, plan.degrees, mesh)
             self.segments.append(segment)
-        self._shared = {n: self._held[n] for n, owner in owners.items() if owner is None}
+        shared = [n for n, owner in owners.items() if owner is None]
+        self._shared = {n: self._held[n] for n in (*shared, *program.unused)}
+        self._segment_of = {n: owner for n, owner in owners.items() if owner is not None}
         self._fill(self, self._shared, source)
         zero.shard(self, self._zero_dims, plan.degrees, mesh, root=True)
         self._zero_dims.clear()  # FSDP2 has replaced the parameters
@@ -99,38 +104,30 @@ class ParallelModel(nn.Module):
         mesh = self.rank_mesh
         at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
         for name, how in names.items():
-            info = self.program.parameters[name]
+            info = self.program.every_parameter[name]
             whole = source(name).to(info.dtype)
             made = make_parameter(
                 how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
             )
-            self._zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard)
+            used = name in self.program.parameters
+            self._zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard) if used else None
             module.register_parameter(attribute(name), made)
 
     def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
-        """Every buffer that a state dict holds, that forward changes, or that constants are made of; whole."""
-        used = {*self.program.updates, *self.program.constants.buffers}
+        """Every buffer that a state dict holds or that forward changes, whole; others when they are asked for."""
+        self._buffer_source = source
         for name, info in self.program.buffers.items():
-            if info.persistent or not used.isdisjoint((name, *info.aliases)):
-                value = source(name).to(info.dtype).to(self.device, copy=True)
-                self.register_buffer(attribute(name), value, persistent=info.persistent)
+            if info.persistent or not {name, *info.aliases}.isdisjoint(self.program.updates):
+                self._buffer(name)
 
     def _buffer(self, name: str) -> torch.Tensor:
         """A buffer that is held, by any of its names."""
-        first = next(n for n, info in self.program.buffers.items() if name in (n, *info.aliases))
+        first, info = next((n, i) for n, i in self.program.buffers.items() if name in (n, *i.aliases))
+        if attribute(first) not in self._buffers:
+            value = self._buffer_source(first).to(info.dtype).to(self.device, copy=True)
+            self.register_buffer(attribute(first), value, persistent=info.persistent)
         found: torch.Tensor = getattr(self, attribute(first))
         return found
-
-    def _constants(self) -> dict[str, torch.Tensor]:
-        """Values of the constant part, made again when a buffer that they are made of was written to."""
-        literal = {n.name for n in self.program.constants.graph.nodes if n.meta.get("literal") is not None}
-        names = [n for i, n in enumerate(self.program.constants.buffers) if f"buffer_{i}" not in literal]
-        buffers = {name: self._buffer(name) for name in names}
-        versions = tuple(buffer._version for buffer in buffers.values())
-        if self._constant_values is None or self._constant_values[0] != versions:
-            made = constant_values(self.program.constants, buffers, str(self.device))
-            self._constant_values = versions, made
-        return self._constant_values[1]
 
     # Names: the model's own, whatever the layout.
 
@@ -144,7 +141,7 @@ class ParallelModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's names; a tied parameter once, or under all its names.
+        """Parameters under the model's names, unused ones last; a tied parameter once, or under all its names.
 
         An unequal packing, such as queries, keys and values of different sizes in one projection, is held in pieces
         named after their rows: ``qkv_proj.weight[0:3072]``. `state_dict` joins them.
@@ -154,7 +151,7 @@ class ParallelModel(nn.Module):
             return
         owners = self._owner_of()
         start = prefix + ("." if prefix else "")
-        for name, info in self.program.parameters.items():
+        for name, info in self.program.every_parameter.items():
             parameter: nn.Parameter = getattr(owners[name], attribute(name))
             for alias in (name, *(() if remove_duplicate else info.aliases)):
                 yield start + alias, parameter
@@ -189,121 +186,137 @@ class ParallelModel(nn.Module):
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
-        if outputs not in self._modules_by_use:
-            made = []
-            wanted = self._needed_results(outputs=outputs)
-            for i, block in enumerate(self.program.blocks):
-                generated = generate(
-                    self.analysis,
-                    block,
-                    i,
-                    self.plan.blocks[i],
-                    self.plan.mesh,
-                    device=str(self.device),
-                    keep=wanted[i],
-                    regather=self.plan.regather,
-                )
-                if outputs:
-                    use_running_statistics(generated.graph)
-                read = attributes(generated, self.rank_mesh, self._streams)
-                made.append(graph_module(generated.graph, f"Block{i}", read))
-            self._modules_by_use[outputs] = made
-        return self._modules_by_use[outputs]
+        return self._shapes.base.code_modules(outputs=outputs)
 
-    def _needed_results(self, *, outputs: bool) -> list[list[str]]:
-        """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.
-
-        Evaluation drops new values of buffers.
-        """
-        used = {a for call in self.program.calls for a in call.arguments} | self.program.invariant
-        if outputs:
-            used = (used - set(self.program.updates.values())) | set(self.program.outputs.values())
-        return [
-            [
-                o
-                for k, o in enumerate(block.outputs)
-                if any(call.results[k] in used for call in self.program.uses_of_block(i))
-            ]
-            for i, block in enumerate(self.program.blocks)
-        ]
-
-    def forward(self, values: dict[str, Any], phase: str, outputs: bool = False) -> dict[str, Any]:
-        """Run the calls of one phase over named local values; used by `forward_backward` and `evaluate`."""
-        modules = self.code_modules(outputs=outputs)
-        kept = self._needed_results(outputs=outputs)
-        shared = {n: local_value(getattr(self, attribute(n)), how) for n, how in self._shared.items()}
-        placeholders = dict.fromkeys(self.program.parameters) | shared
-        state = {name: self._buffer(name) for name in self.program.updates}
-        scope = placeholders | self._constants() | state | values
-        calls = [(i, c) for i, c in enumerate(self.program.calls) if c.phase == phase]
+    def forward(self, compiled: Compiled, values: dict[str, Any], outputs: bool, when: tuple[int, int]) -> Any:
+        """Run the main calls over named local values; used by `forward_backward` and `evaluate`."""
+        program = compiled.program
+        modules = compiled.code_modules(outputs=outputs)
+        shared = {
+            n: self._taken(compiled, n, local_value(getattr(self, attribute(n)), how))
+            for n, how in self._shared.items()
+            if n in program.parameters
+        }
+        placeholders: dict[str, Any] = {**dict.fromkeys(program.parameters), **shared}
+        state = {name: self._buffer(name) for name in program.updates}
+        scope = {**placeholders, **compiled.constants(), **state, **values}
+        calls = [(i, c) for i, c in enumerate(program.calls) if c.phase == "main"]
+        training = self._streams.training
 
         def function_of(k: int, call: CallSite) -> Callable[..., Any]:
-            segment = self.segments[calls[k][0]]
-            return lambda *arguments: segment(modules[call.block], *arguments)
+            index = calls[k][0]
 
-        def results_of(call: CallSite) -> Sequence[str]:
-            block = self.program.blocks[call.block]
-            pairs = zip(block.outputs, call.results, strict=True)
-            return [r for o, r in pairs if o in kept[call.block]]
+            def run(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+                pairs = zip(call.arguments, arguments, strict=True)
+                self._streams.begin(*when, index, training=training)
+                filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
+                return modules[call.block](*filled)
 
-        run_calls([c for _, c in calls], function_of, scope, results_of)
-        wanted = {self.program.loss, *(self.program.outputs if outputs else self.program.updates).values()}
+            for segment in self._segments_of(call):
+                run = _within(segment, run)
+            return lambda *arguments: run({}, *arguments)
+
+        run_calls([c for _, c in calls], function_of, scope, compiled.results_of(outputs=outputs))
+        wanted = {program.loss, *(program.outputs if outputs else program.updates).values()}
         return {name: scope[name] for name in wanted}
+
+    def _taken(self, compiled: Compiled, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter as a program takes it."""
+        if name not in compiled.used:
+            return value
+        return converted(value, self._held[name], compiled.used[name], self.rank_mesh)
+
+    def _segments_of(self, call: CallSite) -> list[nn.Module]:
+        """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
+        found = {self._segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self._segment_of}
+        return [self.segments[index] for index in found]
+
+    def _prepared(
+        self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
+    ) -> tuple[Compiled, MicroBatches, bool]:
+        """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
+        shapes, evaluates = self._shapes, kind == EVALUATION
+        planned = shapes.base.micro_batch * micro_batches
+        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
+        counts = self._agreement.check(kind, self.training, self._step, own)
+        sequences = sequences_to_run(
+            counts,
+            planned,
+            micro_batches,
+            pads=shapes.base.ignored is not None,
+            captures=shapes.can_capture,
+            wants_outputs=evaluates,
+        )
+        filled = padded(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
+        if own.sequences:
+            self._fillers = first_rows(self.program, own)
+        pieces = split_micro_batches(self.program, filled, micro_batches)
+        compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
+        is_padded = min(counts) < sequences
+        if is_padded and compiled.ignored is None:
+            raise unfit(["it is too short to run, and captured anew the loss has no targets that can be ignored"])
+        if micro_batches > 1 and compiled.program.mixes_batch is not None:
+            raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
+        return compiled, [{n: t.to(self.device) for n, t in piece.items()} for piece in pieces], is_padded
 
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
         """One step's loss and gradients; returns the global mean loss, equal on every rank.
 
         `batch` is this rank's part of the global batch: `micro_batch × accumulate` sequences. Ranks that differ only
-        in `tp` pass the same data. Raises `RuntimeInputError` on a wrong name, shape or dtype.
+        in `tp` pass the same data. With fewer sequences, on some ranks or all, the batch is padded where the loss has
+        targets that can be ignored. Another sequence length, or another number of sequences on all ranks, captures
+        the model again, once for each shape.
+
+        Before anything is sent one all-gather of 8 × (4 + 2 × inputs) bytes a rank, on the host, compares step,
+        shapes and data of the ranks. Raises `RuntimeInputError` on all ranks where those do not agree, or where a
+        batch has a wrong name, shape or dtype.
         """
-        degrees = self.plan.degrees
-        self.code_modules(outputs=False)
-        inputs = local_inputs(self.program, degrees, batch, self.device)
-        micro_batches = split_micro_batches(self.program, inputs, degrees.accumulate)
-        denominator = self.program.denominator
+        compiled, micro_batches, _ = self._prepared(batch, STEP, self.plan.degrees.accumulate)
+        program = compiled.program
+        compiled.code_modules(outputs=False)
+        denominator = program.denominator
         total: torch.Tensor | None = None
         if denominator is not None:
             with torch.no_grad():
                 for values in micro_batches:
-                    one = self._denominator(values)
+                    one = compiled.denominator(values)
                     total = one if total is None else total + one
         earlier = self._set_aside_deferred()
         loss = torch.zeros((), device=self.device)
         for index, values in enumerate(micro_batches):
-            zero.before_micro_batch(self, degrees, last=index == len(micro_batches) - 1)
-            self._streams.begin(self._step, index)
+            zero.before_micro_batch(self, self.plan.degrees, last=index == len(micro_batches) - 1)
+            self._streams.training = True
             known = values if denominator is None else {**values, denominator: total}
-            results = self(known, "main")
-            out = results[self.program.loss]
-            if self.program.loss_reduction == "mean":
+            results = self(compiled, known, False, (self._step, index))
+            out = results[program.loss]
+            if program.loss_reduction == "mean":
                 out = out / len(micro_batches)
             out.backward()
             loss = loss + out.detach()
             with torch.no_grad():
-                for name, update in self.program.updates.items():
+                for name, update in program.updates.items():
                     self._buffer(name).copy_(results[update])
         self._sum_deferred()
         for parameter, grad in earlier:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        complete_gradients(self.program, dict(self.named_parameters()))
+        complete_gradients(program, dict(self.named_parameters()))
         self._step += 1
         return loss
 
-    def _denominator(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
-        index = next(i for i, c in enumerate(self.program.calls) if c.phase == "denominator")
-        call = self.program.calls[index]
-        scope = {**self._constants(), **values}
-        arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
-        out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
-        return out
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """This rank's batches, as long as every rank has one: one all-gather of a few integers for each. Collective.
+
+        Raises `RuntimeInputError` on all ranks, naming them, where some run out of data before the others.
+        """
+        return self._agreement.together(loader)
 
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
         """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
         for name, dim in self.rank_mesh.dims.items():
+            by_zero = name == "dp" and self.plan.degrees.zero > 0
             if dim.degree > 1:
-                own = [(p, self._held[n]) for n, p in self.named_parameters() if name in self._held[n].deferred]
-                yield dim, [p for p, how in own if not (name == "dp" and zero.is_sharded(how, self.plan.degrees))]
+                own = [p for n, p in self.named_parameters() if name in self._held[n].deferred]
+                yield dim, [p for p in own if not (by_zero and zero.is_sharded(p))]
 
     def _set_aside_deferred(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of this call's deferred sum."""
@@ -319,17 +332,23 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes."""
-        values = local_inputs(self.program, self.plan.degrees, batch, self.device, micro_batches=1)
-        if self.program.denominator is not None:
-            values[self.program.denominator] = self._denominator(values)
-        self.code_modules(outputs=True)
-        self._streams.begin(self._step, 0, training=False)
-        scope = self(values, "main", True)
-        found = {"loss": scope[self.program.loss]}
-        for key, name in self.program.outputs.items():
-            dims, types = self.analysis.outer[name], self.types[name]
-            whole = self.rank_mesh.device_mesh.size() == 1
+        """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes.
+
+        After `eval()` this is what the unmodified model computes in eval mode, captured when first asked for; in
+        training mode it is the training program without dropout. Where ranks hold different numbers of sequences the
+        batch is padded, and only the loss is returned.
+        """
+        compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
+        program = compiled.program
+        if program.denominator is not None:
+            values[program.denominator] = compiled.denominator(values)
+        compiled.code_modules(outputs=True)
+        self._streams.training = not self.training  # what a model in eval mode still draws is meant
+        scope = self(compiled, values, True, (self._step, 0))
+        found = {"loss": scope[program.loss]}
+        whole = self.rank_mesh.device_mesh.size() == 1
+        for key, name in program.outputs.items() if not is_padded else ():
+            dims, types = compiled.analysis.outer[name], compiled.types[name]
             found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
         return found
 
@@ -371,6 +390,15 @@ def readable(code: str) -> str:
     """Generated code without module prefixes and without the deletions that free memory early."""
     code = re.sub(r";  (\w+ = )+None(?=\n|$)", "", code)
     return re.sub(r"autopar_runtime_(?:passes_)?(?:conversions|vocabulary|regather|randomness)_", "", code).strip()
+
+
+def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with a segment's parameters gathered and added to those it is given."""
+
+    def outer(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        return segment(lambda more, *inner: run({**own, **more}, *inner), *arguments)
+
+    return outer
 
 
 def _owners(program: Program) -> dict[str, int | None]:

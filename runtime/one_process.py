@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program
+from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Mesh, Type
 from autopar.runtime.codegen import Generated, generate
-from autopar.runtime.execute import constant_values, graph_module, run_calls
+from autopar.runtime.execute import BlockFunction, constant_values, graph_module, run_calls
 from autopar.runtime.layout import assemble, parts
 from autopar.runtime.mesh import RankMesh, make_mesh
 from autopar.runtime.randomness import Streams
@@ -88,7 +88,12 @@ def run_in_one_process(
                 values[name] = private.from_ranks(held)
                 if name in parameters and whole[name].is_floating_point():
                     values[name].requires_grad_()
-        run_calls(program.calls, lambda _, call: modules[call.block], values, lambda call: call.results)
+
+        def function_of(index: int, call: CallSite) -> BlockFunction:
+            streams.begin(0, 0, index)
+            return modules[call.block]
+
+        run_calls(program.calls, function_of, values, lambda call: call.results)
         values[program.loss].backward()
         grads = {n: values[n].grad for n in parameters if n in values and values[n].grad is not None}
     worst = 0.0

@@ -136,9 +136,9 @@ def zero_dim(how: Held, num_ranks: int) -> int | None:
     FSDP2 takes uneven parts of dimension 0 only, and combines with another shard of one dimension where that
     dimension is 0 and that shard even. None where nothing is left: such a parameter stays whole on data-parallel ranks.
     """
-    sizes: list[int] = list(how.shape)
+    sizes: list[int] = list(how.shape) if prod(how.shape) else []
     for placement, degree in zip(how.placements, how.degrees, strict=True):
-        if isinstance(placement, Shard) and degree > 1:
+        if sizes and isinstance(placement, Shard) and degree > 1:
             even_first = placement.dim == 0 and how.shape[0] % degree == 0
             sizes[placement.dim] = sizes[placement.dim] // degree if even_first else 0
     fitting = [d for d, size in enumerate(sizes) if size and size % num_ranks == 0]

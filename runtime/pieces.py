@@ -19,7 +19,7 @@ def with_pieces(program: Program, source: Source) -> Source:
     wholes = lru_cache(maxsize=2)(source)  # the pieces of a weight and of its bias are asked for in turn
 
     def get(name: str) -> torch.Tensor:
-        info = program.parameters.get(name)
+        info = program.every_parameter.get(name)
         if info is None or info.part is None:
             return source(name)
         return wholes(info.part.name).narrow(info.part.dim, info.part.start, info.part.stop - info.part.start)
@@ -30,7 +30,7 @@ def with_pieces(program: Program, source: Source) -> Source:
 def by_whole(program: Program) -> Iterator[tuple[str, list[ParameterInfo]]]:
     """The model's parameters by name, each with its pieces in order, or with itself."""
     found: dict[str, list[ParameterInfo]] = {}
-    for info in program.parameters.values():
+    for info in program.every_parameter.values():
         found.setdefault(info.whole_name, []).append(info)
     yield from found.items()
 

@@ -1,8 +1,8 @@
 """Random operators: one generator per set of mesh dimensions that split the value.
 
-A generator is seeded by (seed, step, micro-batch, coordinates on those dimensions): ranks that hold the same values
-draw the same numbers, ranks that hold different parts draw independent ones. Within a micro-batch every rank calls the
-same operators in the same order, so one generator serves all of them.
+Every draw is seeded by (seed, step, micro-batch, coordinates on those dimensions, call of a block, number of the draw
+in it): ranks that hold the same values draw the same numbers, ranks that hold different parts draw independent ones,
+and a block that is run again (recomputation) draws the same numbers again, whatever ran in between.
 """
 
 import hashlib
@@ -18,45 +18,44 @@ aten = torch.ops.aten
 
 
 class RandomStream:
-    """Numbers for values that the given mesh dimensions split; `begin` restarts it for a micro-batch."""
+    """Numbers for values that the given mesh dimensions split; `begin` says for what."""
 
     def __init__(self, dims: Sequence[MeshDim], seed: int, device: torch.device) -> None:
         self.dims, self.seed, self.device = tuple(dims), seed, device
-        self._generators: dict[tuple[int, ...], torch.Generator] = {}
-        self._when = (0, 0)
+        self._generator = torch.Generator(device)
+        self._when = (0, 0, 0)
+        self._draws = 0
         self.training = True
 
-    def begin(self, step: int, micro_batch: int) -> None:
-        """Seed for a micro-batch of a step."""
-        self._when = (step, micro_batch)
-        self._generators = {}
+    def begin(self, step: int, micro_batch: int, call: int = 0) -> None:
+        """What is drawn next is the first draw of a call of a block, in a micro-batch of a step."""
+        self._when = (step, micro_batch, call)
+        self._draws = 0
 
-    def _generator(self, key: tuple[int, ...], at: tuple[int, ...]) -> torch.Generator:
-        """`key` tells ranks of one process apart; what is drawn depends on the coordinates `at` alone."""
-        if key not in self._generators:
-            names = tuple(dim.name for dim in self.dims)
-            digest = hashlib.sha256(repr((self.seed, self._when, names, at)).encode()).digest()
-            generator = torch.Generator(self.device)
-            self._generators[key] = generator.manual_seed(int.from_bytes(digest[:7], "big"))
-        return self._generators[key]
+    def _seed_of(self, draw: int, at: tuple[int, ...]) -> int:
+        names = tuple(dim.name for dim in self.dims)
+        digest = hashlib.sha256(repr((self.seed, self._when, draw, names, at)).encode()).digest()
+        return int.from_bytes(digest[:7], "big")
+
+    def _next_draw(self) -> int:
+        self._draws += 1
+        return self._draws
 
     def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         """Boolean mask shaped like `x`, True with probability 1 - `probability`."""
+        number = self._next_draw()
 
-        def draw(generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
+        def draw(at: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+            generator = self._generator.manual_seed(self._seed_of(number, at))
             return torch.rand(like.shape, generator=generator, device=like.device) >= probability
 
         if private.is_rank_tensor(x):
-            return private.map_ranks(
-                x, lambda rank, part: draw(self._generator((rank,), tuple(d.of(rank) for d in self.dims)), part)
-            )
-        at = tuple(dim.coordinate for dim in self.dims)
-        return draw(self._generator(at, at), x)
+            return private.map_ranks(x, lambda rank, part: draw(tuple(d.of(rank) for d in self.dims), part))
+        return draw(tuple(dim.coordinate for dim in self.dims), x)
 
     def next_seed(self) -> int:
         """A seed for an operator that draws from torch's default generator."""
-        at = tuple(dim.coordinate for dim in self.dims)
-        return int(torch.randint(2**62, (), generator=self._generator(at, at), device=self.device).item())
+        return self._seed_of(self._next_draw(), tuple(dim.coordinate for dim in self.dims))
 
 
 class _Dropout(torch.autograd.Function):
@@ -106,6 +105,7 @@ class Streams:
     def __init__(self, dims: Mapping[str, MeshDim], seed: int, device: torch.device) -> None:
         self._dims, self._seed, self._device = dims, seed, device
         self._made: dict[tuple[str, ...], RandomStream] = {}
+        self.training = True
 
     def of(self, names: Sequence[str]) -> RandomStream:
         """The stream of values that the named mesh dimensions split."""
@@ -114,8 +114,8 @@ class Streams:
             self._made[key] = RandomStream([self._dims[n] for n in key], self._seed, self._device)
         return self._made[key]
 
-    def begin(self, step: int, micro_batch: int, *, training: bool = True) -> None:
-        """Restart every stream for a micro-batch of a step; in evaluation nothing is dropped."""
+    def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:
+        """Restart every stream for a call of a block in a micro-batch of a step; in evaluation nothing is dropped."""
         for stream in self._made.values():
-            stream.begin(step, micro_batch)
+            stream.begin(step, micro_batch, call)
             stream.training = training

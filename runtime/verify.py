@@ -92,7 +92,7 @@ def reference_steps(
     source = with_pieces(program, source)
     parameters = {
         name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
-        for name, info in program.parameters.items()
+        for name, info in program.every_parameter.items()
     }
     infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
     literal = [n.meta.get("literal") for n in program.constants.graph.nodes if n.op == "placeholder"]

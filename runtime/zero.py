@@ -14,20 +14,20 @@ such elements stage 3 sends 2nS instead of 3nS.
 import warnings
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from autopar.ir.plan import Degrees
 from autopar.runtime.mesh import RankMesh
-from autopar.runtime.parameters import Held, zero_dim
 
 Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
 
 
-def is_sharded(how: Held, degrees: Degrees) -> bool:
-    """Whether ZeRO shards a parameter: scalars and what `tp` leaves nothing of stay whole, summed once a step."""
-    return degrees.zero > 0 and degrees.dp > 1 and zero_dim(how, degrees.dp_shard) is not None
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO holds a parameter; the gradients of the others are summed once a step."""
+    return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def shard(module: nn.Module, dims: Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:

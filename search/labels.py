@@ -9,7 +9,8 @@ turn is exact but for one thing: an earlier dimension does not know how much a l
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from autopar.errors import InfeasibleError
@@ -36,10 +37,12 @@ from autopar.trace.analysis import Analysis
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelOptions:
     """`hidden_axes`: also split the residual stream's hidden axes. `regather`: gathered values are gathered again in
-    backward instead of kept. `time_limit_s` bounds the solver on each mesh dimension."""
+    backward instead of kept. `pinned` gives parameters that are held already their types, one per mesh dimension.
+    `time_limit_s` bounds the solver on each mesh dimension."""
 
     hidden_axes: bool = False
     regather: bool = True
+    pinned: Mapping[str, tuple[Type, ...]] = field(default_factory=dict)
     time_limit_s: float = 60.0
 
 
@@ -147,7 +150,16 @@ class _Turn:
     def solve(self, *, relaxed: bool) -> tuple[Solved, Solution]:
         required = self.degrees.sequence_parallel is True
         space = space_of(
-            self.program, self.analysis, self.boundary, self.mesh, self.index, self.solved, self.axes, required, relaxed
+            self.program,
+            self.analysis,
+            self.boundary,
+            self.mesh,
+            self.index,
+            self.solved,
+            self.axes,
+            required,
+            relaxed,
+            self.options.pinned,
         )
         problem = DimProblem(
             self.program,

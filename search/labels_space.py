@@ -208,8 +208,9 @@ def space_of(
     axes: frozenset[int],
     require_sequence: bool,
     relaxed: bool,
+    pinned: Mapping[str, tuple[Type, ...]],
 ) -> Space:
-    """All candidates of mesh dimension `index`."""
+    """All candidates of mesh dimension `index`; `pinned` parameters have one of the types given for their class."""
     name, degree = mesh.names[index], mesh.degrees[index]
     paddable = paddable_axes(program, analysis, degree)
     found: dict[NodeKey, tuple[Variant, ...]] = {}
@@ -234,8 +235,9 @@ def space_of(
             found[i, node] = tuple(kept)
     types = {}
     for c in boundary.classes.values():
+        fixed = frozenset(pinned[member][index] for member in c.members if member in pinned)
         fitting = None if relaxed else paddable
-        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, fitting, require_sequence))
+        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, fitting, require_sequence, fixed))
     return Space(
         index=index,
         name=name,
@@ -256,6 +258,7 @@ def _types_of(
     axes: frozenset[int],
     paddable: frozenset[int] | None,
     require_sequence: bool,
+    pinned: frozenset[Type],
 ) -> Iterator[Type]:
     """Types that a boundary class may have; none for outputs that are dropped. Without `paddable` every axis fits."""
     shards = [
@@ -271,6 +274,8 @@ def _types_of(
         yield from [t for t, _ in shards if t.position == 0][:1] if mesh_dim == DATA and shards else [I]
     elif c.fixed or c.role not in ("parameter", "value"):
         yield I
+    elif c.role == "parameter" and pinned:
+        yield from sorted(pinned)
     elif c.role == "parameter":
         yield from [R] if mesh_dim == DATA else [I, R, *(t for t, _ in shards)]
     else:

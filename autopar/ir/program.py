@@ -140,6 +140,7 @@ class Program:
 
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` why they cannot.
     `updates` names the new values of the buffers that forward changes; these buffers are ports, others constants.
+    `unused` are the model's parameters that no block takes.
     """
 
     blocks: tuple[Block, ...]
@@ -157,10 +158,15 @@ class Program:
     hidden_axes: frozenset[int] = frozenset()
     loss_reduction: Literal["sum", "mean"] = "sum"
     mixes_batch: str | None = None
-    unused: tuple[str, ...] = ()
+    unused: Mapping[str, ParameterInfo] = field(default_factory=dict)
     buffers: Mapping[str, BufferInfo] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def every_parameter(self) -> Mapping[str, ParameterInfo]:
+        """The model's parameters, those that no block takes last."""
+        return {**self.parameters, **self.unused}
 
     @property
     def fingerprint(self) -> str:

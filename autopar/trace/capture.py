@@ -112,25 +112,25 @@ def check_loss_fn(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunctio
 
 
 @contextlib.contextmanager
-def _training_without_cache(model: nn.Module) -> Iterator[None]:
-    """Generation caches are no part of training; modules that have the switch (`config.use_cache`) have it off.
+def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or evaluation mode; generation caches (`config.use_cache`) are off in both.
 
-    A model in eval mode is put in training mode whole; in one in training mode, modules in eval mode stay so.
+    A model that is in the other mode is put in this one whole; else modules keep the mode they are in.
     """
     owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
-    was_training = [m for m in model.modules() if not m.training]
+    was_training = {module: module.training for module in model.modules()}
     for config in configs.values():
         config.use_cache = False
-    if not model.training:
-        model.train()
+    if model.training != training:
+        model.train(training)
     try:
         yield
     finally:
         for config in configs.values():
             config.use_cache = True
-        for module in was_training:
-            module.training = False
+        for module, mode in was_training.items():
+            module.training = mode
 
 
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,6 +160,14 @@ def input_names(
             if isinstance(leaf, torch.Tensor):
                 found[name if len(leaves) == 1 else f"{name}_{i}"] = leaf
     return found
+
+
+def inputs_of_shapes(
+    model: nn.Module, example_inputs: Inputs, sizes: Mapping[str, tuple[int, ...]], loss_fn: LossFunction | None = None
+) -> Inputs:
+    """Example inputs with every tensor replaced by an empty one of the shape given for its name."""
+    names = iter(input_names(model, example_inputs, loss_fn))  # in the order of the tensors
+    return resize_inputs(example_inputs, lambda _: sizes[next(names)])
 
 
 def resize_inputs(example_inputs: Inputs, resize: Any) -> Inputs:
@@ -192,12 +200,14 @@ def _where_it_failed(error: BaseException, model: nn.Module) -> str:
     return best or f"module {type(model).__name__}"
 
 
-def capture_flat(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> Flat:
-    """Trace a model in training mode at the given input shapes.
+def capture_flat(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, training: bool = True
+) -> Flat:
+    """Trace a model in training or evaluation mode at the given input shapes.
 
     Raises `CaptureError`, naming module and source line, where the model cannot be exported.
     """
-    exported = _exported(model, example_inputs, loss_fn)
+    exported = _exported(model, example_inputs, loss_fn, training)
     placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
     if needs_decomposition(exported.graph_module, changeable):
@@ -225,11 +235,11 @@ def capture_flat(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction
     return Flat(graph=module.graph, placeholders=placeholders, outputs=names, root=module, updates=updates)
 
 
-def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None) -> Any:
+def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
     if loss_fn is not None:
         check_loss_fn(model, example_inputs, loss_fn)
     args, kwargs = split_inputs(example_inputs)
-    with _training_without_cache(model), warnings.catch_warnings():
+    with _without_cache(model, training), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)

@@ -33,21 +33,27 @@ _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state
 
 
 def trace(
-    model: nn.Module, example_inputs: Inputs, *, batch: int | None = None, loss_fn: LossFunction | None = None
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    batch: int | None = None,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
 ) -> Program:
     """Capture a model at the shapes of `example_inputs`, whose batch (dimension 0) is set to `batch` if given.
 
-    With a `loss_fn` of (output, target), the last of the inputs, or the one called ``target``, is the target. The model
-    may lie on meta, CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
+    With a `loss_fn` of (output, target), the last of the inputs, or the one called ``target``, is the target.
+    `training` is the mode in which the model is captured, whatever mode it is in; that is put back. It may lie on meta,
+    CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
     """
     named = input_names(model, example_inputs, loss_fn)
     if not named:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
     sizes = batch_and_sequence(named)
     big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, batch or sizes[0], sizes[1]))
-    flat = _captured(model, big, loss_fn)
+    flat = _captured(model, big, loss_fn, training)
     small_sizes = _small_sizes(named, sizes)
-    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat, loss_fn)
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat, loss_fn, training)
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
         roots = flat.root, small.root
@@ -133,8 +139,8 @@ def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequenc
     return tuple(shape)
 
 
-def _captured(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None) -> Flat:
-    flat = capture_flat(model, inputs, loss_fn)
+def _captured(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Flat:
+    flat = capture_flat(model, inputs, loss_fn, training=training)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
@@ -149,13 +155,14 @@ def _small_capture(
     small: tuple[int, int | None],
     flat: Flat,
     loss_fn: LossFunction | None,
+    training: bool,
 ) -> tuple[Flat | None, bool]:
     """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
     for sequence in (small[1], sizes[1]):
         shapes = (small[0], sequence)
         resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
         try:
-            other = _captured(model, resized, loss_fn)
+            other = _captured(model, resized, loss_fn, training)
         except CaptureError:
             continue
         if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:
@@ -201,8 +208,8 @@ def fold_program(
         blocks=distinct,
         calls=calls,
         parameters={n: p for n, p in parameters.items() if n in used},
-        unused=(unused := tuple(n for n in parameters if n not in used)),
-        notes=(f"parameters that the loss does not use are left out: {', '.join(unused)}",) if unused else (),
+        unused=(unused := {n: p for n, p in parameters.items() if n not in used}),
+        notes=(f"parameters that the loss does not use get no gradient: {', '.join(unused)}",) if unused else (),
         inputs=inputs,
         constants=constant_graph,
         loss=names[loss],

@@ -140,7 +140,8 @@ def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str]
     ids, labels = good["input_ids"], good["labels"]
     unfit: dict[str, Any] = {
         "shape": {"input_ids": ids[:, 1:], "labels": labels},
-        "batch": {"input_ids": ids[:1], "labels": labels[:1]},
+        "batch": {"input_ids": ids.repeat(2, 1), "labels": labels.repeat(2, 1)},
+        "uneven": {"input_ids": ids[:1], "labels": labels},
         "dtype": {"input_ids": ids, "labels": labels.int()},
         "unknown": {"input_ids": ids, "labels": labels, "input_idz": ids},
         "missing": {"input_ids": ids},

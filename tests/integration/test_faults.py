@@ -61,13 +61,14 @@ def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(90)
-def test_unfit_batches_are_refused_before_any_collective(two_ranks: Ranks) -> None:
+def test_unfit_batches_are_refused_on_all_ranks(two_ranks: Ranks) -> None:
     _, plan = planned(WANTED, 2, {"dp": 2, "zero": 3})
     (messages, loss), (others, other_loss) = two_ranks.run("integration_ranks:unfit_batches", WANTED, plan)
     assert messages == others and loss == other_loss
     expected = {
         "shape": ("input_ids", "(4, 15)", "(4, 16)"),
-        "batch": ("input_ids", "labels", "(1, 16)", "(4, 16)"),
+        "batch": ("8 sequences", "the plan has 4", "pass at most 4"),
+        "uneven": ("different numbers of sequences", "'input_ids': 1", "'labels': 4"),
         "dtype": ("labels", "torch.int32", "torch.int64"),
         "unknown": ("input_idz", "did you mean 'input_ids'?"),
         "missing": ("labels", "NoneType"),

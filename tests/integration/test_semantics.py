@@ -38,11 +38,18 @@ HELD_BY = {
         "test_buffers.py::test_batch_norm_over_ranks",
         "test_buffers.py::test_accumulation_is_refused",
     ),
-    "S5": ("test_faults.py::test_unfit_batches_are_refused_before_any_collective",),
+    "S5": (
+        "test_data.py::test_three_steps_of_two_optimizer_groups",
+        "test_data.py::test_short_batches_without_a_mask",
+        "test_data.py::test_the_mask_is_found_on_the_graph",
+        "test_data.py::test_ranks_that_do_not_agree",
+        "test_faults.py::test_unfit_batches_are_refused_on_all_ranks",
+    ),
     "S6": (
         "test_odd_models.py::test_three_ranks",
         "test_odd_models.py::test_two_by_two",
         "test_odd_models.py::test_rows_that_the_ranks_do_not_divide",
+        "test_data.py::test_three_steps_of_two_optimizer_groups",
     ),
     "S7": ("test_faults.py::test_indivisible_sizes", "test_faults.py::test_bad_wishes"),
     "S8": ("test_semantics.py::test_error_measure",),
@@ -54,6 +61,7 @@ HELD_BY = {
     ),
     "S11": (
         "test_semantics.py::test_random_streams",
+        "test_data.py::test_recomputation_draws_the_same_numbers",
         "test_semantics.py::test_models_that_draw_otherwise_are_refused",
         "test_odd_models.py::test_two_by_two",
     ),
@@ -73,6 +81,15 @@ HELD_BY = {
     "S16": ("test_parallelize.py::test_losses_equal_the_single_device",),
     "S17": ("test_faults.py::test_plan_of_something_else",),
     "S18": ("test_faults.py::test_a_failing_rank_ends_all", "test_faults.py::test_a_failing_rank_ends_torchrun"),
+    "S19": ("test_data.py::test_ranks_that_do_not_agree",),
+    "S20": ("test_data.py::test_as_many_batches_as_every_rank_has",),
+    "S21": (
+        "test_data.py::test_other_lengths_and_numbers_of_sequences",
+        "test_data.py::test_each_shape_is_captured_once_and_announced",
+        "test_data.py::test_old_shapes_are_forgotten",
+        "test_data.py::test_ranks_that_do_not_agree",
+    ),
+    "S22": ("test_data.py::test_eval_mode_is_that_of_the_unmodified_model",),
 }
 
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from equivalence import case_of, labelled, run
+from tiny_models import randomise
+from torch import fx, nn
 
 from autopar.ir.sharding import I, Mesh, S
 from autopar.runtime.passes.random_streams import bind_streams
@@ -44,6 +46,54 @@ def test_a_micro_batch_restarts_the_stream() -> None:
     assert torch.equal(one.keep_mask(x, 0.3), first)
     one.begin(3, 2)
     assert not torch.equal(one.keep_mask(x, 0.3), first)
+
+
+def test_a_block_run_again_draws_the_same_numbers() -> None:
+    """Whatever ran in between: recomputation in backward comes after later blocks and micro-batches."""
+    x, one = torch.ones(1000), stream(0)
+    one.begin(3, 1, 5)
+    first, second = one.keep_mask(x, 0.3), one.keep_mask(x, 0.3)
+    one.begin(3, 2, 6)
+    other = one.keep_mask(x, 0.3)
+    one.begin(3, 1, 5)
+    assert torch.equal(one.keep_mask(x, 0.3), first) and torch.equal(one.keep_mask(x, 0.3), second)
+    one.begin(3, 1, 6)
+    assert not any(torch.equal(one.keep_mask(x, 0.3), earlier) for earlier in (first, second, other))
+
+
+class Dropped(nn.Module):
+    """Outputs a mask of a value that both mesh dimensions split, and one of a value that only `dp` splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 256), nn.Linear(256, 63)  # 63: whole on `tp`
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        wide = self.dropout(self.up(x))
+        narrow = self.dropout(self.down(wide))
+        again = self.dropout(self.down(wide))
+        return {"loss": narrow.square().mean() + again.square().mean(), "wide": wide, "narrow": narrow, "again": again}
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    both = torch.stack((one.flatten().double(), other.flatten().double()))
+    return abs(float(torch.corrcoef(both)[0, 1]))
+
+
+def test_masks_of_a_split_model() -> None:
+    """Equal on ranks that hold the same values, uncorrelated between shards and between operators."""
+    example = (randomise(Dropped().double()), {"x": torch.randn(16, 6, dtype=torch.float64)})
+    case, mesh = case_of(example), Mesh.of(dp=2, tp=2)
+    found = run(case, labelled(case, mesh), mesh)
+    assert found.disagreement == 0.0
+    masks = {name: found.outputs[name] != 0 for name in ("wide", "narrow", "again")}
+    for mask in masks.values():
+        assert 0.4 < float(mask.double().mean()) < 0.6
+        assert correlation(*mask.chunk(2, 0)) < 0.15
+        half = mask.shape[1] // 2
+        assert correlation(mask[:, :half], mask[:, -half:]) < 0.15
+    assert correlation(masks["narrow"], masks["again"]) < 0.15
 
 
 def test_dropout_scales_and_passes_gradients_where_it_keeps() -> None:

@@ -1,0 +1,80 @@
+"""Which inputs can mark samples to be ignored: found on the graph, refused where padding could be noticed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.trace.analysis import analyse
+from autopar.trace.targets import ignored_targets
+from autopar.trace.trace import trace
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(6, 10), loss
+
+    def forward(self, x: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.layer(x), answers)
+
+
+def plain(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), t.flatten())
+
+
+def shifted(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].reshape(-1), ignore_index=-7)
+
+
+def filled(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), F.pad(t[:, 1:], (0, 1), value=-100).flatten(), label_smoothing=0.1)
+
+
+def wrongly_filled(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), F.pad(t[:, 1:], (0, 1), value=0).flatten())
+
+
+def computed(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), (t % 10).flatten())
+
+
+def summed(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum")
+
+
+def with_penalty(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    total = F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum") + y.square().sum()
+    return total / (t != -100).sum()
+
+
+def other_count(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum") / (t != 3).sum()
+
+
+def mean_of_squares(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (y.sum(-1) - t).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss, expected",
+    (
+        (plain, {"answers": -100}),
+        (shifted, {"answers": -7}),
+        (filled, {"answers": -100}),
+        (wrongly_filled, None),
+        (computed, None),
+        (summed, None),
+        (with_penalty, None),
+        (other_count, None),
+        (mean_of_squares, None),
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_where_samples_can_be_ignored(loss: Loss, expected: dict[str, int] | None) -> None:
+    program = trace(Model(loss), {"x": torch.zeros(4, 5, 6), "answers": torch.zeros(4, 5, dtype=torch.int64)})
+    assert ignored_targets(program, analyse(program)) == expected
