@@ -54,7 +54,7 @@ def split_variants(bound: Bound, degree: int) -> list[Variant]:
         if factor in rule.whole:
             continue
         for axis, (_, size) in enumerate(atoms):
-            if size % degree and not may_be_uneven(bound, factor):
+            if not size or (size % degree and not may_be_uneven(bound, factor)):
                 continue
             operands = tuple(_operand_type(bound, k, factor, axis) for k in range(len(rule.inputs)))
             where = bound.position(rule.output, factor, axis)
