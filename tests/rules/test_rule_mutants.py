@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from rule_draws import draw_sample
-from rule_proof import Disproved, Sample, bind, prove
 
 from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.families.random import RANDOM
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.rule import Rule, Spec
 from autopar.rules.variants import split_variants
+from autopar.runtime.rule_proof import Disproved, Sample, bind, prove
 
 aten = torch.ops.aten
 FEW_POINTWISE = {"add", "mul", "where", "masked_fill", "gelu", "to", "div", "sub", "pow", "maximum", "clamp", "eq"}

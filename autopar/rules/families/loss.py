@@ -19,8 +19,13 @@ def _emit_cross_entropy(call: Call, local: Local) -> tuple[Step, ...]:
         return (original(call),)
     (name,) = mesh_dims
     ignore, smoothing = call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
-    arguments = (call.args[0], call.args[1], ignore, smoothing, MeshDimRef(name))
-    return (Step("vocab_parallel_cross_entropy_sum", arguments),)
+    rank = len(local.operand_shapes[slot_of(call.args[0])])
+    logits, steps = call.args[0], tuple[Step, ...]()
+    if rank > 2:  # the rewrite wants the classes last
+        steps = (Step(aten.permute.default, (logits, [0, *range(2, rank), 1])),)
+        logits = Slot(-1)
+    arguments = (logits, call.args[1], ignore, smoothing, MeshDimRef(name))
+    return (*steps, Step("vocab_parallel_cross_entropy_sum", arguments))
 
 
 def _classes(call: Call) -> tuple[dict[int, list[Dim]], list[Dim], bool]:
