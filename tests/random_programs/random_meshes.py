@@ -54,12 +54,29 @@ def check_program(source: Source, rng: random.Random) -> Checked:
     return Checked(equal, refused)
 
 
-def unmodified(source: Source) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the module itself."""
+def unmodified(source: Source, relative: float = 0.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the module itself, its weights changed at random by a relative amount."""
     model, inputs = source.build()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            sign = torch.randint(-1, 2, parameter.shape, generator=generator)
+            parameter.mul_(1 + relative * sign)
     loss = named_outputs(model(**inputs))["loss"]
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def ill_conditioned(source: Source) -> bool:
+    """Whether rounding-sized changes of the weights move gradients of one device by a tenth of the tolerance.
+
+    So it is where a gradient is zero in exact arithmetic (a factor before a norm that divides it away): what is compared
+    then is rounding. Nothing parallel is looked at.
+    """
+    _, gradients = unmodified(source)
+    _, moved = unmodified(source, relative=torch.finfo(torch.float64).eps)
+    scale = rms(gradients.values())
+    return max(error(moved[name], grad, scale) for name, grad in gradients.items()) > TOLERANCE / 10
 
 
 def labellings(case: Case, mesh: Mesh, seed: int) -> Iterator[tuple[str, tuple[BlockLabels, ...] | None]]:

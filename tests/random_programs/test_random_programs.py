@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from program_draws import KINDS, draw_source
 from program_source import Source
-from random_meshes import Checked, check_program
+from random_meshes import Checked, check_program, ill_conditioned
 
 NUM_PROGRAMS = 52  # of each kind
 Drawn = tuple[Source, int]
@@ -35,7 +35,7 @@ def test_equal_to_one_device(kind: str) -> None:
 
     @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=2 * NUM_PROGRAMS,
+        max_examples=3 * NUM_PROGRAMS,
         deadline=None,
         database=None,
         print_blob=False,
@@ -45,7 +45,7 @@ def test_equal_to_one_device(kind: str) -> None:
     @hypothesis.given(programs(kind))
     def every(drawn: Drawn) -> None:
         source, seed = drawn
-        if source not in distinct and len(distinct) < NUM_PROGRAMS:
+        if source not in distinct and len(distinct) < NUM_PROGRAMS and not ill_conditioned(source):
             distinct[source] = check_program(source, random.Random(seed))
 
     every()
