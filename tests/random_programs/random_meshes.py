@@ -60,7 +60,7 @@ def unmodified(source: Source, relative: float = 0.0) -> tuple[torch.Tensor, dic
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            sign = torch.randint(-1, 2, parameter.shape, generator=generator)
+            sign = torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter.dtype)
             parameter.mul_(1 + relative * sign)
     loss = named_outputs(model(**inputs))["loss"]
     loss.backward()
@@ -70,8 +70,8 @@ def unmodified(source: Source, relative: float = 0.0) -> tuple[torch.Tensor, dic
 def ill_conditioned(source: Source) -> bool:
     """Whether rounding-sized changes of the weights move gradients of one device by a tenth of the tolerance.
 
-    So it is where a gradient is zero in exact arithmetic (a factor before a norm that divides it away): what is compared
-    then is rounding. Nothing parallel is looked at.
+    So it is where a gradient is zero in exact arithmetic (a factor before a norm that divides it away): what would be
+    compared is rounding. Nothing parallel is looked at.
     """
     _, gradients = unmodified(source)
     _, moved = unmodified(source, relative=torch.finfo(torch.float64).eps)

@@ -84,6 +84,8 @@ def caught(sample: Sample, mutant: Rule) -> bool:
 
 def _targets() -> Iterator[Any]:
     for target in registered():
+        if str(target).startswith("test_own_rules."):
+            continue
         name = str(target).split(".")[1]
         random_values = target in RANDOM and target is not aten.scaled_dot_product_attention.default
         if (name not in OPERATORS or name in FEW_POINTWISE) and not random_values and target not in ALWAYS_RIGHT:
