@@ -108,5 +108,8 @@ def test_wrong_rules_are_disproved() -> None:
                 if not caught(sample, mutant):
                     survived.setdefault(kind, []).append(f"{target}/{number}: {mutant.inputs} -> {mutant.output}")
     lost = sum(len(found) for found in survived.values())
+    score = {kind: f"{count - len(survived.get(kind, ()))} of {count}" for kind, count in sorted(met.items())}
+    print(f"mutants caught: {sum(met.values()) - lost} of {sum(met.values())}; {score}")
     assert set(met) == {"swap", "additive", "whole", "reduced", "linear", "emit"}
     assert lost <= (1 - LEAST_CAUGHT) * sum(met.values()), survived
+    assert len(survived.get("swap", ())) <= (1 - LEAST_CAUGHT) * met["swap"], survived["swap"]
