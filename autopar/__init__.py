@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.plan import Plan
     from autopar.planning import coverage
+    from autopar.rules.registry import register_rule
     from autopar.runtime.module import ParallelModel
+    from autopar.runtime.rule_proof import prove_rule
     from autopar.trace.trace import trace
 
 # The face is lazy: `import autopar` and `autopar --help` must not wait for torch.
@@ -22,9 +24,22 @@ _HOMES = {
     "ClusterSpec": "autopar.ir.cluster",
     "Plan": "autopar.ir.plan",
     "ParallelModel": "autopar.runtime.module",
+    "prove_rule": "autopar.runtime.rule_proof",
+    "register_rule": "autopar.rules.registry",
     "trace": "autopar.trace.trace",
 }
-__all__ = ["AutoparError", "ClusterSpec", "ParallelModel", "Plan", "__version__", "coverage", "parallelize", "trace"]
+__all__ = [
+    "AutoparError",
+    "ClusterSpec",
+    "ParallelModel",
+    "Plan",
+    "__version__",
+    "coverage",
+    "parallelize",
+    "prove_rule",
+    "register_rule",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -238,18 +238,12 @@ def _loss_sends(
 ) -> Iterator[tuple[str, str, Collective, int]]:
     """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`autopar.runtime.vocabulary`)."""
     dim = str(node.args[-1].target) if isinstance(node.args[-1], fx.Node) else ""
-    here = plan.mesh.indices(dim)
-    logits = node.args[0]
-    assert isinstance(logits, fx.Node)
-    source = _source(logits)
-    dims = analysis.dims[index].get(source.name)
-    types: tuple[Type, ...] = logits.meta["types"]
-    if dims is None:
-        return
-    others = (
-        d for j, (t, d) in enumerate(zip(types, plan.mesh.degrees, strict=True)) if j not in here and t.kind == "S"
-    )
-    tokens = prod(dims.shape[:-1]) * _item_bytes(source, analysis, index) / prod(others)
+    first = node if node.meta["operand_types"] else node.args[0]  # before it, classes may be moved behind the tokens
+    assert isinstance(first, fx.Node)
+    logits, target = analysis.calls[index][node.name].operands[:2]
+    types: tuple[Type, ...] = first.meta["operand_types"][1]
+    others = _split_by_others(types, plan, plan.mesh.indices(dim))
+    tokens = prod(target.shape) * logits.dtype.itemsize / others
     for count in (1, 2):
         yield dim, "forward", "all_reduce", round(sent_bytes("all_reduce", count * tokens, plan.mesh.degree_of(dim)))
 

@@ -1,15 +1,44 @@
-"""The registry of operator rules: one entry per operator, written at import, duplicates refused."""
+"""The registry of operator rules: one entry per operator, duplicates refused.
+
+Ours are written at import, by `rule` and `pattern`; a user's own by `register_rule`.
+"""
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import RuleError
+from autopar.rules.pattern_check import check_pattern
 from autopar.rules.rule import Call, Emit, Rule, parse, whole_rule
+from autopar.trace._torch_private import overloads_of
 
 RuleFunction = Callable[[Call], Rule]
 _RULES: dict[Any, RuleFunction] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A rule that one line of factor notation states; equal patterns are the same rule."""
+
+    text: str
+    whole: str = ""
+    additive: tuple[int, ...] = ()
+    linear: tuple[tuple[int, ...], ...] = ()
+    flops: Callable[..., float] | None = None
+    emit: Emit | None = None
+
+    def __call__(self, call: Call) -> Rule:
+        return parse(
+            self.text,
+            call,
+            whole=self.whole,
+            additive=self.additive,
+            linear=self.linear,
+            flops=self.flops,
+            emit=self.emit,
+        )
 
 
 def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
@@ -36,11 +65,61 @@ def pattern(
     emit: Emit | None = None,
 ) -> None:
     """Register a rule that one line of factor notation states, for example ``"... i, o i[, o] -> ... o"``."""
+    rule(target)(Pattern(text, whole, tuple(additive), tuple(tuple(group) for group in linear), flops, emit))
 
-    def from_text(call: Call) -> Rule:
-        return parse(text, call, whole=whole, additive=additive, linear=linear, flops=flops, emit=emit)
 
-    rule(target)(from_text)
+def register_rule(
+    target: Any,
+    rule: str | RuleFunction,
+    *,
+    whole: str = "",
+    additive: Sequence[int] = (),
+    linear: Sequence[Sequence[int]] = (),
+    flops: Callable[..., float] | None = None,
+) -> None:
+    """Tell autopar how an operator of your own may be split; `autopar.prove_rule` shows that it is true.
+
+    `target` is the operator, ``torch.ops.mine.scale`` or what ``torch.library.custom_op`` returned. `rule` is a line of
+    factor notation such as ``"b s d, d -> b s d"``, or a function from the call to a `Rule`. `whole` names the factors
+    that must not be split, separated by spaces; `additive` the operands that enter by addition; each entry of `linear`
+    a set of operands in which the operator is linear together; `flops` takes the sizes of the factors.
+
+    Registering the same again does nothing. Raises `RuleError` where the line is malformed or names operands that the
+    operator does not have, and where the operator has another rule.
+    """
+    overload = operator_of(target)
+    if isinstance(rule, str):
+        groups = tuple(tuple(group) for group in linear)
+        operands = {*additive, *(k for group in groups for k in group)}
+        check_pattern(rule, overload._schema, whole=whole.split(), operands=operands)
+        rule = Pattern(rule, whole, tuple(additive), groups, flops)
+    elif not callable(rule):
+        raise RuleError(f"{overload}: a rule is a line of factor notation or a function of the call, not {rule!r}")
+    elif whole or additive or linear or flops:
+        raise RuleError(f"{overload}: a rule given as a function states whole, additive, linear and flops itself")
+    load_families()
+    known = _RULES.setdefault(overload, rule)
+    if known != rule:
+        shown = f": {known.text!r}" if isinstance(known, Pattern) else ""
+        raise RuleError(
+            f"operator {overload} already has a rule{shown}; an operator has one rule, so leave this one out"
+        )
+
+
+def operator_of(target: Any) -> Any:
+    """The overload that a captured graph calls, for an overload, an operator with one overload, or a custom operator.
+
+    Raises `RuleError` for anything else.
+    """
+    found = overloads_of(target)
+    if not found:
+        raise RuleError(
+            f"{target!r} is no operator; pass torch.ops.<namespace>.<name>, or what torch.library.custom_op returned. "
+            "A plain function needs no rule: it is traced through"
+        )
+    if len(found) > 1:
+        raise RuleError(f"{target} has several overloads; name the one that your model calls: {', '.join(found)}")
+    return next(iter(found.values()))
 
 
 def load_families() -> None:
@@ -57,13 +136,18 @@ def registered() -> tuple[Any, ...]:
     return tuple(_RULES)
 
 
-def rule_of(call: Call) -> Rule:
-    """The rule of a call; an operator without one, or a call its rule does not cover, is whole."""
+def rule_for(call: Call) -> Rule:
+    """The rule of a call. Raises `RuleError` for an operator without one, or a call its rule does not cover."""
     load_families()
     function = _RULES.get(call.target)
     if function is None:
-        return whole_rule(call)
+        raise RuleError(f"operator {call.target} has no rule; see autopar.register_rule")
+    return function(call)
+
+
+def rule_of(call: Call) -> Rule:
+    """The rule of a call; an operator without one, or a call its rule does not cover, is whole."""
     try:
-        return function(call)
+        return rule_for(call)
     except RuleError:
         return whole_rule(call)

@@ -132,7 +132,7 @@ class Rule:
 _TOKEN = re.compile(r"\(|\)|\.\.\.|\S+?(?=[\s()]|$)")
 
 
-def _parse_operand(text: str) -> list[Dim | None]:
+def parse_operand(text: str) -> list[Dim | None]:
     """Dims of one operand; None stands for ``...``."""
     dims: list[Dim | None] = []
     group: list[str] | None = None
@@ -152,7 +152,7 @@ def _parse_operand(text: str) -> list[Dim | None]:
     return dims
 
 
-def _split_operands(text: str) -> list[str]:
+def split_operands(text: str) -> list[str]:
     """Operands of the left side; ``[, o]`` marks an optional one."""
     return [part.strip() for part in text.replace("[,", ",").replace("]", "").split(",")]
 
@@ -167,22 +167,38 @@ def _bind(dims: list[Dim | None], shape: Sequence[int], sizes: dict[str, int], p
         else:
             bound.append(dim)
     if count < 0 or len(bound) != len(shape):
-        raise RuleError(f"rule {pattern!r} does not fit an operand of shape {tuple(shape)}")
+        named = " ".join("..." if d is None else _shown(d) for d in dims)
+        raise RuleError(f"rule {pattern!r}: {named!r} does not fit a tensor of shape {tuple(shape)}")
     for position, (dim, size) in enumerate(zip(bound, shape, strict=True)):
         unknown = [f for f in dim if f not in sizes]
         if dim and unknown and size == 1:  # a broadcast dimension has no axis
             bound[position] = ()
         elif len(unknown) > 1:
-            raise RuleError(f"rule {pattern!r}: the sizes of {unknown} cannot be told from {tuple(shape)}")
+            raise RuleError(
+                f"rule {pattern!r}: the sizes of {' and '.join(unknown)} cannot be told from dimension {position} of "
+                f"{tuple(shape)}; one of them must stand alone in some operand"
+            )
         elif len(unknown) == 1:
             sizes[unknown[0]], rest = divmod(size, prod(sizes[f] for f in dim if f != unknown[0]))
             if rest:
-                raise RuleError(f"rule {pattern!r}: dimension {position} of {tuple(shape)} is not {dim} with {sizes}")
+                raise _misfit(pattern, position, shape, dim, sizes)
         elif dim and not unknown and prod(sizes[f] for f in dim) != size:
             if size != 1:
-                raise RuleError(f"rule {pattern!r}: dimension {position} of {tuple(shape)} is not {dim} = {sizes}")
+                raise _misfit(pattern, position, shape, dim, sizes)
             bound[position] = ()
     return tuple(bound)
+
+
+def _shown(dim: Dim) -> str:
+    return dim[0] if len(dim) == 1 else f"({' '.join(dim)})" if dim else "1"
+
+
+def _misfit(pattern: str, position: int, shape: Sequence[int], dim: Dim, sizes: Mapping[str, int]) -> RuleError:
+    known = ", ".join(f"{f} = {sizes[f]}" for f in sorted({*sizes}))
+    return RuleError(
+        f"rule {pattern!r}: dimension {position} of a tensor of shape {tuple(shape)} is {shape[position]}, which is "
+        f"not {_shown(dim)} where {known}"
+    )
 
 
 def parse(
@@ -204,7 +220,7 @@ def parse(
     Raises `RuleError` where the pattern does not fit the shapes.
     """
     left, right = pattern.split("->")
-    operand_dims = [_parse_operand(text) for text in _split_operands(left)]
+    operand_dims = [parse_operand(text) for text in split_operands(left)]
     if not len(operand_dims) - left.count("[") <= len(call.operands) <= len(operand_dims):
         raise RuleError(f"rule {pattern!r} names {len(operand_dims)} operands, the call has {len(call.operands)}")
     operand_dims = operand_dims[: len(call.operands)]
@@ -214,7 +230,7 @@ def parse(
     for k in order:
         specs[k] = _bind(operand_dims[k], call.operands[k].shape, known, pattern)
     inputs = tuple(specs[k] for k in range(len(operand_dims)))
-    output = _bind(_parse_operand(right), call.output.shape, known, pattern)
+    output = _bind(parse_operand(right), call.output.shape, known, pattern)
     return make_rule(
         inputs,
         output,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._local_tensor import (
     LocalTensor,
     LocalTensorMode,
@@ -17,6 +18,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 
 pytree = _pytree
+
+
+def overloads_of(value: Any) -> dict[str, OpOverload]:
+    """The overloads by name of an operator, an overload or what `torch.library.custom_op` returns; none of others."""
+    found = getattr(value, "_opoverload", value)
+    if isinstance(found, OpOverload):
+        return {str(found): found}
+    if isinstance(found, OpOverloadPacket):
+        return {f"{found}.{name}": getattr(found, name) for name in found.overloads()}
+    return {}
 
 
 @contextmanager

@@ -68,3 +68,17 @@ def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
     found = losses(shown)
     assert found[-1] < 0.8 * found[0]
     assert ("all_reduce_to_invariant" in shown) == (tp == "2")  # the generated code is shown
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("rule", [True, False], ids=["rule", "no rule"])
+def test_own_operator(tmp_path: Path, rule: bool) -> None:
+    """With its rule the operator lies between column and row products; without it, its operands are gathered."""
+    options = ["--tp", "2", "--steps", "41", *([] if rule else ["--no-rule"])]
+    shown = run([*TORCHRUN, "2", str(EXAMPLES / "own_operator.py"), *options], tmp_path)
+    found = losses(shown)
+    assert found[-1] < 0.8 * found[0]
+    assert ("gradients too" in shown) == rule
+    layer = shown[shown.index("def forward") : shown.index("step ")]
+    assert "torch.ops.own_operator.gated.default(" in layer
+    assert ("all_gather" in layer) == (not rule)

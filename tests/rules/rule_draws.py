@@ -10,8 +10,9 @@ import rule_samples_pieces  # noqa: F401
 import rule_samples_pointwise  # noqa: F401
 import rule_samples_shapes  # noqa: F401
 import torch
-from rule_proof import Sample, sample_of
 from rule_samples import SAMPLES, Draw
+
+from autopar.runtime.rule_proof import Sample, sample_of
 
 
 def draw_sample(target: Any, number: int) -> tuple[Sample, random.Random]:

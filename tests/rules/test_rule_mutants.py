@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from rule_draws import draw_sample
-from rule_proof import Disproved, Sample, bind, prove
 
 from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.families.random import RANDOM
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.rule import Rule, Spec
 from autopar.rules.variants import split_variants
+from autopar.runtime.rule_proof import Disproved, Sample, bind, prove
 
 aten = torch.ops.aten
 FEW_POINTWISE = {"add", "mul", "where", "masked_fill", "gelu", "to", "div", "sub", "pow", "maximum", "clamp", "eq"}
@@ -84,6 +84,8 @@ def caught(sample: Sample, mutant: Rule) -> bool:
 
 def _targets() -> Iterator[Any]:
     for target in registered():
+        if str(target).startswith("test_own_rules."):
+            continue
         name = str(target).split(".")[1]
         random_values = target in RANDOM and target is not aten.scaled_dot_product_attention.default
         if (name not in OPERATORS or name in FEW_POINTWISE) and not random_values and target not in ALWAYS_RIGHT:
@@ -106,5 +108,8 @@ def test_wrong_rules_are_disproved() -> None:
                 if not caught(sample, mutant):
                     survived.setdefault(kind, []).append(f"{target}/{number}: {mutant.inputs} -> {mutant.output}")
     lost = sum(len(found) for found in survived.values())
+    score = {kind: f"{count - len(survived.get(kind, ()))} of {count}" for kind, count in sorted(met.items())}
+    print(f"mutants caught: {sum(met.values()) - lost} of {sum(met.values())}; {score}")
     assert set(met) == {"swap", "additive", "whole", "reduced", "linear", "emit"}
     assert lost <= (1 - LEAST_CAUGHT) * sum(met.values()), survived
+    assert len(survived.get("swap", ())) <= (1 - LEAST_CAUGHT) * met["swap"], survived["swap"]

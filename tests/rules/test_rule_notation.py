@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from rule_proof import sample_of
 
 from autopar.errors import RuleError
 from autopar.rules.families._notation import rule_from
@@ -12,6 +11,7 @@ from autopar.rules.families.random import is_random
 from autopar.rules.families.views import spans
 from autopar.rules.registry import pattern, registered, rule, rule_of
 from autopar.rules.rule import Call, Local, MeshDimRef, Rule, Step, TensorInfo, parse
+from autopar.runtime.rule_proof import sample_of
 
 aten = torch.ops.aten
 

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 from rule_draws import draw_sample
-from rule_proof import prove, run_steps
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.rule import Step
+from autopar.runtime.rule_proof import prove, run_steps
 
 aten = torch.ops.aten
 TARGETS = sorted(registered(), key=str)
 NUM_DRAWS = 16
-NUM_POINTWISE_DRAWS = 5
+NUM_POINTWISE_DRAWS = 7
 # values depend on position, or a partial result means nothing: nothing is ever split
 NEVER_SPLIT = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default,
@@ -28,13 +28,22 @@ NEVER_SPLIT = {
 def test_rule_holds_in_shards(target: Any) -> None:
     pointwise = str(target).split(".")[1] in OPERATORS
     proved = known = 0
+    named: set[str] = set()
+    split: set[tuple[str, int]] = set()
     for number in range(NUM_POINTWISE_DRAWS if pointwise else NUM_DRAWS):
         sample, rng = draw_sample(target, number)
         rule = rule_of(sample.call)
         known += rule.known
-        proved += prove(sample, rule, rng)
+        found = prove(sample, rule, rng)
+        proved += len(found)
+        split |= found
+        named |= rule.sizes.keys() - rule.whole - rule.outermost
     assert known, f"no drawn call of {target} has a rule"
     assert (proved > 0) != (target in NEVER_SPLIT), f"{proved} shardings proved for {target}"
+    missing = named - {factor for factor, _ in split}
+    assert not missing, f"no draw of {target} splits {sorted(missing)}"
+    inner = {factor for factor, axis in split if axis}
+    assert inner or target in NEVER_SPLIT, f"no draw of {target} splits the inner axis of a product"
 
 
 def test_an_operator_without_a_sample_fails() -> None:

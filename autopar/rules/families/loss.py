@@ -18,9 +18,14 @@ def _emit_cross_entropy(call: Call, local: Local) -> tuple[Step, ...]:
     if mesh_dim is None:
         return (original(call),)
     ignore, smoothing = call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
-    classes = call.operands[slot_of(call.args[0])].shape[1 if len(local.operand_shapes[0]) > 1 else 0]
-    arguments = (call.args[0], call.args[1], ignore, smoothing, classes, mesh_dim)
-    return (Step("vocab_parallel_cross_entropy_sum", arguments),)
+    rank = len(local.operand_shapes[slot_of(call.args[0])])
+    classes = call.operands[slot_of(call.args[0])].shape[1 if rank > 1 else 0]
+    logits, steps = call.args[0], tuple[Step, ...]()
+    if rank > 2:  # the rewrite wants the classes last
+        steps = (Step(aten.permute.default, (logits, [0, *range(2, rank), 1])),)
+        logits = Slot(-1)
+    arguments = (logits, call.args[1], ignore, smoothing, classes, mesh_dim)
+    return (*steps, Step("vocab_parallel_cross_entropy_sum", arguments))
 
 
 def _classes(call: Call) -> tuple[dict[int, list[Dim]], list[Dim], bool]:

@@ -7,25 +7,49 @@ has the whole cotangent, I is the same on all ranks.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import combinations, count
+from math import prod
 from typing import Any
 
 import torch
 
+from autopar.errors import RuleError, VerificationError
 from autopar.ir.sharding import Dims, Type
 from autopar.rules.families.random import is_random
+from autopar.rules.registry import operator_of, rule_for
 from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
 from autopar.rules.variants import Bound, Variant, split_variants, whole_variants
 
 RUNTIME_FUNCTIONS = frozenset({"vocab_parallel_embedding", "vocab_parallel_cross_entropy_sum"})
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+DEGREES = (2, 3)
+NUM_PAIRS = 6  # of splits on two mesh dimensions, per binding
 Sizes = list[list[int]]
+Proved = frozenset[tuple[str, int]]
 
 
-class Disproved(AssertionError):
-    """Raised when sharded and whole results differ."""
+class Disproved(VerificationError):
+    """Raised when sharded and whole results differ; names the operator, the split and the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was proved of an operator's rule: `splits` counts splits per factor, `whole` factors are never split.
+
+    `backward` says whether gradients were compared: not where no operand's gradient is defined.
+    """
+
+    operator: str
+    splits: dict[str, int]
+    whole: tuple[str, ...]
+    backward: bool
+
+    def __str__(self) -> str:
+        split = ", ".join(f"{factor} ({n})" for factor, n in self.splits.items())
+        whole = f"; whole: {', '.join(self.whole)}" if self.whole else ""
+        return f"{self.operator}: proved {split}{whole}; {'gradients too' if self.backward else 'forward only'}"
 
 
 @dataclass(frozen=True)
@@ -34,6 +58,52 @@ class Sample:
 
     call: Call
     tensors: tuple[torch.Tensor, ...]
+
+
+def prove_rule(target: Any, samples: Sequence[Any], *, seed: int = 0) -> Proof:
+    """Prove the rule of an operator on sample calls: run whole and in shards, forward and backward, and compare.
+
+    A sample is a tuple of positional arguments, or a pair of such a tuple and a dict of keywords; its tensors are
+    real, on one device, best in float64 (1e-9; 1e-4 in float32), of sizes that 2, 3 or 4 divide. Every factor that the
+    rule lets be split must be split by some sample, over 2 and 3 ranks, alone and with another one, as a single axis
+    and as a product of two.
+
+    Raises `RuleError` where the operator has no rule or a sample does not fit it, and `VerificationError` where shards
+    compute something else, or where no sample splits a factor.
+    """
+    overload = operator_of(target)
+    rng = random.Random(seed)
+    splits: dict[str, int] = {}
+    whole: set[str] = set()
+    backward = False
+    if not samples:
+        raise RuleError(f"{overload}: nothing to prove the rule with; pass samples=[(tensor, ...), ...]")
+    for arguments in samples:
+        pair = len(arguments) == 2 and isinstance(arguments[0], tuple) and isinstance(arguments[1], dict)
+        args, kwargs = arguments if pair else (arguments, {})
+        sample = sample_of(overload, args, kwargs)
+        rule = rule_for(sample.call)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            proved = prove(sample, rule, rng)
+        whole |= rule.whole
+        for factor in rule.sizes:
+            if factor not in rule.whole:
+                splits[factor] = splits.get(factor, 0) + sum(name == factor for name, _ in proved)
+        backward = backward or _has_gradient(sample)
+    missing = [factor for factor, n in splits.items() if not n]
+    if missing:
+        raise VerificationError(
+            f"{overload}: no sample splits {', '.join(missing)}; pass one in which that size is a multiple of 2 or 3, "
+            "or register it as whole"
+        )
+    return Proof(operator=str(overload), splits=splits, whole=tuple(sorted(whole)), backward=backward)
+
+
+def _has_gradient(sample: Sample) -> bool:
+    call = sample.call
+    leaves = [_leaf(t, info.differentiable) for t, info in zip(sample.tensors, call.operands, strict=True)]
+    return run_steps((Step(call.target, call.args, call.kwargs),), leaves).requires_grad
 
 
 def sample_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sample:
@@ -59,10 +129,10 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(tuple(tensor.shape), tensor.dtype, differentiable)
 
 
-def bind(rule: Rule, rng: random.Random) -> Bound:
-    """Give every factor its axes: one, or two where its size is composite and the draw says so."""
+def bind(rule: Rule, rng: random.Random | None) -> Bound:
+    """Give every factor its axes: one, or with `rng` two where its size is composite and the draw says so."""
     fresh = count()
-    factors = {f: tuple((next(fresh), size) for size in _axes(n, rng)) for f, n in rule.sizes.items()}
+    factors = {f: tuple((next(fresh), size) for size in (_axes(n, rng) if rng else [n])) for f, n in rule.sizes.items()}
 
     def dims(spec: Sequence[Dim]) -> Dims:
         atoms = [[atom for f in dim for atom in factors[f]] for dim in spec]
@@ -73,27 +143,49 @@ def bind(rule: Rule, rng: random.Random) -> Bound:
 
 def _axes(size: int, rng: random.Random) -> list[int]:
     divisors = [d for d in range(2, size) if size % d == 0]
-    if not divisors or rng.random() < 0.4:
+    if not divisors or rng.random() < 0.2:
         return [size]
     outer = rng.choice(divisors)
     return [outer, size // outer]
 
 
-def prove(sample: Sample, rule: Rule, rng: random.Random) -> int:
-    """Prove every variant of a rule for one call; the number of split variants proved. Raises `Disproved`."""
-    bound = bind(rule, rng)
-    run_variants(sample, bound, [], [])
-    for variant in whole_variants(bound):
-        if variant.label.startswith("P:"):
+def prove(sample: Sample, rule: Rule, rng: random.Random) -> Proved:
+    """Prove every variant of a rule for one call; the factors and axes split. Raises `Disproved`.
+
+    Factors are bound to one axis each, then to products of two, of which the inner one is split as well.
+    """
+    proved: set[tuple[str, int]] = set()
+    single = bind(rule, None)
+    products = bind(rule, rng)
+    run_variants(sample, single, [], [])
+    for bound in (single, products) if products.factors != single.factors else (single,):
+        partial = [v for v in whole_variants(bound) if v.label.startswith("P:")]
+        for variant in partial:
             run_variants(sample, bound, [variant], [2])
-    proved = 0
-    for degree in (2, 3):
-        for variant in split_variants(bound, degree):
-            proved += run_variants(sample, bound, [variant], [degree])
-    pair = split_variants(bound, 2)
-    if len(pair) > 1:
-        run_variants(sample, bound, rng.sample(pair, 2), [2, 2])
-    return proved
+        for degree in DEGREES:
+            for variant in split_variants(bound, degree):
+                if run_variants(sample, bound, [variant], [degree]):
+                    proved.add((variant.factor, variant.axis))
+        for variants, degrees in _pairs(bound, partial, rng):
+            run_variants(sample, bound, variants, degrees)
+    return frozenset(proved)
+
+
+def _pairs(
+    bound: Bound, partial: Sequence[Variant], rng: random.Random
+) -> Iterator[tuple[tuple[Variant, ...], list[int]]]:
+    """Variants for two mesh dimensions at once, which never split the same axis, nor rewrite one factor twice."""
+    ways = [(v, degree) for degree in DEGREES for v in split_variants(bound, degree)] + [(v, 2) for v in partial]
+    pairs = [
+        pair
+        for pair in combinations(ways, 2)
+        if (not pair[0][0].factor or (pair[0][0].factor, pair[0][0].axis) != (pair[1][0].factor, pair[1][0].axis))
+        and not (pair[0][0].factor == pair[1][0].factor and pair[0][0].factor in bound.rule.outermost)
+    ]
+    for pair in rng.sample(pairs, min(NUM_PAIRS, len(pairs))):
+        chosen = list(pair)
+        rng.shuffle(chosen)
+        yield tuple(v for v, _ in chosen), [degree for _, degree in chosen]
 
 
 def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degrees: Sequence[int]) -> bool:
@@ -123,9 +215,12 @@ def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degr
         parts(t.detach(), _sizes(bound.operands[k]), types[k], degrees) for k, t in enumerate(sample.tensors)
     ]
     leaves = [[_leaf(part, flow) for part in of_operand] for of_operand, flow in zip(operand_parts, flows, strict=True)]
-    ranks = range(max(1, _product(degrees)))
-    outputs = [run_steps(steps, [of_operand[r] for of_operand in leaves]) for r in ranks]
+    ranks = range(prod(degrees))
     where = f"{call.target} {[v.label for v in variants]} over {list(degrees)}"
+    try:
+        outputs = [run_steps(steps, [of_operand[r] for of_operand in leaves]) for r in ranks]
+    except Exception as error:  # whatever the operator raises, it did not raise it on the whole
+        raise Disproved(f"{where}: the operator does not take its shards: {type(error).__name__}: {error}") from error
     for output in outputs:
         if tuple(output.shape) != local.output_shape or output.dtype is not reference.dtype:
             raise Disproved(f"{where}: local output {tuple(output.shape)}, expected {local.output_shape}")
@@ -141,7 +236,8 @@ def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degr
         _gradients([of_operand[r] for of_operand in leaves], outputs[r], cuts[r])
     for k, tensor in enumerate(whole):
         if tensor.requires_grad:
-            found = combine([leaf.grad for leaf in leaves[k]], _sizes(bound.operands[k]), types[k], degrees, "R")
+            grads = [leaf.grad for leaf in leaves[k] if leaf.grad is not None]
+            found = combine(grads, _sizes(bound.operands[k]), types[k], degrees, "R")
             _compare(found, tensor.grad, f"{where}: gradient of operand {k}")
     return True
 
@@ -170,10 +266,6 @@ def _gradients(leaves: Sequence[torch.Tensor], output: torch.Tensor, cotangent: 
         leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
     if output.requires_grad:
         output.backward(cotangent)
-
-
-def _product(degrees: Sequence[int]) -> int:
-    return int(torch.tensor(list(degrees)).prod()) if degrees else 1
 
 
 def _sizes(dims: Dims) -> Sizes:
