@@ -17,6 +17,7 @@ from torch import fx, nn
 from autopar.errors import CaptureError
 from autopar.ir.program import PartOf
 from autopar.trace._torch_private import pytree
+from autopar.trace.index_lists import ListsAsSlices
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 
@@ -137,7 +138,7 @@ def capture_flat(model: nn.Module, example_inputs: Inputs) -> Flat:
     """
     args, kwargs = split_inputs(example_inputs)
     wrapper = _Outputs(model)
-    with _training_without_cache(model), warnings.catch_warnings():
+    with _training_without_cache(model), warnings.catch_warnings(), ListsAsSlices():
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)

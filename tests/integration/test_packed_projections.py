@@ -51,6 +51,18 @@ def test_equals_one_device(wish: dict[str, int], config: str, four_ranks: Ranks)
     assert report.passed, [(q.name, q.where, q.max_error) for q in report.quantities]
 
 
+def test_multi_query_falcon_equals_one_device(tmp_path: Path, four_ranks: Ranks) -> None:
+    """Its heads are cut by lists of indices; the model lies on meta."""
+    from transformers import FalconConfig
+
+    made = FalconConfig(num_attention_heads=71, multi_query=True, vocab_size=96, alibi=False)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(made.to_dict() | {"architectures": ["FalconForCausalLM"]}))
+    wish = {"tp": 2, "dp": 2, "zero": 3}
+    report = verify(str(path), world_size=4, degrees=wish, batch=2, ranks=four_ranks, **SIZES)
+    assert report.passed, [(q.name, q.where, q.max_error) for q in report.quantities]
+
+
 def test_state_has_the_models_names(trained: dict[str, Any]) -> None:
     whole = trained["whole"]
     plain = resolve_model(trained["wanted"].spec, **SIZES).model
