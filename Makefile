@@ -5,11 +5,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format types layers sizes clean
+.PHONY: help setup demo test verify-all lint format types layers sizes clean
 
 help:
 	@echo "make demo     train a small Llama-style model on four CPU ranks, compared with one device"
 	@echo "make test     run the tests (PYTEST_ARGS='-k name' selects some)"
+	@echo "make verify-all     every family on every mesh over gloo ranks; writes docs/equivalence.md"
 	@echo "make lint types layers sizes     the static checks; make format rewrites the files"
 	@echo "make clean    remove environments, builds and caches"
 
@@ -21,6 +22,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+verify-all: setup
+	@$(BIN)/python tools/equivalence.py
 
 lint: setup
 	@$(BIN)/ruff check .

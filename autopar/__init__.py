@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.plan import Plan
+    from autopar.planning import coverage
     from autopar.runtime.module import ParallelModel
     from autopar.trace.trace import trace
 
 # The face is lazy: `import autopar` and `autopar --help` must not wait for torch.
 _HOMES = {
+    "coverage": "autopar.planning",
     "parallelize": "autopar.api",
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
@@ -22,7 +24,7 @@ _HOMES = {
     "ParallelModel": "autopar.runtime.module",
     "trace": "autopar.trace.trace",
 }
-__all__ = ["AutoparError", "ClusterSpec", "ParallelModel", "Plan", "__version__", "parallelize", "trace"]
+__all__ = ["AutoparError", "ClusterSpec", "ParallelModel", "Plan", "__version__", "coverage", "parallelize", "trace"]
 
 
 def __getattr__(name: str) -> Any:

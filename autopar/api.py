@@ -24,7 +24,7 @@ from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
-from autopar.trace.capture import Inputs, input_names
+from autopar.trace.capture import Inputs, LossFunction, input_names
 from autopar.trace.trace import batch_and_sequence
 
 TIMEOUT_S = 300
@@ -39,15 +39,17 @@ def parallelize(
     example_inputs: Inputs | None = None,
     plan: PlanLike = None,
     state: Mapping[str, torch.Tensor] | str | Path | None = None,
+    loss_fn: LossFunction | None = None,
     seed: int = 0,
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster and return what trains it. Collective, under torchrun.
 
     `example_inputs` (a dict or tuple of tensors) is one rank's batch of one step; without it, shapes come from a
-    transformers config. `plan` is a `Plan`, the path of one, or a mapping of degrees such as
-    ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A model on meta is materialised shard by
-    shard from `state` (a state dict, or a path to safetensors), or by its own initialisation seeded with `seed`. Where
-    ranks hold different weights, rank 0's count.
+    transformers config. Where the model returns no loss, `loss_fn` is a function of (output, target), as torch's losses
+    are; the target is the last element of the tuple, or the key ``target`` of the dict. `plan` is a `Plan`, the path
+    of one, or a mapping of degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A
+    model on meta is materialised shard by shard from `state` (a state dict, or a path to safetensors), or by its own
+    initialisation seeded with `seed`. Where ranks hold different weights, rank 0's count.
 
     Raises `InputError`, `PlanError` or `CaptureError` before any collective that could hang.
     """
@@ -60,7 +62,7 @@ def parallelize(
         )
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
-    program, decided = _decide(model, cluster, inputs, plan, world_size, derived=example_inputs is None)
+    program, decided = _decide(model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     if state is None and weights_differ(model):
         source = from_first_rank(source)
@@ -108,18 +110,25 @@ def _derived_inputs(model: nn.Module) -> Inputs:
 
 
 def _decide(
-    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, plan: PlanLike, world_size: int, *, derived: bool
+    model: nn.Module,
+    cluster: ClusterSpec,
+    inputs: Inputs,
+    plan: PlanLike,
+    world_size: int,
+    loss_fn: LossFunction | None,
+    *,
+    derived: bool,
 ) -> tuple[Program, Plan]:
     """The program and the plan; rank 0 solves, the others receive its plan."""
     loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    local_batch, _ = batch_and_sequence(input_names(model, inputs))
+    local_batch, _ = batch_and_sequence(input_names(model, inputs, loss_fn))
     if isinstance(loaded, Plan):
-        program = capture_for(model, inputs, loaded.degrees)
+        program = capture_for(model, inputs, loaded.degrees, loss_fn)
         check_plan(loaded, program, world_size, None if derived else local_batch)
         _warn_torch_version(loaded)
         return program, loaded
     degrees = resolve_degrees(loaded, world_size, local_batch)
-    program = capture_for(model, inputs, degrees)
+    program = capture_for(model, inputs, degrees, loss_fn)
     text = error_text = ""
     if dist.get_rank() == 0:
         try:

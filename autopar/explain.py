@@ -12,6 +12,8 @@ from torch import fx
 
 from autopar.cost_model.collectives import Collective, sent_bytes
 from autopar.cost_model.conversions import TABLE
+from autopar.cost_model.coverage import whole_on_every_rank, works_of
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import as_text
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
@@ -35,41 +37,38 @@ _FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("
 _ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
-def explain(plan: Plan, program: Program | None = None) -> str:
-    """A plan in words and tables; with the program, also where the plan file has no summary."""
-    if plan.summary is None and program is not None:
-        plan = with_summary(plan, program)
-    return as_text(plan)
+def explain(plan: Plan, program: Program, cluster: ClusterSpec) -> str:
+    """A plan in words and tables, also where the plan file has no summary."""
+    return as_text(plan if plan.summary is not None else with_summary(plan, program, cluster))
 
 
-def with_summary(plan: Plan, program: Program, analysis: Analysis | None = None) -> Plan:
+def with_summary(plan: Plan, program: Program, cluster: ClusterSpec, analysis: Analysis | None = None) -> Plan:
     """The plan with a summary of what it does to a program."""
     found = analysis or analyse(program, plan.mesh)
-    return replace(plan, summary=summarise(program, found, plan))
+    return replace(plan, summary=summarise(program, found, plan, cluster))
 
 
-def summarise(program: Program, analysis: Analysis, plan: Plan) -> Summary:
-    """Counts and words about a plan on a program."""
+def summarise(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Summary:
+    """Counts, prices and words about a plan on a program."""
     return Summary(
-        without_rule=tuple(_without_rule(program, analysis)),
+        without_rule=tuple(_without_rule(program, analysis, plan, cluster)),
         parameters=tuple(_parameters(program, plan)),
         blocks=tuple(_block(program, analysis, plan, index) for index in range(len(program.blocks))),
         once_a_step=tuple(_once_a_step(program, plan)),
     )
 
 
-def _without_rule(program: Program, analysis: Analysis) -> Iterator[WithoutRule]:
+def _without_rule(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Iterator[WithoutRule]:
     """Operators without a rule, and calls that the rule of their operator does not cover, which are whole likewise."""
-    for index, block in enumerate(program.blocks):
-        found: dict[tuple[str, str], int] = {}
-        for node in block.graph.nodes:
-            if node.op == "call_function" and not analysis.bounds[index][node.name].rule.known:
-                where = node.meta["key"].partition(":")[0] if node.meta["key"].count(":") > 1 else ""
-                key = (operator_name(node), ".".join(part for part in (block.name, where) if part))
-                found[key] = found.get(key, 0) + 1
-        calls = len(program.uses_of_block(index))
-        for (operator, where), count in found.items():
-            yield WithoutRule(operator=operator, where=where, num_calls=count * calls)
+    works = list(works_of(program, analysis, plan.blocks, plan.degrees, cluster))
+    for found in whole_on_every_rank(works):
+        yield WithoutRule(
+            operator=found.operator,
+            where=found.where,
+            num_calls=found.num_calls,
+            seconds=found.seconds,
+            kept_bytes=round(found.kept_bytes),
+        )
 
 
 # ---- parameters ----

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import os
 import re
 import sys
@@ -21,33 +20,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import InputError, Problem, did_you_mean
+from autopar.example_inputs import DEFAULT_BATCH, ExampleInputs, check_sizes, default_seq_len, example_inputs_for
 from autopar.presets.configs import check_config, cleaned, read_config, scaled_config
 from autopar.presets.models import model_names, model_preset
 
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_BATCH = 2  # at batch 1 the batch dimension cannot be told from a broadcast one
-MAX_DEFAULT_SEQ_LEN = 4096
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-ExampleInputs = dict[str, Any] | tuple[Any, ...]
 
-# by the end of the architecture's class name; the first match counts
+# by the end of the architecture's class name, and the mapping that must know the config; the first match counts
 _AUTO_CLASSES = (
-    ("ForCausalLM", "AutoModelForCausalLM"),
-    ("LMHeadModel", "AutoModelForCausalLM"),
-    ("ForMaskedLM", "AutoModelForMaskedLM"),
-    ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
-    ("ForSequenceClassification", "AutoModelForSequenceClassification"),
-    ("ForTokenClassification", "AutoModelForTokenClassification"),
-    ("ForImageClassification", "AutoModelForImageClassification"),
-)
-_WHAT_TO_PASS = (
-    "pass example_inputs: a dict of the forward's keyword arguments or a tuple of its positional ones, "
-    "tensors with the global batch as the first dimension"
+    ("ForCausalLM", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    ("LMHeadModel", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    ("ForMaskedLM", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING"),
+    ("ForConditionalGeneration", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
+    ("ForConditionalGeneration", "AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING"),
+    ("ForSequenceClassification", "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),
+    ("ForTokenClassification", "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING"),
+    ("ForImageClassification", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING"),
+    ("Model", "AutoModel", "MODEL_MAPPING"),
 )
 # keys that every config may have though no config class names them
-_COMMON_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "rope_theta", "rope_scaling")
+_COMMON_KEYS = (
+    "architectures", "transformers_version", "torch_dtype", "dtype", "rope_theta", "rope_scaling", "head_dim"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -99,7 +96,7 @@ def resolve_model(
     Raises InputError: unknown preset (naming the nearest), missing or bad file, a module or attribute that cannot be
     imported, a factory that fails or returns something else, sizes that the model cannot have.
     """
-    _check_sizes(layers=layers, hidden=hidden, seq_len=seq_len, batch=batch)
+    check_sizes(layers=layers, hidden=hidden, seq_len=seq_len, batch=batch)
     dtype_name = _dtype_name(dtype)
     if _is_factory(spec):
         given = {"layers": layers, "hidden": hidden, "seq_len": seq_len, "batch": batch}
@@ -122,7 +119,7 @@ def resolve_model(
         notes += (f"{name} scaled to {', '.join(s for s in sizes if s)}; every dropout is 0",)
     model = _build(made, dtype_name, device)
     batch = DEFAULT_BATCH if batch is None else batch
-    seq_len = _default_seq_len(made) if seq_len is None else seq_len
+    seq_len = default_seq_len(made) if seq_len is None else seq_len
     return ResolvedModel(
         name=name,
         kind="preset" if kind == "preset" else "config",
@@ -133,46 +130,6 @@ def resolve_model(
         seq_len=seq_len,
         notes=notes,
     )
-
-
-def example_inputs_for(
-    model: torch.nn.Module, batch: int | None = None, seq_len: int | None = None
-) -> dict[str, torch.Tensor]:
-    """Keyword arguments for one training step of a transformers model, derived from its config.
-
-    ``input_ids`` and ``labels`` are two distinct int64 tensors of (batch, seq_len), ``pixel_values`` is (batch,
-    channels, height, width), ``labels`` of a classifier (batch,). On the device of the model's parameters: meta tensors
-    for a meta model, else seeded random ones. Raises InputError, saying what to pass, for any other model.
-    """
-    _check_sizes(seq_len=seq_len, batch=batch)
-    config = getattr(model, "config", None)
-    main_input = getattr(model, "main_input_name", None)
-    if config is None or main_input not in ("input_ids", "pixel_values") or not hasattr(config, "to_dict"):
-        raise InputError(f"{type(model).__name__} does not say what its inputs are; {_WHAT_TO_PASS}")
-    if "labels" not in inspect.signature(model.forward).parameters:
-        raise InputError(f"{type(model).__name__} takes no labels and so has no loss; {_WHAT_TO_PASS}, and a loss_fn")
-    batch = DEFAULT_BATCH if batch is None else batch
-    kind = type(model).__name__
-    if main_input == "pixel_values":
-        if not kind.endswith("ForImageClassification"):
-            raise InputError(f"the labels of {kind} cannot be derived; {_WHAT_TO_PASS}")
-        return {
-            "pixel_values": _floats(model, (batch, config.num_channels, *_image_size(config.image_size))),
-            "labels": _integers(model, (batch,), config.num_labels, seed=1),
-        }
-    seq_len = _default_seq_len(config) if seq_len is None else seq_len
-    _check_seq_len(config, seq_len)
-    vocab = _vocab_size(config)
-    inputs = {"input_ids": _integers(model, (batch, seq_len), vocab, seed=0)}
-    if kind.endswith("ForSequenceClassification"):
-        inputs["labels"] = _integers(model, (batch,), config.num_labels, seed=1)
-    elif kind.endswith("ForTokenClassification"):
-        inputs["labels"] = _integers(model, (batch, seq_len), config.num_labels, seed=1)
-    elif kind.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")):
-        inputs["labels"] = _integers(model, (batch, seq_len), vocab, seed=1)
-    else:
-        raise InputError(f"the labels of {kind} cannot be derived; {_WHAT_TO_PASS}")
-    return inputs
 
 
 # ---- presets and configs ----
@@ -251,7 +208,13 @@ def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
     import torch
 
     architecture = (config.architectures or [""])[0]
-    auto_name = next((auto for end, auto in _AUTO_CLASSES if architecture.endswith(end)), "AutoModelForCausalLM")
+    library = _transformers()
+    fitting = (
+        auto
+        for end, auto, mapping in _AUTO_CLASSES
+        if architecture.endswith(end) and type(config) in getattr(library, mapping)
+    )
+    auto_name = next(fitting, "AutoModelForCausalLM")
     options: dict[str, Any] = {}
     if dtype_name == "float64" and any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
         options["experts_implementation"] = "batched_mm"  # grouped_mm has no float64 kernel
@@ -261,68 +224,13 @@ def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
         raise InputError(f"device {device!r} is not one that torch knows: {error}") from None
     try:
         with target:
-            model: torch.nn.Module = getattr(_transformers(), auto_name).from_config(
+            model: torch.nn.Module = getattr(library, auto_name).from_config(
                 config, dtype=getattr(torch, dtype_name), trust_remote_code=False, **options
             )
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, ZeroDivisionError, RuntimeError) as error:
         text = " ".join(str(error).split())[:400]
         raise InputError(f"no {auto_name} can be built from the {config.model_type} config: {text}") from error
     return model.train()
-
-
-def _default_seq_len(config: Any) -> int:
-    return min(_context_length(config) or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
-
-
-def _context_length(config: Any) -> int | None:
-    length = getattr(config, "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None
-
-
-def _check_seq_len(config: Any, seq_len: int) -> None:
-    """Learned position tables end; rotary positions do not."""
-    length = _context_length(config)
-    if length is not None and seq_len > length and not getattr(config, "rope_parameters", None):
-        raise InputError(
-            f"seq_len {seq_len} is more than the {length} positions of the {config.model_type}; use {length} or less"
-        )
-
-
-def _vocab_size(config: Any) -> int:
-    vocab = getattr(config.get_text_config(), "vocab_size", None)
-    if not isinstance(vocab, int):
-        raise InputError(f"the {config.model_type} config has no vocab_size; {_WHAT_TO_PASS}")
-    return vocab
-
-
-def _image_size(size: Any) -> tuple[int, int]:
-    return (size[0], size[1]) if isinstance(size, (list, tuple)) else (size, size)
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    import torch
-
-    return next((parameter.device for parameter in model.parameters()), torch.device("meta"))
-
-
-def _integers(model: torch.nn.Module, shape: tuple[int, ...], end: int, *, seed: int) -> torch.Tensor:
-    import torch
-
-    device = _device_of(model)
-    if device.type == "meta":
-        return torch.empty(shape, dtype=torch.int64, device="meta")
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randint(0, end, shape, generator=generator, device="cpu").to(device)
-
-
-def _floats(model: torch.nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
-    import torch
-
-    device, dtype = _device_of(model), next(model.parameters()).dtype
-    if device.type == "meta":
-        return torch.empty(shape, dtype=dtype, device="meta")
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
 
 # ---- factories ----
@@ -419,16 +327,6 @@ def _kind(value: object) -> str:
 # ---- arguments ----
 
 
-def _check_sizes(**sizes: int | None) -> None:
-    problems = [
-        Problem(path=name, value=value, rule="must be a whole number greater than 0")
-        for name, value in sizes.items()
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
-    ]
-    if problems:
-        raise InputError("the model's sizes cannot be used", problems)
-
-
 def _dtype_name(dtype: str | torch.dtype | None) -> str:
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     if name not in DTYPES:
@@ -436,4 +334,4 @@ def _dtype_name(dtype: str | torch.dtype | None) -> str:
     return name
 
 
-__all__ = ["ExampleInputs", "ResolvedModel", "example_inputs_for", "resolve_model", "scaled_config"]
+__all__ = ["DEFAULT_BATCH", "ExampleInputs", "ResolvedModel", "example_inputs_for", "resolve_model", "scaled_config"]

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.cost_model.coverage import Coverage
+from autopar.cost_model.coverage import coverage as coverage_of
+from autopar.cost_model.memory import refuse_what_does_not_fit
+from autopar.degrees import resolve_degrees
 from autopar.errors import InfeasibleError, PlanError
 from autopar.explain import with_summary
 from autopar.ir.cluster import ClusterSpec
@@ -17,25 +21,33 @@ from autopar.ir.program import Program
 from autopar.search.labels import label
 from autopar.search.tensor_dims import tensor_dims
 from autopar.trace.analysis import analyse
-from autopar.trace.capture import Inputs, input_names
+from autopar.trace.capture import Inputs, LossFunction, input_names
 from autopar.trace.trace import batch_and_sequence, trace
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
 
 
 def make_plan(
-    model: nn.Module, cluster: ClusterSpec, example_inputs: Inputs, degrees: Degrees, *, name: str = ""
+    model: nn.Module,
+    cluster: ClusterSpec,
+    example_inputs: Inputs,
+    degrees: Degrees,
+    *,
+    name: str = "",
+    loss_fn: LossFunction | None = None,
 ) -> tuple[Program, Plan]:
     """Capture the model at the global micro-batch and choose labels."""
-    program = capture_for(model, example_inputs, degrees)
+    program = capture_for(model, example_inputs, degrees, loss_fn)
     return program, label_plan(program, cluster, degrees, name or type(model).__name__)
 
 
-def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees) -> Program:
+def capture_for(
+    model: nn.Module, example_inputs: Inputs, degrees: Degrees, loss_fn: LossFunction | None = None
+) -> Program:
     """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation is not legal."""
-    local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
+    local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     micro_batch = degrees.micro_batch or local_batch
-    program = trace(model, example_inputs, batch=micro_batch * degrees.dp)
+    program = trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn)
     if degrees.accumulate > 1 and program.mixes_batch is not None:
         raise PlanError(
             f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1"
@@ -44,13 +56,17 @@ def capture_for(model: nn.Module, example_inputs: Inputs, degrees: Degrees) -> P
 
 
 def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: str) -> Plan:
-    """The plan that the labeller finds for a program, with `tp` as two mesh dimensions where key heads want it."""
+    """The plan that the labeller finds for a program, with `tp` as two mesh dimensions where key heads want it.
+
+    Raises `InfeasibleError` where it cannot fit a device.
+    """
     analysis = analyse(program, degrees.mesh)
     split = tensor_dims(program, analysis, degrees.tp) if degrees.tp_dims is None else None
     if split is not None:
         with contextlib.suppress(PlanError, InfeasibleError):
             return label_plan(program, cluster, replace(degrees, tp_dims=split), name)
     found = label(program, analysis, degrees, cluster)
+    refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster)
     plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
@@ -61,7 +77,29 @@ def label_plan(program: Program, cluster: ClusterSpec, degrees: Degrees, name: s
         torch_version=str(torch.__version__),
         notes=(*program.notes, *found.notes),
     )
-    return with_summary(plan, program, analysis)
+    return with_summary(plan, program, cluster, analysis)
+
+
+def coverage(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    *,
+    example_inputs: Inputs,
+    plan: Mapping[str, Any] | None = None,
+    global_batch: int | None = None,
+) -> Coverage:
+    """How much of the work of a model's training step is split, and what every operator costs that stays whole.
+
+    `model` may be on meta; `example_inputs` are one data-parallel rank's batch; `plan` are wished degrees such as
+    ``{"tp": 4}``, labelled as `autopar.parallelize` would. Needs no process group, and refuses no plan for its size.
+    Raises `InputError`, `PlanError` or `CaptureError`.
+    """
+    spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
+    degrees = resolve_degrees(plan, spec.num_devices, local_batch, global_batch=global_batch)
+    program = capture_for(model, example_inputs, degrees)
+    analysis = analyse(program, degrees.mesh)
+    return coverage_of(program, analysis, label(program, analysis, degrees, spec).blocks, degrees, spec)
 
 
 def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:

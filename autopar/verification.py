@@ -64,7 +64,11 @@ def _resolve(job: Job) -> ResolvedModel:
 
 
 def _vocabulary(model: ResolvedModel) -> int:
-    return int((model.config or {}).get("vocab_size", 2))
+    """Integer inputs are drawn below this: ids of the smallest table, or classes where there is none."""
+    own: Any = getattr(model.model, "config", None)
+    config = model.config or (own.to_dict() if hasattr(own, "to_dict") else {})
+    tables = [c.get("vocab_size") for c in (config, config.get("text_config") or {})]
+    return int(next((size for size in tables if size), len(config.get("id2label") or (0, 1))))
 
 
 def verify(
@@ -179,7 +183,10 @@ def against_model(
     dtype = next(plain.parameters()).dtype
     typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     inputs = model.example_inputs
-    out = plain(**typed) if isinstance(inputs, Mapping) else plain(*typed.values())
+    if isinstance(inputs, Mapping):
+        out = plain(**{k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}, **typed)
+    else:
+        out = plain(*typed.values())
     loss = named_outputs(out)["loss"]
     loss.backward()
     tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]

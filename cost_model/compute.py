@@ -6,10 +6,11 @@ counts every operand and the output once per pass; views move nothing.
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.rules.rule import Call, Rule
+from autopar.rules.rule import Call, Rule, Slot
 
 PASSES = 3.0  # forward, and two products backward
 VIEWS = frozenset(
@@ -54,6 +55,32 @@ def local_flops(rule: Rule, degrees: Mapping[str, float]) -> float:
         return 0.0
     sizes: dict[str, Any] = {f: size / degrees[f] if f in degrees else size for f, size in rule.sizes.items()}
     return float(rule.flops(sizes))
+
+
+def unruled_flops(call: Call) -> float:
+    """Forward FLOP of an operator whose rule is not known, by torch's own count; 0 where torch has none for it.
+
+    torch does not count products grouped by expert: a token meets the (k, n) matrix of its own expert.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if "grouped_mm" in operator_name(call.target):
+        return 2.0 * prod(call.operands[0].shape) * call.operands[1].shape[-1]
+    tensors = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in call.operands]
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(filled(each) for each in value)
+        return tensors[value.index] if isinstance(value, Slot) else value
+
+    args, kwargs = filled(call.args), {name: filled(value) for name, value in call.kwargs.items()}
+    with FlopCounterMode(display=False) as counter:
+        try:
+            call.target(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):  # no meta kernel: nothing is known of its work
+            return 0.0
+    return float(counter.get_total_flops())
 
 
 def peak_flops_per_s(cluster: ClusterSpec, dtype: Any) -> float:

@@ -74,8 +74,12 @@ def run_reference(
     buffers: Mapping[str, torch.Tensor],
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """All values of the captured program on one device; the loss is `values[program.loss]`."""
+    """All values of the captured program on one device; the loss is `values[program.loss]`.
+
+    New values of buffers are under the names in `program.updates`.
+    """
     modules = captured_modules(program, device)
-    values: dict[str, Any] = {**parameters, **inputs, **constant_values(program.constants, buffers, device)}
+    state = {name: buffers[name] for name in program.updates}
+    values: dict[str, Any] = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, device)}
     run_calls(program.calls, lambda _, call: modules[call.block], values, lambda call: call.results)
     return values

@@ -41,9 +41,8 @@ def random_labels(program: Program, analysis: Analysis, mesh: Mesh, seed: int) -
         return outer[name]
 
     classes = _boundary_classes(program)
-    for name in (program.loss, program.denominator):
-        if name is not None:
-            outer[classes.get(name, name)] = (I,) * len(mesh.degrees)
+    for name in (*sorted(program.invariant), *program.updates):
+        outer[classes.get(name, name)] = (I,) * len(mesh.degrees)
     found: dict[int, BlockLabels] = {}
     for call in program.calls:
         if call.block in found:

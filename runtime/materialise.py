@@ -115,17 +115,15 @@ class _Initialiser:
             if value is not None:
                 return value
         owner = chain[0]
-        if not slot.is_parameter:
-            value = self._rebuilt(slot, owner, attribute)
-            if value is not None:
-                return value
+        value = self._rebuilt(slot, owner, attribute)
+        if value is not None:
+            return value
         kind = type(owner).__name__
         where = f"{kind} at {path!r}" if path else kind
-        rest = "" if slot.is_parameter else ", nor can the module be built again from its own attributes"
         raise InputError(
             f"nothing initialises {target}, {_described(slot.tensor)} of {where}: neither _init_weights nor "
-            f"reset_parameters of the module or those around it writes all of it{rest}; {_WHAT_TO_PASS}, or define "
-            f"reset_parameters() in {kind}"
+            f"reset_parameters of the module or those around it writes all of it, nor can the module be built again "
+            f"from its own attributes; {_WHAT_TO_PASS}, or define reset_parameters() in {kind}"
         )
 
     def _chain(self, path: str) -> list[nn.Module]:
@@ -165,7 +163,7 @@ class _Initialiser:
         return value.to(held.dtype) if written or not value.numel() else None
 
     def _rebuilt(self, slot: Slot, owner: nn.Module, attribute: str) -> torch.Tensor | None:
-        """A buffer of the owner constructed anew on CPU, None where its arguments cannot be told for certain."""
+        """What the owner's constructor computes, anew on CPU; None where its arguments cannot be told for certain."""
         arguments = _constructor_arguments(owner)
         if arguments is None:
             return None
@@ -174,7 +172,7 @@ class _Initialiser:
                 twin = type(owner)(**arguments)
             except Exception:  # whatever a constructor raises, the buffer is not to be had this way
                 return None
-        value = twin._buffers.get(attribute)
+        value = (twin._parameters if slot.is_parameter else twin._buffers).get(attribute)
         if value is None or value.is_meta or value.shape != slot.tensor.shape or _settings(twin) != _settings(owner):
             return None
         return value.detach().to(slot.tensor.dtype)

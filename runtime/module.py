@@ -21,6 +21,7 @@ from autopar.runtime.mesh import MeshDim, RankMesh
 from autopar.runtime.one_process import attributes, boundary_types
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import Held, held, local_value, make_parameter, zero_dim
+from autopar.runtime.passes.evaluation import use_running_statistics
 from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
 from autopar.runtime.randomness import Streams
 from autopar.runtime.state import optimizer_state, whole_state
@@ -74,7 +75,8 @@ class ParallelModel(nn.Module):
         self._streams = Streams(mesh.dims, seed, device)
         self._step = 0
         self._modules_by_use: dict[bool, list[fx.GraphModule]] = {}
-        self._constants = constant_values(program.constants, _buffers(program, source), str(device))
+        self._hold_buffers(source)
+        self._constant_values: tuple[tuple[int, ...], dict[str, torch.Tensor]] | None = None
         self._held = {
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         }
@@ -104,6 +106,31 @@ class ParallelModel(nn.Module):
             )
             self._zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard)
             module.register_parameter(attribute(name), made)
+
+    def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
+        """Every buffer that a state dict holds, that forward changes, or that constants are made of; whole."""
+        used = {*self.program.updates, *self.program.constants.buffers}
+        for name, info in self.program.buffers.items():
+            if info.persistent or not used.isdisjoint((name, *info.aliases)):
+                value = source(name).to(info.dtype).to(self.device, copy=True)
+                self.register_buffer(attribute(name), value, persistent=info.persistent)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        """A buffer that is held, by any of its names."""
+        first = next(n for n, info in self.program.buffers.items() if name in (n, *info.aliases))
+        found: torch.Tensor = getattr(self, attribute(first))
+        return found
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        """Values of the constant part, made again when a buffer that they are made of was written to."""
+        literal = {n.name for n in self.program.constants.graph.nodes if n.meta.get("literal") is not None}
+        names = [n for i, n in enumerate(self.program.constants.buffers) if f"buffer_{i}" not in literal]
+        buffers = {name: self._buffer(name) for name in names}
+        versions = tuple(buffer._version for buffer in buffers.values())
+        if self._constant_values is None or self._constant_values[0] != versions:
+            made = constant_values(self.program.constants, buffers, str(self.device))
+            self._constant_values = versions, made
+        return self._constant_values[1]
 
     # Names: the model's own, whatever the layout.
 
@@ -139,6 +166,9 @@ class ParallelModel(nn.Module):
         for name, infos in by_whole(self.program):
             state = whole_state(infos, [parameters[info.name].detach() for info in infos], self._held)
             found |= dict.fromkeys((name, *infos[0].aliases), state)
+        for first, info in self.program.buffers.items():
+            if info.persistent:
+                found |= dict.fromkeys((first, *info.aliases), self._buffer(first))
         return found
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -161,7 +191,7 @@ class ParallelModel(nn.Module):
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
         if outputs not in self._modules_by_use:
             made = []
-            wanted = None if outputs else self._needed_results()
+            wanted = self._needed_results(outputs=outputs)
             for i, block in enumerate(self.program.blocks):
                 generated = generate(
                     self.analysis,
@@ -170,20 +200,24 @@ class ParallelModel(nn.Module):
                     self.plan.blocks[i],
                     self.plan.mesh,
                     device=str(self.device),
-                    keep=None if wanted is None else wanted[i],
+                    keep=wanted[i],
                     regather=self.plan.regather,
                 )
+                if outputs:
+                    use_running_statistics(generated.graph)
                 read = attributes(generated, self.rank_mesh, self._streams)
                 made.append(graph_module(generated.graph, f"Block{i}", read))
             self._modules_by_use[outputs] = made
         return self._modules_by_use[outputs]
 
-    def _needed_results(self) -> list[list[str]]:
-        """Outputs per block that the loss needs; training drops the others, so no rank gathers full logits."""
-        used = {a for call in self.program.calls for a in call.arguments} | {
-            self.program.loss,
-            self.program.denominator,
-        }
+    def _needed_results(self, *, outputs: bool) -> list[list[str]]:
+        """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.
+
+        Evaluation drops new values of buffers.
+        """
+        used = {a for call in self.program.calls for a in call.arguments} | self.program.invariant
+        if outputs:
+            used = (used - set(self.program.updates.values())) | set(self.program.outputs.values())
         return [
             [
                 o
@@ -196,10 +230,11 @@ class ParallelModel(nn.Module):
     def forward(self, values: dict[str, Any], phase: str, outputs: bool = False) -> dict[str, Any]:
         """Run the calls of one phase over named local values; used by `forward_backward` and `evaluate`."""
         modules = self.code_modules(outputs=outputs)
-        kept = None if outputs else self._needed_results()
+        kept = self._needed_results(outputs=outputs)
         shared = {n: local_value(getattr(self, attribute(n)), how) for n, how in self._shared.items()}
         placeholders = dict.fromkeys(self.program.parameters) | shared
-        scope = placeholders | self._constants | values
+        state = {name: self._buffer(name) for name in self.program.updates}
+        scope = placeholders | self._constants() | state | values
         calls = [(i, c) for i, c in enumerate(self.program.calls) if c.phase == phase]
 
         def function_of(k: int, call: CallSite) -> Callable[..., Any]:
@@ -209,10 +244,10 @@ class ParallelModel(nn.Module):
         def results_of(call: CallSite) -> Sequence[str]:
             block = self.program.blocks[call.block]
             pairs = zip(block.outputs, call.results, strict=True)
-            return [r for o, r in pairs if kept is None or o in kept[call.block]]
+            return [r for o, r in pairs if o in kept[call.block]]
 
         run_calls([c for _, c in calls], function_of, scope, results_of)
-        wanted = {self.program.loss} | (set(self.program.outputs.values()) if outputs else set())
+        wanted = {self.program.loss, *(self.program.outputs if outputs else self.program.updates).values()}
         return {name: scope[name] for name in wanted}
 
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
@@ -238,11 +273,15 @@ class ParallelModel(nn.Module):
             zero.before_micro_batch(self, degrees, last=index == len(micro_batches) - 1)
             self._streams.begin(self._step, index)
             known = values if denominator is None else {**values, denominator: total}
-            out = self(known, "main")[self.program.loss]
+            results = self(known, "main")
+            out = results[self.program.loss]
             if self.program.loss_reduction == "mean":
                 out = out / len(micro_batches)
             out.backward()
             loss = loss + out.detach()
+            with torch.no_grad():
+                for name, update in self.program.updates.items():
+                    self._buffer(name).copy_(results[update])
         self._sum_deferred()
         for parameter, grad in earlier:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
@@ -254,7 +293,7 @@ class ParallelModel(nn.Module):
         """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
         index = next(i for i, c in enumerate(self.program.calls) if c.phase == "denominator")
         call = self.program.calls[index]
-        scope = {**self._constants, **values}
+        scope = {**self._constants(), **values}
         arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
         out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
         return out
@@ -342,13 +381,3 @@ def _owners(program: Program) -> dict[str, int | None]:
             if isinstance(name, str) and name in program.parameters:
                 owners[name] = index if owners.get(name, index) == index else None
     return owners
-
-
-def _buffers(program: Program, source: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    literal = {n.name for n in program.constants.graph.nodes if n.meta.get("literal") is not None}
-    found: dict[str, torch.Tensor] = {}
-    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
-    for i, name in enumerate(program.constants.buffers):
-        if f"buffer_{i}" not in literal:
-            found[name] = source(name).to(infos[i].dtype)
-    return found

@@ -23,11 +23,12 @@ from autopar.trace.analysis import Analysis
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outcome:
-    """Loss, gradients and outputs made whole, and the largest difference among copies that must be equal."""
+    """Loss, gradients, outputs and new values of buffers made whole, and the largest difference among equal copies."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
+    updates: Mapping[str, torch.Tensor]
     disagreement: float
 
 
@@ -73,7 +74,8 @@ def run_in_one_process(
     `generated` are the blocks to run instead of generating them with `options`.
     """
     types = boundary_types(program, labels)
-    whole = {**parameters, **inputs, **constant_values(program.constants, buffers, "cpu")}
+    state = {name: buffers[name] for name in program.updates}
+    whole = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, "cpu")}
     blocks = generated or generate_all(program, analysis, labels, mesh, **options)
     with private.one_process_ranks(mesh.size):
         ranks = make_mesh(mesh)
@@ -95,9 +97,16 @@ def run_in_one_process(
         held = private.to_ranks(grad, mesh.size)
         gradients[name], apart = assemble(held, analysis.outer[name], types[name], mesh, cotangent=True)
         worst = max(worst, apart)
-    outputs: dict[str, torch.Tensor] = {}
-    for key, name in {**program.outputs, "loss": program.loss}.items():
+
+    def made_whole(name: str) -> torch.Tensor:
+        nonlocal worst
+        if name in whole:  # a constant
+            return whole[name]
         held = [t.detach() for t in private.to_ranks(values[name], mesh.size)]
-        outputs[key], apart = assemble(held, analysis.outer[name], types[name], mesh)
+        tensor, apart = assemble(held, analysis.outer[name], types[name], mesh)
         worst = max(worst, apart)
-    return Outcome(loss=outputs.pop("loss"), gradients=gradients, outputs=outputs, disagreement=worst)
+        return tensor
+
+    outputs = {key: made_whole(name) for key, name in {**program.outputs, "loss": program.loss}.items()}
+    updates = {buffer: made_whole(name) for buffer, name in program.updates.items()}
+    return Outcome(loss=outputs.pop("loss"), gradients=gradients, outputs=outputs, updates=updates, disagreement=worst)

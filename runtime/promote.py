@@ -23,7 +23,8 @@ def promoted(program: Program, dtype: torch.dtype = torch.float64) -> Program:
     constants = replace(program.constants, graph=promote_graph(program.constants.graph, dtype))
     parameters = {n: replace(p, dtype=_higher(p.dtype, dtype)) for n, p in program.parameters.items()}
     inputs = tuple(replace(i, dtype=_higher(i.dtype, dtype)) for i in program.inputs)
-    return replace(program, blocks=blocks, constants=constants, parameters=parameters, inputs=inputs)
+    buffers = {n: replace(b, dtype=_higher(b.dtype, dtype)) for n, b in program.buffers.items()}
+    return replace(program, blocks=blocks, constants=constants, parameters=parameters, inputs=inputs, buffers=buffers)
 
 
 def _higher(value: Any, dtype: torch.dtype) -> Any:

@@ -15,6 +15,7 @@ from autopar.runtime.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.inputs import split_micro_batches
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
+from autopar.runtime.passes.evaluation import use_running_statistics
 from autopar.runtime.passes.without_dropout import without_dropout
 from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
 from autopar.runtime.promote import promoted
@@ -56,6 +57,7 @@ class Steps:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def batches(program: Program, degrees: Any, steps: int, seed: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -97,15 +99,20 @@ def reference_steps(
     buffers = {
         name: source(name).to(infos[i].dtype) for i, name in enumerate(program.constants.buffers) if literal[i] is None
     }
+    state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
     constants = constant_values(program.constants, buffers, "cpu")
-    modules = captured_modules(program)
+    modules, evaluating = captured_modules(program), captured_modules(program)
+    for module in evaluating:
+        use_running_statistics(module.graph)
+        module.recompile()
+    main = [c for c in program.calls if c.phase == "main"]
     optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE)
     found = Steps()
     for step, batch in enumerate(data):
         pieces = split_micro_batches(program, batch, accumulate)
         denominators = []
         for piece in pieces:
-            values: dict[str, Any] = {**parameters, **constants, **piece}
+            values: dict[str, Any] = {**parameters, **state, **constants, **piece}
             run_calls(
                 [c for c in program.calls if c.phase == "denominator"],
                 lambda _, c: modules[c.block],
@@ -113,22 +120,21 @@ def reference_steps(
                 lambda c: c.results,
             )
             denominators.append(values[program.denominator] if program.denominator else None)
-        total = torch.zeros((), dtype=torch.float64)
+        total, before = torch.zeros((), dtype=torch.float64), state
         for piece in pieces:
-            values = {**parameters, **constants, **piece}
+            values = {**parameters, **state, **constants, **piece}
             if program.denominator:
                 values[program.denominator] = torch.stack([d for d in denominators if d is not None]).sum(0)
-            run_calls(
-                [c for c in program.calls if c.phase == "main"],
-                lambda _, c: modules[c.block],
-                values,
-                lambda c: c.results,
-            )
+            run_calls(main, lambda _, c: modules[c.block], values, lambda c: c.results)
             loss = values[program.loss] / (len(pieces) if program.loss_reduction == "mean" else 1)
             loss.backward()
             total = total + loss.detach()
+            state = {name: values[update].detach() for name, update in program.updates.items()}
         complete_gradients(program, parameters)
         if step == 0:
+            if program.updates:  # the model's outputs are those of evaluation
+                values = {**parameters, **before, **constants, **pieces[-1], **_given(program, values)}
+                run_calls(main, lambda _, c: evaluating[c.block], values, lambda c: c.results)
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
             gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
             found.gradients = joined(program, gradients)
@@ -137,7 +143,13 @@ def reference_steps(
         optimizer.step()
         optimizer.zero_grad()
     found.weights = joined(program, {n: p.detach() for n, p in parameters.items()})
+    found.buffers = state
     return found
+
+
+def _given(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the main phase gets from the phase before it."""
+    return {program.denominator: values[program.denominator]} if program.denominator else {}
 
 
 def this_ranks_part(
@@ -184,8 +196,9 @@ def parallel_steps(
         found.norms.append(model.clip_grad_norm_(MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    state = model.state_dict()
-    found.weights = {n: _whole(state[n]) for n, _ in by_whole(program)}
+    state = {n: _whole(v) for n, v in model.state_dict().items()}
+    found.weights = {n: state[n] for n, _ in by_whole(program)}
+    found.buffers = {n: v for n, v in state.items() if n in program.updates}
     return found
 
 
@@ -208,13 +221,17 @@ def compare(
         weights[name], count = weight_error(found.weights.get(name, missing), value, grad, scale, reach)
         by_reach += count
     notes = (f"{by_reach} weights whose gradient is zero up to rounding were compared by lr·steps",) if by_reach else ()
-    return (
+    buffers = {n: error(found.buffers[n], v, 0.0) for n, v in reference.buffers.items() if n in found.buffers}
+    quantities = [
         worst("loss", losses, tolerance),
         worst("outputs", outputs, tolerance),
         worst("gradients", gradients, tolerance),
         worst("clip norm", norms, tolerance),
         worst("parameters after AdamW", weights, tolerance),
-    ), notes
+    ]
+    if buffers:
+        quantities.append(worst("buffers changed in forward", buffers, tolerance))
+    return tuple(quantities), notes
 
 
 def check_dtype(dtype: str) -> torch.dtype:

@@ -104,9 +104,10 @@ def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabe
                 bind(argument, of_block.ports, port.name, call.path)
         for output, result in zip(block.outputs, call.results, strict=True):
             bind(result, of_block.results, output, call.path)
-    for name in (program.loss, program.denominator):
-        if name is not None and any(t.kind != "I" for t in types.get(name, ())):
-            problems.append(Problem(path=name, rule="the loss and its denominator are invariant", value=types[name]))
+    for name in sorted(program.invariant):
+        if any(t.kind != "I" for t in types.get(name, ())):
+            rule = "the loss, its denominator and new values of buffers are invariant"
+            problems.append(Problem(path=name, rule=rule, value=types[name]))
     for info in program.inputs:
         for mesh_dim, t in zip(mesh.names, types.get(info.name, ()), strict=False):
             if t.kind != "I" and (mesh_dim != "dp" or (t.dim, t.position) != (info.batch_dim, 0)):

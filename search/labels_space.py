@@ -36,7 +36,7 @@ class BoundaryClass:
     dims: Dims
     differentiable: bool
     itemsize: int
-    fixed: bool  # loss and denominator: invariant on every mesh dimension
+    fixed: bool  # loss, denominator, new values of buffers: invariant on every mesh dimension
     free: bool
     consumed: bool
 
@@ -108,7 +108,7 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
     keys: dict[str, list[NodeKey]] = defaultdict(list)
     for key, name in first.items():
         keys[find(name)].append(key)
-    fixed, outputs = {program.loss, program.denominator}, set(program.outputs.values())
+    fixed, outputs = program.invariant, set(program.outputs.values())
     classes = {}
     for root, members in groups.items():
         used = not consumed.isdisjoint(members)

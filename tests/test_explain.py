@@ -17,11 +17,13 @@ from autopar.models import resolve_model
 from autopar.planning import make_plan
 from autopar.trace.analysis import analyse
 
+CLUSTER = ClusterSpec.preset("4xcpu")
+
 
 def planned(name: str, **degrees: Any) -> tuple[Program, Plan]:
     model = resolve_model(name, layers=3, hidden=64, seq_len=32, batch=4)
     wish = resolve_degrees(degrees, 4, 4)
-    return make_plan(model.model, ClusterSpec.preset("4xcpu"), model.example_inputs, wish, name=name)
+    return make_plan(model.model, CLUSTER, model.example_inputs, wish, name=name)
 
 
 def counts(plan: Plan, block: str, mesh_dim: str) -> dict[tuple[str, str], int]:
@@ -52,7 +54,7 @@ def test_bytes_equal_those_of_the_cost_model(name: str, degrees: dict[str, int])
     listed = conversions(program, analysis, plan.blocks, plan.mesh)
     from autopar.explain import summarise
 
-    for index, block in enumerate(summarise(program, analysis, plan).blocks):
+    for index, block in enumerate(summarise(program, analysis, plan, CLUSTER).blocks):
         if block.name in ("denominator", "epilogue"):  # a loss with collectives of its own, outputs that are dropped
             continue
         ours = sum(t.sent_bytes for t in block.traffic)
@@ -62,7 +64,7 @@ def test_bytes_equal_those_of_the_cost_model(name: str, degrees: dict[str, int])
 def test_explain_with_and_without_summary() -> None:
     program, plan = planned("llama3-8b", tp=2, dp=2)
     bare = replace(plan, summary=None)
-    assert explain(bare, program) == plan.explain()
+    assert explain(bare, program, CLUSTER) == plan.explain()
     assert "no summary" in bare.explain()
     assert Plan.from_dict(bare.to_dict()) == bare
     assert all(block.name in plan.explain() for block in plan.blocks)

@@ -15,6 +15,8 @@ def models(as_json: Json = False) -> None:
                     "name": preset.name,
                     "aliases": preset.aliases,
                     "num_parameters": preset.num_parameters,
+                    "published_parameters": preset.published_parameters.model_dump(),
+                    "num_layers": preset.num_layers,
                     "context_length": preset.context_length,
                     "description": preset.description,
                     "source": preset.config_source,
@@ -24,8 +26,17 @@ def models(as_json: Json = False) -> None:
         )
         return
     rows = [
-        (p.name, ", ".join(p.aliases), f"{p.num_parameters:,}", f"{p.context_length:,}", p.description) for p in presets
+        (
+            preset.name,
+            f"{preset.num_parameters:,}",
+            str(preset.num_layers),
+            f"{preset.context_length:,}" if preset.context_length else "",
+            preset.description,
+            preset.config_source,
+        )
+        for preset in presets
     ]
+    columns = ("model", "parameters", "layers", "context", "what it is", "source")
     out = console()
-    out.print(table(("model", "also", "parameters", "context", "what it is"), rows, right=("parameters", "context")))
+    out.print(table(columns, rows, right=("parameters", "layers", "context")))
     out.print("\nMODEL may also be a transformers config.json, or package.module:factory.", markup=False)

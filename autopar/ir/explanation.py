@@ -78,8 +78,12 @@ def _without_rule(summary: Summary) -> Section:
         return Section(title="Every operator has a rule.")
     return Section(
         title="No rule: computed whole on every rank, right but slower",
-        columns=("operator", "where", "times"),
-        rows=tuple((w.operator, w.where, str(w.num_calls)) for w in summary.without_rule),
+        lines=("price: what one rank spends on it in a step at the device's peak, and keeps for the backward pass",),
+        columns=("operator", "where", "times", "time", "memory"),
+        rows=tuple(
+            (w.operator, w.where, str(w.num_calls), readable_seconds(w.seconds), readable_bytes(w.kept_bytes))
+            for w in summary.without_rule
+        ),
         is_warning=True,
     )
 
@@ -140,6 +144,14 @@ def readable_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Three digits of s, ms or µs."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -69,6 +69,17 @@ class ParameterInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BufferInfo:
+    """A buffer of the model: its first name, every other name, shape, dtype, and whether a state dict holds it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: "torch.dtype"
+    persistent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputInfo:
     """A tensor input of the model: its name, the path in the example inputs, captured (global) shape and dtype."""
 
@@ -128,6 +139,7 @@ class Program:
     """A captured model. Shapes are those of the global micro-batch.
 
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` why they cannot.
+    `updates` names the new values of the buffers that forward changes; these buffers are ports, others constants.
     """
 
     blocks: tuple[Block, ...]
@@ -146,6 +158,8 @@ class Program:
     loss_reduction: Literal["sum", "mean"] = "sum"
     mixes_batch: str | None = None
     unused: tuple[str, ...] = ()
+    buffers: Mapping[str, BufferInfo] = field(default_factory=dict)
+    updates: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -157,10 +171,16 @@ class Program:
                 [b.signature for b in self.blocks],
                 [[sorted((k, d.sizes) for k, d in b.dims.items())] for b in self.blocks],
                 [(c.block, c.path, c.arguments) for c in self.calls],
+                sorted(self.updates.items()),
             ],
             default=str,
         )
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def invariant(self) -> frozenset[str]:
+        """Values that every rank holds whole: the loss, its denominator, and new values of buffers."""
+        return frozenset({self.loss, *self.updates.values(), *([self.denominator] if self.denominator else [])})
 
     def uses_of_block(self, index: int) -> tuple[CallSite, ...]:
         return tuple(call for call in self.calls if call.block == index)

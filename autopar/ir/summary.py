@@ -44,11 +44,17 @@ class ParameterSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutRule:
-    """An operator that has no rule for its call, and so is computed whole on every rank."""
+    """An operator that has no rule for its call, and so is computed whole on every rank.
+
+    `seconds` is what one rank spends on it in a step, forward and backward; `kept_bytes` what one rank keeps of it
+    for the backward pass of a micro-batch.
+    """
 
     operator: str
     where: str
     num_calls: int
+    seconds: float
+    kept_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +100,7 @@ def _made(kind: Any, data: Any, source: str, **convert: Any) -> Any:
     checked = _checked(data, kind, source)
     for field in fields(kind):
         value = checked[field.name]
-        plain = {"int": int, "str": str}.get(getattr(field.type, "__name__", str(field.type)))
+        plain = {"int": int, "str": str, "float": float}.get(getattr(field.type, "__name__", str(field.type)))
         if plain is not None and type(value) is not plain:
             raise PlanError(f"{source}: {field.name}: expected {plain.__name__}, got {value!r}")
     return kind(**{name: convert.get(name, lambda v: v)(value) for name, value in checked.items()})

@@ -5,11 +5,15 @@ the residual width, and everything that depends on it follows so that it stays d
 
 - heads: 8, each of hidden / 8; key/value heads: as many as heads if they were, 1 if it was 1, else half the heads (4);
 - feed-forward widths keep their ratio to hidden, rounded to a multiple of 16;
-- vocabulary: 512, or the model's own if smaller.
+- vocabulary: 512, or the model's own if smaller;
+- experts: at most 8, of which at most 2 work on a token;
+- sliding windows: at most 8 tokens, so that they matter in short sequences;
+- images: 4 × 4 patches of 4 × 4 pixels; audio: 32 positions of the encoder.
 
 When hidden is a multiple of 48 all of these are divisible by 3 as well: 24 heads, 12 key/value heads, feed-forward
-multiples of 48, vocabulary 768. Context length stays. Token ids beyond the new vocabulary are dropped (the decoder's
-start token becomes 0). Every dropout becomes 0, because a scaled model is one for verification.
+multiples of 48, vocabulary 768. A config of several towers (``text_config``, ``vision_config``) has each of them
+scaled. Context length stays. Token ids beyond the new vocabulary are dropped (the decoder's start token, and what pads
+its inputs, becomes 0). Every dropout becomes 0, because a scaled model is one for verification.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ MAX_CONFIG_BYTES = 1024 * 1024
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 
-HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
 LAYER_KEYS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"
 )  # fmt: skip
@@ -36,10 +40,13 @@ HEAD_KEYS = (
 KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
 FFN_KEYS = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim",
-    "moe_intermediate_size", "shared_expert_intermediate_size",
+    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 HEAD_SIZE_KEYS = ("head_dim", "d_kv")
 VOCAB_KEYS = ("vocab_size",)
+EXPERT_KEYS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+TOWER_KEYS = ("text_config", "vision_config")
+SMALL_PATCH, SMALL_PATCHES, SMALL_AUDIO, SMALL_WINDOW = 4, 4, 32, 8
 _SIZE_KEYS = frozenset(HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + VOCAB_KEYS)
 # what a config may name as kernels; any other name makes transformers fetch code from a hub
 _IMPLEMENTATIONS = {
@@ -109,6 +116,13 @@ def scaled_config(config: Mapping[str, Any], *, layers: int | None = None, hidde
     `config` has every field that matters, defaults included. Raises InputError for sizes that the rule cannot make.
     """
     result = dict(config)
+    towers = [key for key in TOWER_KEYS if isinstance(config.get(key), Mapping)]
+    if towers:
+        for key in towers:
+            result[key] = scaled_config(config[key], layers=layers, hidden=hidden)
+        if hidden is not None and result.get("projection_dim") is not None:
+            result["projection_dim"] = hidden
+        return result
     problems = []
     if layers is not None:
         problems += _scale_layers(result, layers)
@@ -173,6 +187,16 @@ def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
         if config.get(key) is not None:
             config[key] = min(config[key], vocab)
             _fit_token_ids(config, config[key])
+    for key, most in EXPERT_KEYS.items():
+        if config.get(key) is not None:
+            config[key] = min(config[key], most)
+    if config.get("sliding_window") is not None:
+        config["sliding_window"] = min(config["sliding_window"], SMALL_WINDOW)
+    if isinstance(config.get("image_size"), int) and isinstance(config.get("patch_size"), int):
+        config["patch_size"] = min(config["patch_size"], SMALL_PATCH)
+        config["image_size"] = min(config["image_size"], SMALL_PATCHES * config["patch_size"])
+    if config.get("max_source_positions") is not None:
+        config["max_source_positions"] = min(config["max_source_positions"], SMALL_AUDIO)
     return []
 
 
@@ -180,7 +204,8 @@ def _fit_token_ids(config: dict[str, Any], vocab: int) -> None:
     for key, value in config.items():
         ids = value if isinstance(value, list) else [value]
         if key.endswith("_token_id") and any(isinstance(each, int) and each >= vocab for each in ids):
-            config[key] = 0 if key == "decoder_start_token_id" else None
+            needed = key == "decoder_start_token_id" or (key == "pad_token_id" and config.get("is_encoder_decoder"))
+            config[key] = 0 if needed else None
 
 
 def _is_count(value: object, limit: int) -> bool:

@@ -16,7 +16,9 @@ from pydantic import Field
 
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.ir.strict_model import StrictModel, validate
+from autopar.presets.configs import LAYER_KEYS, TOWER_KEYS
 
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
 _Count = Annotated[int, Field(gt=0)]
 _Source = Annotated[str, Field(min_length=8)]
@@ -40,10 +42,16 @@ class ModelPreset(StrictModel):
     config: dict[str, Any]
 
     @property
-    def context_length(self) -> int:
-        """The longest sequence that the model was made for, in tokens."""
-        length: int = self.config.get("max_position_embeddings") or self.config["n_positions"]
-        return length
+    def context_length(self) -> int | None:
+        """The longest sequence that the model was made for, in tokens; None where the config sets none."""
+        text = self.config.get("text_config", self.config)
+        return next((text[key] for key in _CONTEXT_KEYS if text.get(key)), None)
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers, of encoder and decoder or of both towers together."""
+        towers = [self.config[key] for key in TOWER_KEYS if key in self.config] or [self.config]
+        return sum(tower[key] for tower in towers for key in LAYER_KEYS if tower.get(key))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Folding: a flat graph becomes distinct blocks and the calls of them that make up the model."""
 
 import hashlib
+import keyword
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -172,6 +173,8 @@ def _port_name(name: str, role: Role, path: str, taken: Counter[str]) -> str:
     elif role == "constant":
         name = "constant"
     name = re.sub(r"\W", "_", name)
+    if name[:1].isdigit() or keyword.iskeyword(name):
+        name = "_" + name
     taken[name] += 1
     return name if taken[name] == 1 else f"{name}_{taken[name] - 1}"
 

@@ -7,7 +7,7 @@ loss first among its outputs, and a module path per node.
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,44 +17,56 @@ from torch import fx, nn
 from autopar.errors import CaptureError
 from autopar.ir.program import PartOf
 from autopar.trace._torch_private import pytree
+from autopar.trace.in_place import needs_decomposition
 from autopar.trace.index_lists import ListsAsSlices
 
 Inputs = Mapping[str, Any] | Sequence[Any]
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]  # of (output, target), as torch's losses are
+TARGET = "target"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flat:
     """A captured graph before normalisation. `placeholders` maps node names to ("parameter"|"buffer"|"input", name).
 
-    `parts` says of names that are pieces of a parameter which (`autopar.trace.packings`).
+    The graph returns the outputs, then the new values of the buffers in `updates`. `parts` says of names that are
+    pieces of a parameter which (`autopar.trace.packings`).
     """
 
     graph: fx.Graph
     placeholders: dict[str, tuple[str, str]]
     outputs: tuple[str, ...]
     root: fx.GraphModule
+    updates: tuple[str, ...] = ()
     parts: dict[str, PartOf] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> dict[str, str]:
+        """Placeholders of one kind and the names of what they stand for."""
+        return {node: name for node, (found, name) in self.placeholders.items() if found == kind}
 
 
 class _Outputs(nn.Module):
     """The model with its output reduced to named tensors, so that caches and other objects do not matter."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return named_outputs(self.model(*args, **kwargs))
+        if self.loss_fn is None:
+            return named_outputs(self.model(*args, **kwargs))
+        if TARGET in kwargs:
+            target = kwargs.pop(TARGET)
+        else:
+            *args, target = args  # type: ignore[assignment]
+        out = self.model(*args, **kwargs)
+        return with_loss(out, self.loss_fn(out, target))
 
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     """Tensors of a module's output by name: mapping keys, or positions; the loss is called ``loss``."""
-    if isinstance(out, Mapping):
-        found = {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
-    else:
-        leaves = out if isinstance(out, (tuple, list)) else [out]
-        found = {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
+    found = _tensors(out)
     if "loss" not in found:
         scalars = [name for name, v in found.items() if v.dim() == 0 and v.dtype.is_floating_point]
         if len(scalars) == 1:
@@ -62,15 +74,57 @@ def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _tensors(out: Any) -> dict[str, torch.Tensor]:
+    if isinstance(out, Mapping):
+        return {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
+    leaves = out if isinstance(out, (tuple, list)) else [out]
+    return {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
+
+
+def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
+    """Tensors of a model's output and the loss that a function made of them. Raises `CaptureError` on no scalar."""
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.dtype.is_floating_point:
+        what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise CaptureError(
+            f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean"
+        )
+    return {**_tensors(out), "loss": loss}
+
+
+def check_loss_fn(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction) -> None:
+    """Raise `CaptureError` where a loss function has parameters, or the target is missing or not to be told."""
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(
+            f"loss_fn {type(loss_fn).__name__} has parameters, which no optimizer would see; make it part of the model"
+        )
+    args, kwargs = split_inputs(example_inputs)
+    signature = inspect.signature(model.forward).parameters
+    if kwargs and TARGET in signature:
+        raise CaptureError(f"the model has an input {TARGET!r} itself; pass example_inputs as a tuple, its target last")
+    if (kwargs and TARGET not in kwargs) or not (args or kwargs):
+        raise CaptureError(
+            f"loss_fn needs a target: the last element of a tuple, or the key {TARGET!r} beside the model's inputs "
+            f"{list(signature)}"
+        )
+    positional = [p for p in signature.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty]
+    if args and len(args) - 1 < len(required):
+        raise CaptureError(f"loss_fn needs a target after the model's inputs {required}; {len(args)} values were given")
+
+
 @contextlib.contextmanager
 def _training_without_cache(model: nn.Module) -> Iterator[None]:
-    """Generation caches are no part of training; modules that have the switch (`config.use_cache`) have it off."""
+    """Generation caches are no part of training; modules that have the switch (`config.use_cache`) have it off.
+
+    A model in eval mode is put in training mode whole; in one in training mode, modules in eval mode stay so.
+    """
     owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
     was_training = [m for m in model.modules() if not m.training]
     for config in configs.values():
         config.use_cache = False
-    model.train()
+    if not model.training:
+        model.train()
     try:
         yield
     finally:
@@ -87,11 +141,19 @@ def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any
     return tuple(example_inputs), {}
 
 
-def input_names(model: nn.Module, example_inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Tensor inputs by name: keywords, or the parameter names of `forward` for positional ones."""
+def input_names(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensor inputs by name: keywords, or the parameter names of `forward` for positional ones.
+
+    With a `loss_fn`, the last positional input is the target.
+    """
     args, kwargs = split_inputs(example_inputs)
     signature = list(inspect.signature(model.forward).parameters)
-    named = {signature[i] if i < len(signature) else f"args_{i}": value for i, value in enumerate(args)} | kwargs
+    own = args[:-1] if loss_fn is not None else args
+    named = {signature[i] if i < len(signature) else f"args_{i}": value for i, value in enumerate(own)} | kwargs
+    if loss_fn is not None and args:
+        named[TARGET if TARGET not in named else "loss_target"] = args[-1]
     found: dict[str, torch.Tensor] = {}
     for name, value in named.items():
         leaves, _ = pytree.tree_flatten(value)
@@ -131,17 +193,49 @@ def _where_it_failed(error: BaseException, model: nn.Module) -> str:
     return best or f"module {type(model).__name__}"
 
 
-def capture_flat(model: nn.Module, example_inputs: Inputs) -> Flat:
+def capture_flat(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> Flat:
     """Trace a model in training mode at the given input shapes.
 
     Raises `CaptureError`, naming module and source line, where the model cannot be exported.
     """
+    exported = _exported(model, example_inputs, loss_fn)
+    placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
+    changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
+    if needs_decomposition(exported.graph_module, changeable):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = exported.run_decompositions({})
+        placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
+    module = exported.graph_module
+    for node in list(module.graph.nodes):  # inputs that are no tensors are constants of the capture
+        if node.op == "placeholder" and node.name not in placeholders and not node.users:
+            module.graph.erase_node(node)
+    lifted = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    lifted |= {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}
+    for name, value in lifted.items():
+        if not hasattr(module, name.replace(".", "_")):
+            module.register_buffer(name.replace(".", "_"), value, persistent=False)
+    updates = _order_outputs(exported, placeholders)
+    names = tuple(str(key) for key in (exported.call_spec.out_spec.context or ()))
+    if "loss" not in names:
+        raise CaptureError(
+            f"the model returns no loss: its outputs are {list(names)}. Return a scalar, name one output 'loss' "
+            "(transformers models do when `labels` are among the inputs), or pass loss_fn=..., a function of "
+            "(output, target)."
+        )
+    return Flat(graph=module.graph, placeholders=placeholders, outputs=names, root=module, updates=updates)
+
+
+def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None) -> Any:
+    if loss_fn is not None:
+        check_loss_fn(model, example_inputs, loss_fn)
     args, kwargs = split_inputs(example_inputs)
-    wrapper = _Outputs(model)
     with _training_without_cache(model), warnings.catch_warnings(), ListsAsSlices():
         warnings.simplefilter("ignore")
         try:
-            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+            return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
+        except CaptureError:
+            raise
         except Exception as error:
             first = str(error).strip().split("\n")[0][:300]
             raise CaptureError(
@@ -149,44 +243,52 @@ def capture_flat(model: nn.Module, example_inputs: Inputs) -> Flat:
                 "Make this code free of data-dependent control flow (use torch.where, or fixed shapes), and give "
                 "custom operators a fake kernel (torch.library.register_fake)."
             ) from error
-    signature = exported.graph_signature
-    first_name = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    canonical = {n: first_name[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-    names = iter(input_names(model, example_inputs))
-    placeholders: dict[str, tuple[str, str]] = {}
-    for spec in signature.input_specs:
+
+
+def _placeholders(model: nn.Module, exported: Any, inputs: Sequence[str]) -> dict[str, tuple[str, str]]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first_name = {id(tensor): name for name, tensor in reversed(tensors)}
+    canonical = {name: first_name[id(tensor)] for name, tensor in tensors}
+    names = iter(inputs)
+    found: dict[str, tuple[str, str]] = {}
+    for spec in exported.graph_signature.input_specs:
         node_name = getattr(spec.arg, "name", "")
         kind = spec.kind.name
         target = (spec.target or "").removeprefix("model.")
         if kind == "PARAMETER":
-            placeholders[node_name] = ("parameter", canonical[target])
-        elif kind == "BUFFER":
-            placeholders[node_name] = ("buffer", target)
-        elif kind == "CONSTANT_TENSOR":
-            placeholders[node_name] = ("lifted", spec.target or "")
+            found[node_name] = ("parameter", canonical[target])
+        elif kind == "BUFFER" and not target.startswith("loss_fn."):
+            found[node_name] = ("buffer", canonical.get(target, target))
+        elif kind in ("CONSTANT_TENSOR", "BUFFER"):
+            found[node_name] = ("lifted", spec.target or "")
         elif kind == "USER_INPUT" and type(spec.arg).__name__ == "TensorArgument":
-            placeholders[node_name] = ("input", next(names))
-    module = exported.graph_module
-    for name, value in exported.constants.items():
-        if isinstance(value, torch.Tensor) and not hasattr(module, name.replace(".", "_")):
-            module.register_buffer(name.replace(".", "_"), value, persistent=False)
-    outputs = _output_names(model, exported, example_inputs)
-    return Flat(graph=module.graph, placeholders=placeholders, outputs=outputs, root=module)
+            found[node_name] = ("input", next(names))
+    return found
 
 
-def _output_names(model: nn.Module, exported: Any, example_inputs: Inputs) -> tuple[str, ...]:
-    """Names of the outputs in graph order, read from the output tree of `_Outputs` (a flat dict)."""
-    context = exported.call_spec.out_spec
-    names = tuple(str(key) for key in (context.context or ()))
-    mutated = [s for s in exported.graph_signature.output_specs if s.kind.name not in ("USER_OUTPUT", "LOSS_OUTPUT")]
-    if mutated:
-        raise CaptureError(
-            f"the model changes {sorted({str(s.target) for s in mutated})} in its forward pass (batch-norm statistics, "
-            "counters); buffers changed in forward are not supported yet. Freeze them (eval mode for those modules)."
-        )
-    if "loss" not in names:
-        raise CaptureError(
-            f"the model returns no loss: its outputs are {list(names)}. Return a scalar, name one output 'loss' "
-            "(transformers models do when `labels` are among the inputs), or wrap model and loss in one module."
-        )
-    return names
+def _order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
+    """Order a graph's outputs: the model's own, then new values of buffers, whose names are returned.
+
+    What a model does to its inputs in place is dropped. Raises `CaptureError` where it changes a parameter.
+    """
+    graph: fx.Graph = exported.graph_module.graph
+    values: Any = graph.output_node().args[0]
+    own, updates = [], {}
+    for spec, node in zip(exported.graph_signature.output_specs, values, strict=True):
+        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
+            own.append(node)
+        elif spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
+            updates[placeholders[_of_buffer(exported, spec.target)][1]] = node
+        elif spec.kind.name != "USER_INPUT_MUTATION":
+            raise CaptureError(
+                f"the model changes {str(spec.target).removeprefix('model.')} in its forward pass; only buffers of the "
+                "model can be changed there"
+            )
+    graph.output_node().args = ((*own, *updates.values()),)
+    return tuple(updates)
+
+
+def _of_buffer(exported: Any, target: str) -> str:
+    """The placeholder of a buffer."""
+    specs = exported.graph_signature.input_specs
+    return next(str(spec.arg.name) for spec in specs if spec.kind.name == "BUFFER" and spec.target == target)

@@ -1,7 +1,9 @@
 """Constant subgraphs: what depends on no input and no parameter is taken out and evaluated once.
 
 Masks are recognised by value at the small size of the second capture: a causal mask becomes ``is_causal=True``, so
-that no rank ever holds a sequence × sequence tensor and flash kernels stay usable.
+that no rank ever holds a sequence × sequence tensor and flash kernels stay usable. A number in the mask's own code that
+is too large to matter at the small size but not at the real one, such as the width of a sliding window, is a reason to
+look at the real size too; where that is too large to look at, the mask stays.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +16,8 @@ from autopar.trace.nodes import function
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
+Leaf = Callable[[fx.Node], torch.Tensor]
+MAX_EVALUATED = 8192**2  # elements of a mask that is evaluated at its real size
 
 
 def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
@@ -52,7 +56,7 @@ def on_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
     return {k: (device if k == "device" else v) for k, v in kwargs.items() if k != "pin_memory"}
 
 
-def evaluate(wanted: fx.Node, leaf: Callable[[fx.Node], torch.Tensor], device: str = "cpu") -> torch.Tensor:
+def evaluate(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Tensor:
     """Value of a constant node on a device; `leaf` gives placeholders and attributes."""
     values: dict[fx.Node, Any] = {}
     for node in closure([wanted]):
@@ -77,8 +81,8 @@ def is_causal_mask(mask: torch.Tensor) -> bool:
     return bool((allowed == triangle).all())
 
 
-def recognise_causal(graph: fx.Graph, small: fx.Graph, small_leaf: Callable[[fx.Node], torch.Tensor]) -> int:
-    """Replace constant causal masks of attention by ``is_causal=True``; returns how many were replaced.
+def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> int:
+    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; returns how many.
 
     `small` is the same graph captured at a small size. Masks that need a value that is not at hand stay.
     """
@@ -90,13 +94,51 @@ def recognise_causal(graph: fx.Graph, small: fx.Graph, small_leaf: Callable[[fx.
         if mask is None or any(n.op == "placeholder" for n in closure([mask])):
             continue
         if mask not in known:
-            known[mask] = is_causal_mask(evaluate(twins[mask], small_leaf))
+            known[mask] = is_causal_mask(evaluate(twins[mask], small_leaf)) and (
+                not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, leaf)
+            )
         if known[mask]:
-            dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-            rest = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
-            node.args, node.kwargs = (*node.args[:3], None, dropout, True), rest
+            for each in (node, twins[node]):
+                dropout = each.args[4] if len(each.args) > 4 else each.kwargs.get("dropout_p", 0.0)
+                rest = {k: v for k, v in each.kwargs.items() if k in ("scale", "enable_gqa")}
+                each.args, each.kwargs = (*each.args[:3], None, dropout, True), rest
             replaced += 1
     return replaced
+
+
+def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
+    """Whether the code of a mask has a number that is no size and first matters beyond the small size."""
+    large, small = _rows(mask), _rows(twin)
+    pairs = zip(closure([mask]), closure([twin]), strict=True)
+    numbers = (pair for a, b in pairs for pair in zip(_numbers(a), _numbers(b), strict=True))
+    return any(a == b and small - 1 <= abs(a) < large for a, b in numbers)
+
+
+def is_causal_at_full_size(mask: fx.Node, leaf: Leaf) -> bool:
+    """Whether a mask is causal at its real size; False where it is too large to evaluate, or needs a value of meta."""
+    leaves = [leaf(node) for node in closure([mask]) if node.op == "get_attr"]
+    if _rows(mask) ** 2 > MAX_EVALUATED or any(value.is_meta for value in leaves):
+        return False
+    return is_causal_mask(evaluate(mask, leaf))
+
+
+def _rows(mask: fx.Node) -> int:
+    return int(mask.meta["info"].shape[-1])
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    found: list[float] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                collect(each)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(value)
+
+    collect(node.args)
+    collect(tuple(node.kwargs.values()))
+    return found
 
 
 def attention_mask(node: fx.Node) -> fx.Node | None:

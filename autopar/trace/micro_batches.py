@@ -51,6 +51,9 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
             statuses.update(zip(call.results, done[key], strict=True))
     except _Mixes as mixes:
         return "sum", str(mixes)
+    for buffer, update in program.updates.items():
+        if statuses.get(update, "free") not in ("free", "constant"):
+            return "sum", f"buffer {buffer} is updated from the samples of the batch"
     status = statuses[program.loss]
     if status in ("sum", "mean"):
         return status, None

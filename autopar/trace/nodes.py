@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -18,6 +19,30 @@ def int_arg(node: fx.Node, index: int) -> int:
     value = node.args[index]
     assert isinstance(value, int), (node, index, value)
     return value
+
+
+def value(node: Any) -> Any:
+    """What export traced a node to: a tensor on meta, several, or None."""
+    return node.meta.get("val")
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of an ATen call by its name in the schema, its default where it is not given."""
+    for index, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if declared.name == name:
+            given = node.args[index] if index < len(node.args) and not declared.kwarg_only else None
+            return given if given is not None else node.kwargs.get(name, declared.default_value)
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+def compute(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call that stands where `like` stood in the model, with the value that it yields."""
+    values = fx.map_arg((args, kwargs), value)
+    with torch.no_grad():
+        result = target(*values[0], **values[1])
+    node = graph.call_function(target, args, kwargs)
+    node.meta = dict(like.meta) | {"val": result}
+    return node
 
 
 def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:

@@ -4,17 +4,20 @@ After them every node is a functional ATen operator with one tensor output, and 
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
+from autopar.trace.in_place import drop_copies, functionalise
 from autopar.trace.linears import matmul_to_linear
-from autopar.trace.nodes import arg, int_arg, operator_name
+from autopar.trace.nodes import arg, compute, output_nodes
+from autopar.trace.nodes import value as _value
+from autopar.trace.several_outputs import one_output_each
 
 aten = torch.ops.aten
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
@@ -56,10 +59,6 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
             graph.erase_node(region_node)
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
-
-
 def drop_no_ops(graph: fx.Graph) -> None:
     """Drop assertions, aliases and casts that change nothing; `view` becomes `reshape`."""
     for node in list(graph.nodes):
@@ -86,77 +85,6 @@ def _is_no_op(node: fx.Node) -> bool:
     if node.target is aten.slice.Tensor:
         return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
     return node.target is aten.dropout.default and bool(node.args[1] == 0 or not node.args[2])
-
-
-def functionalise(graph: fx.Graph) -> None:
-    """In-place operators on values that nothing else sees become functional; others are refused."""
-    for node in list(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        name = schema.name.split("::")[1]
-        packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-        functional = getattr(packet, schema.overload_name or "default", None) if packet else None
-        target = node.args[0]
-        later = [u for u in target.users if u is not node and u > node]
-        aliased = _is_view(target) or any(_is_view(u) and u < node and _used_after(u, node) for u in target.users)
-        if functional is None or target.op == "placeholder" or aliased:
-            where = list((node.meta.get("nn_module_stack") or {"": ("the model", "")}).values())[-1][0]
-            raise CaptureError(
-                f"in-place operator {schema.name} in {where} changes a value that others see; write it out of place "
-                "(x = x.op(...) instead of x.op_(...))"
-            )
-        node.target = functional
-        for user in later:
-            user.replace_input_with(target, node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns) and not schema.is_mutable
-
-
-def _used_after(view: fx.Node, node: fx.Node) -> bool:
-    return any(user > node for user in view.users)
-
-
-def one_output_each(graph: fx.Graph) -> None:
-    """`split`, `chunk` and `unbind` with their getitems become slices and selects, `broadcast_tensors` expands."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(_value(node), (list, tuple)):
-            continue
-        for user in list(node.users):
-            if user.target is not operator.getitem:
-                raise CaptureError(f"operator {node.target} has several outputs that are used as one")
-            replacement = _piece(graph, node, user)
-            user.replace_all_uses_with(replacement)
-            graph.erase_node(user)
-        graph.erase_node(node)
-
-
-def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
-    name, index = operator_name(node), int_arg(user, 1)
-    source = node.args[0]
-    default = 0 if name == "unbind" else node.kwargs.get("dim", 0)
-    dim = node.args[-1] if len(node.args) > (1 if name == "unbind" else 2) else default
-    with graph.inserting_before(user):
-        if name == "unbind":
-            piece = graph.call_function(aten.select.int, (source, dim, index))
-        elif name in ("split", "chunk", "split_with_sizes", "tensor_split"):
-            sizes = [value.shape[dim] for value in _value(node)]
-            start = sum(sizes[:index])
-            piece = graph.call_function(aten.slice.Tensor, (source, dim, start, start + sizes[index]))
-        elif name == "broadcast_tensors":
-            piece = graph.call_function(
-                aten.expand.default, (cast("list[fx.Node]", source)[index], list(_value(user).shape))
-            )
-        else:
-            raise CaptureError(
-                f"operator {node.target} has several outputs; autopar supports operators with one. Use a variant "
-                "with one output, or register a rule and a decomposition."
-            )
-    piece.meta = dict(user.meta)
-    return piece
 
 
 def spell_plainly(graph: fx.Graph) -> None:
@@ -233,8 +161,8 @@ def remove_dead(graph: fx.Graph) -> None:
 GraphPass = Callable[[fx.Graph], None]
 PASSES: tuple[GraphPass, ...] = (
     drop_no_ops,
-    functionalise,
     one_output_each,
+    drop_copies,
     drop_no_ops,
     spell_plainly,
     flat_addmm_to_linear,
@@ -244,14 +172,35 @@ PASSES: tuple[GraphPass, ...] = (
 )
 
 
-def normalise(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) -> None:
-    """Apply all passes in place, then give every node its `TensorInfo`; `trainable` names placeholders."""
+def normalise(
+    graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str], buffers: Mapping[str, str], num_updates: int = 0
+) -> tuple[str, ...]:
+    """Apply all passes in place, then give every node its `TensorInfo`.
+
+    `trainable` names placeholders, `buffers` maps placeholders to buffers, and the last `num_updates` outputs are new
+    values of buffers. Returns the buffers that in-place operators change; their new values become the last outputs.
+    """
     inline_regions(graph, root)
+    updates = functionalise(graph, buffers)
+    output = graph.output_node()
+    output.args = ((*output_nodes(graph), *updates.values()),)
     for graph_pass in PASSES:
         graph_pass(graph)
+    own_outputs(graph, num_updates + len(updates))
     add_info(graph, root, trainable)
     cut_no_grad(graph)
     graph.lint()
+    return tuple(updates)
+
+
+def own_outputs(graph: fx.Graph, count: int) -> None:
+    """Each of the last `count` outputs is a value of its own, no placeholder and no other output."""
+    results = list(output_nodes(graph))
+    for k in range(len(results) - count, len(results)):
+        if results[k].op != "call_function" or results.count(results[k]) > 1:
+            with graph.inserting_before(graph.output_node()):
+                results[k] = compute(graph, results[k], aten.clone.default, results[k])
+    graph.output_node().args = (tuple(results),)
 
 
 def cut_no_grad(graph: fx.Graph) -> None:

@@ -1,6 +1,6 @@
 """`trace`: module and example inputs to a folded, analysed `Program`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +8,20 @@ import torch
 from torch import fx, nn
 
 from autopar.errors import CaptureError
-from autopar.ir.program import Block, CallSite, Constants, InputInfo, ParameterInfo, PartOf, Program, Role
+from autopar.ir.program import (
+    Block,
+    BufferInfo,
+    CallSite,
+    Constants,
+    InputInfo,
+    ParameterInfo,
+    PartOf,
+    Program,
+    Role,
+)
 from autopar.trace import blocks as folding
 from autopar.trace.analysis import analyse, described
-from autopar.trace.capture import Flat, Inputs, capture_flat, input_names, resize_inputs
+from autopar.trace.capture import Flat, Inputs, LossFunction, capture_flat, input_names, resize_inputs
 from autopar.trace.constants import closure, constant_nodes, merge_equal, recognise_causal
 from autopar.trace.micro_batches import loss_over_micro_batches
 from autopar.trace.nodes import operator_name, output_nodes
@@ -19,29 +29,33 @@ from autopar.trace.normalize import normalise
 from autopar.trace.packings import split_packings
 
 aten = torch.ops.aten
-_ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input"}  # of placeholders by kind
+_ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
 
 
-def trace(model: nn.Module, example_inputs: Inputs, *, batch: int | None = None) -> Program:
+def trace(
+    model: nn.Module, example_inputs: Inputs, *, batch: int | None = None, loss_fn: LossFunction | None = None
+) -> Program:
     """Capture a model at the shapes of `example_inputs`, whose batch (dimension 0) is set to `batch` if given.
 
-    The model may lie on meta, CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
+    With a `loss_fn` of (output, target), the last of the inputs, or the one called ``target``, is the target. The model
+    may lie on meta, CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
     """
-    named = input_names(model, example_inputs)
+    named = input_names(model, example_inputs, loss_fn)
     if not named:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
     sizes = batch_and_sequence(named)
     big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, batch or sizes[0], sizes[1]))
-    flat = _captured(model, big)
-    small_sizes = (3 if sizes[0] != 3 else 2, None if sizes[1] is None else (6 if sizes[1] != 6 else 7))
-    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat)
+    flat = _captured(model, big, loss_fn)
+    small_sizes = _small_sizes(named, sizes)
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat, loss_fn)
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
-        for graph in (flat.graph, small.graph):
-            recognise_causal(graph, small.graph, lambda node: getattr(small.root, str(node.target)))
+        roots = flat.root, small.root
+        leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)
+        recognise_causal(flat.graph, small.graph, leaf, small_leaf)
         for graph in (flat.graph, small.graph):
             graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    names = input_names(model, big)
+    names = input_names(model, big, loss_fn)
     inputs = tuple(
         InputInfo(
             name=name,
@@ -98,6 +112,14 @@ def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | No
     return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
 
 
+def _small_sizes(named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None]) -> tuple[int, int | None]:
+    """Batch and sequence length of the second capture: sizes that no dimension of an input has."""
+    taken = {size for t in named.values() for size in t.shape}
+    batch = next(n for n in (3, 2, *range(4, 100)) if n not in taken)
+    sequence = next(n for n in range(6, 100) if n not in taken and n != batch)
+    return batch, None if sizes[1] is None else sequence
+
+
 def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
     return t.dim() >= 2 and t.shape[0] == sizes[0] and t.shape[1] == sizes[1]
 
@@ -111,24 +133,29 @@ def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequenc
     return tuple(shape)
 
 
-def _captured(model: nn.Module, inputs: Inputs) -> Flat:
-    flat = capture_flat(model, inputs)
+def _captured(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None) -> Flat:
+    flat = capture_flat(model, inputs, loss_fn)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    names = frozenset(n for n, (kind, name) in flat.placeholders.items() if kind == "parameter" and name in trainable)
-    normalise(flat.graph, flat.root, names)
+    names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
+    updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
     split_packings(flat, frozenset(n for n, p in _parameters(model, {}).items() if p.aliases))
-    return flat
+    return replace(flat, updates=(*flat.updates, *updates))
 
 
 def _small_capture(
-    model: nn.Module, inputs: Inputs, sizes: tuple[int, int | None], small: tuple[int, int | None], flat: Flat
+    model: nn.Module,
+    inputs: Inputs,
+    sizes: tuple[int, int | None],
+    small: tuple[int, int | None],
+    flat: Flat,
+    loss_fn: LossFunction | None,
 ) -> tuple[Flat | None, bool]:
     """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
     for sequence in (small[1], sizes[1]):
         shapes = (small[0], sequence)
         resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
         try:
-            other = _captured(model, resized)
+            other = _captured(model, resized, loss_fn)
         except CaptureError:
             continue
         if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:
@@ -140,7 +167,7 @@ def fold_program(
     model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], batch: int, sequence: int | None
 ) -> Program:
     """Constants, denominator, blocks and axes of a normalised graph."""
-    kinds = {name: kind for name, (kind, _) in flat.placeholders.items()}
+    kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
     constants = constant_nodes(flat.graph, kinds)
     is_constant = set(constants)
@@ -148,21 +175,24 @@ def fold_program(
     role_of: dict[fx.Node, Role] = {}
     for node in flat.graph.nodes:
         role_of[node] = "constant" if node in is_constant else _ROLES.get(kinds.get(node.name, ""), "value")
-    results = dict(zip(flat.outputs, output_nodes(flat.graph), strict=True))
+    every = output_nodes(flat.graph)
+    results = dict(zip(flat.outputs, every[: len(flat.outputs)], strict=True))
+    updates = dict(zip(flat.updates, every[len(flat.outputs) :], strict=True))
     loss = results["loss"]
     main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
     denominator = denominator_of(loss, role_of)
     den_nodes = [n for n in closure([denominator]) if n in set(main)] if denominator is not None else []
-    needed_elsewhere = _needed(main, denominator, results)
+    needed_elsewhere = _needed(main, denominator, every)
     segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
     for node in main:  # what only the denominator uses is no use of the main program's values
         node.meta["main"] = node in needed_elsewhere
     if den_nodes:
         segments.insert(0, folding.Segment("denominator", den_nodes))
-    leaves = [n for n in constants if any(u in set(main) for u in n.users)]
+    in_main = set(main)
+    leaves = [n for n in constants if n in updates.values() or not in_main.isdisjoint(n.users)]
     for i, node in enumerate(leaves):
         names[node] = f"constant_{i}"
-    used_later = set(results.values()) | ({denominator} if denominator is not None else set())
+    used_later = set(every) | ({denominator} if denominator is not None else set())
     distinct, calls = _fold_with_denominator(segments, role_of, names, used_later, bool(den_nodes))
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
     parameters = _parameters(model, flat.parts)
@@ -180,16 +210,18 @@ def fold_program(
         outputs={name: names[node] for name, node in results.items() if name != "loss" and node in names},
         batch=batch,
         sequence=sequence,
+        buffers=_buffers(model),
+        updates={name: names[node] for name, node in updates.items()},
     )
     analysis = analyse(program)
     reduction, mixes = loss_over_micro_batches(program, analysis)
     return replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
 
 
-def _needed(main: list[fx.Node], denominator: fx.Node | None, results: Mapping[str, fx.Node]) -> set[fx.Node]:
+def _needed(main: list[fx.Node], denominator: fx.Node | None, results: Sequence[fx.Node]) -> set[fx.Node]:
     """Nodes that the outputs need when the denominator is given from outside."""
     found: set[fx.Node] = set()
-    stack = [n for n in results.values() if n is not denominator]
+    stack = [n for n in results if n is not denominator]
     while stack:
         node = stack.pop()
         if node in found:
@@ -281,3 +313,28 @@ def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, Para
         for part in packed.get(name, (None,))
     ]
     return {info.name: info for info in infos}
+
+
+def _buffers(model: nn.Module) -> dict[str, BufferInfo]:
+    lasting = {id(buffer) for buffer in _persistent(model)}
+    names: dict[int, list[str]] = {}
+    found = dict(model.named_buffers(remove_duplicate=False))
+    for name, buffer in found.items():
+        names.setdefault(id(buffer), []).append(name)
+    return {
+        first: BufferInfo(
+            name=first,
+            aliases=tuple(others),
+            shape=tuple(found[first].shape),
+            dtype=found[first].dtype,
+            persistent=key in lasting,
+        )
+        for key, (first, *others) in names.items()
+    }
+
+
+def _persistent(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer

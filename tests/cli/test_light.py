@@ -15,6 +15,7 @@ LIGHT_COMMANDS = (
     ["--help"],
     ["--version"],
     ["plan", "--help"],
+    ["coverage", "--help"],
     ["verify", "--help"],
     ["models"],
     ["clusters", "--json"],
@@ -47,14 +48,14 @@ def test_version() -> None:
 
 def test_every_command_has_help() -> None:
     top = autopar("--help").stdout
-    for command in ("plan", "verify", "models", "clusters"):
+    for command in ("plan", "coverage", "verify", "models", "clusters"):
         assert command in top
         assert autopar(command, "--help").exit_code == 0
 
 
-def test_both_commands_share_the_plan_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_share_the_plan_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    for command in ("plan", "verify"):
+    for command in ("plan", "coverage", "verify"):
         shown = autopar(command, "--help").stdout
         names = ("tp", "dp", "dp-replicate", "zero", "micro-batch", "accumulate", "global-batch", "seq-len")
         for option in (*names, "sequence-parallel", "no-sequence-parallel"):
@@ -67,6 +68,8 @@ def test_models() -> None:
     listed = {entry["name"]: entry for entry in json_of("models")}
     assert listed.keys() == model_presets().keys()
     assert listed["llama3-8b"]["num_parameters"] == 8_030_261_248
+    assert listed["llama3-8b"]["num_layers"] == 32
+    assert listed["clip-vit-l-14"]["num_layers"] == 36  # both towers
 
 
 def test_clusters() -> None:

@@ -63,6 +63,11 @@ def test_indivisible_sizes_are_named(tmp_path: Path, arguments: tuple[str, ...],
     assert not out.exists()
 
 
+def test_a_plan_that_cannot_fit_is_refused() -> None:
+    message = refused("plan", "llama3-8b", "-c", "2xcpu", "--tp", "2", "--layers", "4", "--seq-len", "64", status=3)
+    assert "a device has 8 GB" in message and "split the state over more devices" in message
+
+
 def test_unwritable_target() -> None:
     message = refused("plan", "gpt2", "-c", "2xcpu", "--out", "/nonexistent/plan.json", *SMALL)
     assert "/nonexistent/plan.json cannot be written" in message
@@ -81,7 +86,10 @@ def test_model_that_does_not_export_names_module_and_line() -> None:
 def test_operators_without_rule_come_first() -> None:
     shown = autopar("plan", "cli_models:plain", "-c", "2xcpu", "--tp", "2").stdout
     assert shown.startswith("No rule: computed whole on every rank")
-    assert "bessel_j0" in shown.partition("Plan for")[0]
+    first = shown.partition("Plan for")[0]
+    row = next(line for line in first.splitlines() if "bessel_j0" in line)
+    assert row.split()[-2:] == ["512", "bytes"]  # its input, kept for the backward pass
+    assert row.split()[-3] in ("µs", "ms")
 
 
 @pytest.mark.usefixtures("in_this_folder")

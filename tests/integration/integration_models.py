@@ -176,3 +176,49 @@ def padded_by_two() -> Any:
 def grouped() -> Any:
     """Two key heads with four queries each."""
     return _llama(8, 2, 32, 32, 64)
+
+
+class Recorded(torch.nn.Module):
+    """Batch norm, a counter, a table that is saved and one that is not; returns scores, no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv1d(4, 8, 3, padding=1, bias=False), torch.nn.BatchNorm1d(8), torch.nn.ReLU()
+        )
+        self.head = torch.nn.Linear(8, 6)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scale", torch.linspace(1, 2, 8))
+        self.register_buffer("offset", torch.linspace(0, 1, 8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        scores: torch.Tensor = self.head(self.layers(x).mean(-1) * self.scale + self.offset)
+        return scores
+
+
+class RecordedWithLoss(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Recorded()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.model(x)
+        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "scores": scores}
+
+
+def recorded() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return RecordedWithLoss(), {"x": torch.zeros(4, 4, 8), "labels": torch.zeros(4, dtype=torch.long)}
+
+
+def recorded_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step, of 8 samples."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 4, 8, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 6, (8,), generator=generator)
+
+
+def seeded_recorded() -> Recorded:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Recorded().double()

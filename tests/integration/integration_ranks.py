@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from integration_models import Wanted, built
+from integration_models import Wanted, built, recorded_batch, seeded_recorded
 
+from autopar.api import parallelize
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.runtime.mesh import training_mesh
@@ -177,3 +178,26 @@ def repeated_calls(rank: int, wanted: Wanted, plan: Plan) -> float:
     both = model.whole_gradients()
     assert both.keys() == alone[0].keys()
     return max(float((both[n] - alone[0][n] - alone[1][n]).abs().max()) for n in both)
+
+
+def recorded_steps(rank: int, zero: int) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+    """Two steps of a model that records, with its loss outside: losses, the state, and scores of an evaluation."""
+    own = slice(4 * rank, 4 * rank + 4)
+    x, target = recorded_batch(0)
+    loss_fn = torch.nn.CrossEntropyLoss()
+    plan = {"dp": 2, "zero": zero}
+    parallel = parallelize(seeded_recorded(), "2xcpu", example_inputs=(x[own], target[own]), plan=plan, loss_fn=loss_fn)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        x, target = recorded_batch(step)
+        losses.append(float(parallel.forward_backward({"x": x[own], "target": target[own]})))
+        optimizer.step()
+        optimizer.zero_grad()
+    scores = parallel.evaluate((x[own], target[own]))["output_0"].full_tensor()
+    held = parallel.state_dict().items()
+    state = {name: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for name, v in held}
+    parallel.state_dict()["scale"].mul_(2)  # as loading in place does
+    doubled = parallel.evaluate((x[own], target[own]))["output_0"].full_tensor()
+    assert not torch.allclose(doubled, scores)
+    return losses, state, scores

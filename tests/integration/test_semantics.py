@@ -33,7 +33,11 @@ HELD_BY = {
         "test_semantics.py::test_ranks_and_micro_batches_have_different_numbers_of_targets",
     ),
     "S3": ("test_semantics.py::test_gradients_add_over_calls",),
-    "S4": ("test_odd_models.py::test_samples_that_depend_on_each_other",),
+    "S4": (
+        "test_odd_models.py::test_samples_that_depend_on_each_other",
+        "test_buffers.py::test_batch_norm_over_ranks",
+        "test_buffers.py::test_accumulation_is_refused",
+    ),
     "S5": ("test_faults.py::test_unfit_batches_are_refused_before_any_collective",),
     "S6": (
         "test_odd_models.py::test_three_ranks",
@@ -60,6 +64,8 @@ HELD_BY = {
         "test_checkpoint.py::test_what_is_saved",
         "test_checkpoint.py::test_loads_bit_equal_and_goes_on",
         "test_checkpoint.py::test_loads_on_one_device",
+        "test_buffers.py::test_batch_norm_over_ranks",
+        "test_buffers.py::test_a_loss_outside_and_the_state",
         "test_packed_projections.py::test_state_has_the_models_names",
         "test_packed_projections.py::test_loads_bit_equal_and_goes_on",
         "test_packed_projections.py::test_loads_on_one_device",

@@ -274,5 +274,18 @@ def _convolution(dims: int) -> Sampler:
     return draw
 
 
-for _dims, _target in enumerate((aten.conv1d.default, aten.conv2d.default, aten.conv3d.default), 1):
-    sampler(_target)(_convolution(_dims))
+def _padded_by_name(dims: int) -> Sampler:
+    def draw(d: Draw) -> Arguments:
+        n, i, o, groups, width = d.split(), 2, d.choice(2, 4), d.choice(1, 2), d.choice(2, 3)
+        bias = d.real(groups * o) if d.yes() else None
+        size = [width * d.choice(1, 2)] * dims
+        stride, padding = d.choice((1, "same"), (1, "valid"), (width, "valid"))
+        weight = d.real(groups * o, i, *[width] * dims)
+        return (d.real(n, groups * i, *size), weight, bias, [stride] * dims, padding, [1] * dims, groups)
+
+    return draw
+
+
+for _dims, _target in enumerate((aten.conv1d, aten.conv2d, aten.conv3d), 1):
+    sampler(_target.default)(_convolution(_dims))
+    sampler(_target.padding)(_padded_by_name(_dims))

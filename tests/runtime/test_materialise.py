@@ -267,10 +267,10 @@ class Forgetful(nn.Module):
 
 
 class Bare(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:  # not kept: the module cannot be built again
         super().__init__()
         self.inner = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.randn(4))
+        self.scale = nn.Parameter(torch.randn(width))
 
 
 class Nano(nn.Module):

@@ -41,6 +41,10 @@ class Attention(nn.Module):
             "causal": ones.tril(),
             "additive": torch.zeros(n, n).masked_fill(~ones.tril(), float("-inf")),
             "banded": ones.tril() & ones.triu(-2),
+            "window": (torch.arange(n)[None] <= torch.arange(n)[:, None])
+            & (torch.arange(n)[None] > torch.arange(n)[:, None] - 7),
+            "wide": (torch.arange(n)[None] <= torch.arange(n)[:, None])
+            & (torch.arange(n)[None] > torch.arange(n)[:, None] - 8),
             "strict": ones.tril(-1) | torch.eye(n, dtype=torch.bool).flip(0),
             "reversed": ones.triu(),
         }
@@ -48,12 +52,13 @@ class Attention(nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=masks[self.mask]).square().sum()
 
 
-@pytest.mark.parametrize("mask", ["causal", "additive", "banded", "strict", "reversed"])
+@pytest.mark.parametrize("mask", ["causal", "additive", "banded", "window", "wide", "strict", "reversed"])
 def test_only_causal_masks_are_replaced(mask: str) -> None:
+    """A window of 7 does not show among the 6 tokens of the small capture, only among 8; one of 8 never does."""
     program = trace(Attention(mask), {"x": torch.zeros(2, 8, 4)})
     (call,) = [n for b in program.blocks for n in b.graph.nodes if n.target is SDPA]
     causal = len(call.args) > 5 and call.args[5] is True
-    assert causal == (mask in ("causal", "additive"))
+    assert causal == (mask in ("causal", "additive", "wide"))
     assert (call.args[3:4] == (None,)) == causal
 
 

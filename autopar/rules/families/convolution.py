@@ -18,12 +18,15 @@ def _flops(sizes: Mapping[str, int]) -> float:
 def _per_dim(argument: Any, count: int) -> list[int]:
     if isinstance(argument, int):
         return [argument] * count
+    if isinstance(argument, str):  # "valid" is none, "same" more than none
+        return [int(argument == "same")] * count
     if not isinstance(argument, (list, tuple)):
         raise RuleError(f"convolution with {argument!r}")
     return [int(n) for n in argument] * (count if len(argument) == 1 else 1)
 
 
 @rule(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+@rule(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
 def convolution(call: Call) -> Rule:
     """``"n (g i) x, (g o) i k[, (g o)] -> n (g o) y"``.
 
@@ -55,8 +58,11 @@ def convolution(call: Call) -> Rule:
     if isinstance(bias, Slot):
         specs[bias.index] = [("g", "o")]
 
+    by_name = isinstance(call.arg(4, "padding", 0), str)
+    given_padding = call.args[4] if by_name else padding
+
     def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        operands = (*call.args[:2], bias, stride, padding, dilation)
+        operands = (*call.args[:2], bias, stride, given_padding, dilation)
         return (Step(call.target, (*operands, local.size("g", groups))),)
 
     additive = {bias.index} if isinstance(bias, Slot) else set()

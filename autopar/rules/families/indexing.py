@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
+
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aten, dim_index, dims, in_order, rule_from, slot_of
+from autopar.rules.families._notation import aligned, aten, dim_index, dims, in_order, rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot
 
@@ -113,3 +115,54 @@ def scatter_value(call: Call) -> Rule:
     specs, output, whole, x = _scattered(call, None)
     zero = isinstance(call.args[3], (int, float)) and call.args[3] == 0
     return rule_from(call, specs, output, whole=whole | {"i"}, linear=[{x}] if zero else [])
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: Call) -> Rule:
+    """A slice is replaced: its dimension is whole."""
+    return _replaced(call, keeps_dim=True)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(call: Call) -> Rule:
+    return _replaced(call, keeps_dim=False)
+
+
+def _replaced(call: Call, *, keeps_dim: bool) -> Rule:
+    x, source = slot_of(call.args[0]), slot_of(call.args[1])
+    spec = dims(call.operands[x].shape)
+    d = dim_index(call.arg(2, "dim", 0), len(spec))
+    part: list[Dim] = [*spec[:d], *([("part",)] if keeps_dim else []), *spec[d + 1 :]]
+    specs = {x: spec, source: part}
+    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}", "part"}, linear=[{x, source}])
+
+
+@rule(aten.index_put.default)
+def index_put(call: Call) -> Rule:
+    """What is replaced is known to no single rank: indexed dimensions and the indices are whole, the rest parallel."""
+    x, values = slot_of(call.args[0]), slot_of(call.args[2])
+    places = [d for d, i in enumerate(call.args[1]) if isinstance(i, Slot)]
+    given = [slot_of(call.args[1][d]) for d in places]
+    if any(call.operands[k].dtype is not torch.int64 for k in given) or places != list(
+        range(places[0], places[-1] + 1)
+    ):
+        raise RuleError("index_put by a mask, or with indices that are not adjacent")
+    rank = max(len(call.operands[k].shape) for k in given)
+    spec = dims(call.operands[x].shape)
+    block: list[Dim] = [(f"i{n}",) for n in range(rank)]
+    region = [*spec[: places[0]], *block, *spec[places[-1] + 1 :]]
+    specs = {x: spec, values: aligned(region, call.operands[values].shape)}
+    specs |= {k: aligned(block, call.operands[k].shape) for k in given}
+    whole = {f"d{d}" for d in places} | {f for dim in block for f in dim}
+    return rule_from(call, in_order(call, specs), spec, whole=whole, linear=[{x, values}])
+
+
+@rule(aten.index_copy.default)
+def index_copy(call: Call) -> Rule:
+    x, index, source = slot_of(call.args[0]), slot_of(call.args[2]), slot_of(call.args[3])
+    spec = dims(call.operands[x].shape)
+    d = dim_index(call.args[1], len(spec))
+    if not spec or len(call.operands[source].shape) != len(spec):
+        raise RuleError("index_copy of scalars")
+    specs: dict[int, list[Dim]] = {x: spec, index: [("i",)], source: [*spec[:d], ("i",), *spec[d + 1 :]]}
+    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}", "i"}, linear=[{x, source}])

@@ -4,6 +4,7 @@ from typing import Any
 
 from autopar.errors import RuleError
 from autopar.rules.families._notation import aten, dims, in_order, rule_from, slot_of
+from autopar.rules.operators import BATCH_STATISTIC
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
 
@@ -44,6 +45,13 @@ def group_norm(call: Call) -> Rule:
         return (Step(call.target, (call.args[0], num_groups, *call.args[2:]), call.kwargs),)
 
     return rule_from(call, in_order(call, specs), spec, sizes=sizes, whole=whole, emit=emit)
+
+
+@rule(BATCH_STATISTIC)
+def batch_statistic(call: Call) -> Rule:
+    """A statistic of the batch and the running one, of the same shape."""
+    spec = dims(call.output.shape)
+    return rule_from(call, [spec, spec], spec)
 
 
 @rule(aten.batch_norm.default)

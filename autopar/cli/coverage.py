@@ -1,0 +1,108 @@
+"""`autopar coverage`: what of a model's work a mesh splits, which operators stay whole, and what that costs."""
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.output import console, print_json, progress, table
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.explanation import readable_bytes, readable_seconds
+from autopar.models import resolve_model
+from autopar.options import PlanOptions
+
+if TYPE_CHECKING:
+    from autopar.cost_model.coverage import Coverage
+
+DEFAULT_DEVICE = "h100"
+
+
+def coverage(
+    model: ModelArgument,
+    options: PlanOptions,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="As for `autopar plan`. (default: as many H100 as the degrees need)",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    as_json: Json = False,
+) -> None:
+    """Say which operators of MODEL have rules, what share of its work splits, and the price of what stays whole."""
+    asked = options.given()
+    wanted = asked.get("tp", 1) * asked.get("dp", 1) * asked.get("dp_replicate", 1)
+    spec = ClusterSpec.parse(cluster or f"{wanted}x{DEFAULT_DEVICE}")
+    degrees = options.degrees(spec.num_devices)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
+    with progress(f"building {model} without memory") as say:
+        batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.accumulate
+        found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
+        say("capturing and choosing labels")
+        from autopar.planning import coverage as run
+
+        covered = run(
+            found.model,
+            spec,
+            example_inputs=found.example_inputs,
+            plan=options.wish(),
+            global_batch=options.global_batch,
+        )
+    if as_json:
+        print_json({"model": found.name, "cluster": spec.name, **covered.to_dict()})
+        return
+    _show(found.name, spec, covered)
+    for note in (*found.notes, *(f"assumed: {assumption}" for assumption in spec.assumptions)):
+        console().print(note, markup=False)
+
+
+def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
+    out = console()
+    mesh = " × ".join(f"{dim} {degree}" for dim, degree in covered.mesh.items()) or "one rank"
+    out.print(f"{name} on {mesh} of {cluster.name}\n", markup=False, style="bold")
+    for dim in covered.mesh:
+        flops, moved = covered.split_flops(dim), covered.split_bytes(dim)
+        out.print(f"{dim} splits {flops:.1%} of FLOP and {moved:.1%} of bytes moved", markup=False)
+    out.print()
+    columns = ("operator", "calls", "without rule", "GFLOP", *(f"split on {dim}" for dim in covered.mesh))
+    rows = [
+        (
+            o.operator,
+            str(o.num_calls),
+            str(o.num_without_rule or ""),
+            f"{o.flops / 1e9:,.1f}" if o.flops else "",
+            *(
+                _part(o.split_flops[d], o.flops) if o.flops else _part(o.split_bytes[d], o.num_bytes)
+                for d in covered.mesh
+            ),
+        )
+        for o in sorted(covered.operators, key=lambda o: (-o.flops, -o.num_bytes))
+    ]
+    out.print(table(columns, rows, right=columns[1:]))
+    if not covered.whole:
+        out.print("\nNo operator with notable work stays whole.", markup=False)
+        return
+    out.print(f"\nWhole operators, of {readable_seconds(covered.seconds)} that one rank works in a step", markup=False)
+    columns = ("whole on", "operator", "where", "times", "rule", "time", "memory")
+    rows = [
+        (
+            w.mesh_dim,
+            w.operator,
+            w.where,
+            str(w.num_calls),
+            "yes" if w.has_rule else "no",
+            readable_seconds(w.seconds),
+            readable_bytes(w.kept_bytes),
+        )
+        for w in covered.whole
+    ]
+    out.print(table(columns, rows, right=("times", "time", "memory")))
+
+
+def _part(split: float, whole: float) -> str:
+    return f"{split / whole:.1%}" if whole else ""
