@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError, VerificationError
-from autopar.ir.sharding import Dims, Type
+from autopar.ir.sharding import Dims, Type, chunk
 from autopar.rules.families.random import is_random
 from autopar.rules.registry import operator_of, rule_for
 from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
-from autopar.rules.variants import Bound, Variant, split_variants, whole_variants
+from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
 
 RUNTIME_FUNCTIONS = frozenset({"vocab_parallel_embedding", "vocab_parallel_cross_entropy_sum"})
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -64,9 +64,10 @@ def prove_rule(target: Any, samples: Sequence[Any], *, seed: int = 0) -> Proof:
     """Prove the rule of an operator on sample calls: run whole and in shards, forward and backward, and compare.
 
     A sample is a tuple of positional arguments, or a pair of such a tuple and a dict of keywords; its tensors are
-    real, on one device, best in float64 (1e-9; 1e-4 in float32), of sizes that 2, 3 or 4 divide. Every factor that the
-    rule lets be split must be split by some sample, over 2 and 3 ranks, alone and with another one, as a single axis
-    and as a product of two.
+    real, on one device, best in float64 (1e-9; 1e-4 in float32). Every factor that the rule lets be split must be split
+    by some sample, over 2 and 3 ranks, alone and with another one, as a single axis and as a product of two. Where a
+    degree does not divide an axis the parts are uneven: shards then hold padding, zero in parameters and anything in
+    other operands, that must not reach what is not padding.
 
     Raises `RuleError` where the operator has no rule or a sample does not fit it, and `VerificationError` where shards
     compute something else, or where no sample splits a factor.
@@ -138,7 +139,8 @@ def bind(rule: Rule, rng: random.Random | None) -> Bound:
         atoms = [[atom for f in dim for atom in factors[f]] for dim in spec]
         return Dims(tuple(tuple(s for _, s in dim) for dim in atoms), tuple(tuple(a for a, _ in dim) for dim in atoms))
 
-    return Bound(rule, factors, tuple(dims(spec) for spec in rule.inputs), dims(rule.output))
+    zero_padded = frozenset(() if rng is None or not rule.inputs else {rng.randrange(len(rule.inputs))})
+    return Bound(rule, factors, tuple(dims(spec) for spec in rule.inputs), dims(rule.output), zero_padded)
 
 
 def _axes(size: int, rng: random.Random) -> list[int]:
@@ -164,7 +166,7 @@ def prove(sample: Sample, rule: Rule, rng: random.Random) -> Proved:
             run_variants(sample, bound, [variant], [2])
         for degree in DEGREES:
             for variant in split_variants(bound, degree):
-                if run_variants(sample, bound, [variant], [degree]):
+                if rewrites_fit(bound, [variant], [degree]) and run_variants(sample, bound, [variant], [degree]):
                     proved.add((variant.factor, variant.axis))
         for variants, degrees in _pairs(bound, partial, rng):
             run_variants(sample, bound, variants, degrees)
@@ -180,7 +182,7 @@ def _pairs(
         pair
         for pair in combinations(ways, 2)
         if (not pair[0][0].factor or (pair[0][0].factor, pair[0][0].axis) != (pair[1][0].factor, pair[1][0].axis))
-        and not (pair[0][0].factor == pair[1][0].factor and pair[0][0].factor in bound.rule.outermost)
+        and rewrites_fit(bound, [v for v, _ in pair], [degree for _, degree in pair])
     ]
     for pair in rng.sample(pairs, min(NUM_PAIRS, len(pairs))):
         chosen = list(pair)
@@ -212,7 +214,8 @@ def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degr
     reference = run_steps((Step(call.target, call.args, call.kwargs),), whole)
     cotangent = torch.randn_like(reference) if reference.requires_grad else None
     operand_parts = [
-        parts(t.detach(), _sizes(bound.operands[k]), types[k], degrees) for k, t in enumerate(sample.tensors)
+        parts(t.detach(), _sizes(bound.operands[k]), types[k], degrees, zeros=k in bound.zero_padded)
+        for k, t in enumerate(sample.tensors)
     ]
     leaves = [[_leaf(part, flow) for part in of_operand] for of_operand, flow in zip(operand_parts, flows, strict=True)]
     ranks = range(prod(degrees))
@@ -230,7 +233,7 @@ def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degr
     _compare(combined, reference.detach(), f"{where}: output")
     if cotangent is None:
         return True
-    cuts = parts(cotangent, _sizes(bound.output), [_flows_back(t) for t in out_types], degrees)
+    cuts = parts(cotangent, _sizes(bound.output), [_flows_back(t) for t in out_types], degrees, zeros=True)
     _gradients(whole, reference, cotangent)
     for r in ranks:
         _gradients([of_operand[r] for of_operand in leaves], outputs[r], cuts[r])
@@ -277,35 +280,42 @@ def _flows_back(kind: Type) -> Type:
     return Type("R") if kind.kind == "P" else kind
 
 
-def _cut(tensor: torch.Tensor, sizes: Sizes, kind: Type, degree: int) -> list[torch.Tensor]:
-    axes = sizes[kind.dim]
-    if axes[kind.position] % degree:
-        raise Disproved(f"axis {kind} of {sizes} over {degree}")
-    unflat = tensor.unflatten(kind.dim, axes).chunk(degree, kind.dim + kind.position)
-    return [piece.flatten(kind.dim, kind.dim + len(axes) - 1) for piece in unflat]
+def _cut(tensor: torch.Tensor, sizes: Sizes, kind: Type, degree: int, zeros: bool) -> list[torch.Tensor]:
+    """Parts of equal size of one axis; what pads the last ones is zero, or whatever else stands in the tensor."""
+    axes, dim = sizes[kind.dim], kind.dim + kind.position
+    unflat = tensor.unflatten(kind.dim, axes)
+    size = chunk(axes[kind.position], degree)
+    if size * degree > axes[kind.position]:
+        places = torch.arange(size * degree, device=tensor.device) % axes[kind.position]
+        unflat = unflat.index_select(dim, places)
+        if zeros:
+            unflat.narrow(dim, axes[kind.position], size * degree - axes[kind.position]).zero_()
+    return [piece.flatten(kind.dim, kind.dim + len(axes) - 1) for piece in unflat.split(size, dim)]
 
 
 def _shrunk(sizes: Sizes, kind: Type, degree: int) -> Sizes:
     copy = [list(dim) for dim in sizes]
     if kind.kind == "S":
-        copy[kind.dim][kind.position] //= degree
+        copy[kind.dim][kind.position] = chunk(copy[kind.dim][kind.position], degree)
     return copy
 
 
-def parts(tensor: torch.Tensor, sizes: Sizes, types: Sequence[Type], degrees: Sequence[int]) -> list[torch.Tensor]:
-    """Every rank's part of a tensor, the last mesh dimension fastest."""
+def parts(
+    tensor: torch.Tensor, sizes: Sizes, types: Sequence[Type], degrees: Sequence[int], *, zeros: bool
+) -> list[torch.Tensor]:
+    """Every rank's part of a tensor, the last mesh dimension fastest; `zeros` says what pads uneven parts."""
     if not types:
         return [tensor]
     kind, degree = types[0], degrees[0]
     if kind.kind == "S":
-        mine = _cut(tensor, sizes, kind, degree)
+        mine = _cut(tensor, sizes, kind, degree, zeros)
     elif kind.kind == "P":
         noise = [_noise(tensor) for _ in range(degree - 1)]
         mine = [*noise, tensor - sum(noise)]
     else:
         mine = [tensor] * degree
     rest = _shrunk(sizes, kind, degree)
-    return [part for piece in mine for part in parts(piece, rest, types[1:], degrees[1:])]
+    return [part for piece in mine for part in parts(piece, rest, types[1:], degrees[1:], zeros=zeros)]
 
 
 def _noise(tensor: torch.Tensor) -> torch.Tensor:
@@ -333,7 +343,9 @@ def combine(
             _compare(piece, mine[0], "ranks that must agree")
         return mine[0]
     unflat = [piece.unflatten(kind.dim, rest[kind.dim]) for piece in mine]
-    joined = torch.cat(unflat, kind.dim + kind.position)
+    joined = torch.cat(unflat, kind.dim + kind.position).narrow(
+        kind.dim + kind.position, 0, sizes[kind.dim][kind.position]
+    )
     return joined.flatten(kind.dim, kind.dim + len(rest[kind.dim]) - 1)
 
 

@@ -18,6 +18,7 @@ from autopar.errors import CaptureError
 from autopar.ir.program import PartOf
 from autopar.trace._torch_private import pytree
 from autopar.trace.in_place import needs_decomposition
+from autopar.trace.index_lists import ListsAsSlices
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]  # of (output, target), as torch's losses are
@@ -239,7 +240,7 @@ def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
     if loss_fn is not None:
         check_loss_fn(model, example_inputs, loss_fn)
     args, kwargs = split_inputs(example_inputs)
-    with _without_cache(model, training), warnings.catch_warnings():
+    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices():
         warnings.simplefilter("ignore")
         try:
             return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)

@@ -17,7 +17,7 @@ from torch import fx
 from autopar.ir.program import PartOf
 from autopar.rules.rule import TensorInfo
 from autopar.trace.capture import Flat
-from autopar.trace.constants import closure, evaluate, is_random
+from autopar.trace.constants import is_random
 from autopar.trace.nodes import arg
 
 aten = torch.ops.aten
@@ -26,7 +26,6 @@ Interval = tuple[int, int]  # of rows of the weight, the stop excluded
 
 def split_packings(flat: Flat, tied: frozenset[str]) -> None:
     """Cut every unequally packed linear of a normalised graph in place; `tied` names parameters to leave whole."""
-    slice_at_constants(flat)
     wholes: list[fx.Node] = []
     for node in list(flat.graph.nodes):
         if _is_parameter(flat, node) and flat.placeholders[node.name][1] not in tied:
@@ -43,39 +42,6 @@ def split_packings(flat: Flat, tied: frozenset[str]) -> None:
 
 def _is_parameter(flat: Flat, node: fx.Node) -> bool:
     return node.op == "placeholder" and flat.placeholders.get(node.name, ("", ""))[0] == "parameter"
-
-
-def slice_at_constants(flat: Flat) -> None:
-    """``x[..., [-2], :]``, an index by a list of consecutive numbers, becomes a slice."""
-
-    def leaf(node: fx.Node) -> torch.Tensor:
-        name = str(node.target) if node.op == "get_attr" else flat.placeholders[node.name][1]
-        value: torch.Tensor = getattr(flat.root, name.replace(".", "_"))
-        return value
-
-    for node in list(flat.graph.nodes):
-        if node.target is not aten.index.Tensor:
-            continue
-        indices = list(node.args[1])
-        places = [d for d, index in enumerate(indices) if index is not None]
-        if len(places) != 1 or not _is_literal(flat, indices[places[0]]):
-            continue
-        d, value = places[0], evaluate(indices[places[0]], leaf)
-        if value.dim() != 1 or not value.numel() or value.dtype not in (torch.int64, torch.int32):
-            continue
-        size = _info(arg(node, 0)).shape[d]
-        rows = [int(i) % size for i in value]
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            node.target, node.args = aten.slice.Tensor, (node.args[0], d, rows[0], rows[-1] + 1)
-
-
-def _is_literal(flat: Flat, node: fx.Node) -> bool:
-    """Whether a node depends on constants written in the code alone, which have a value also in a meta model."""
-    return all(
-        flat.placeholders.get(n.name, ("", ""))[0] == "lifted"
-        for n in closure([node])
-        if n.op != "get_attr" and (n.op == "placeholder" or not n.all_input_nodes)
-    )
 
 
 # ---- what is cut out of a linear's output ----

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def trained(config: str, tmp_path_factory: pytest.TempPathFactory, worlds: World
 def test_equals_one_device(wish: dict[str, int], config: str, four_ranks: Ranks) -> None:
     """Every gradient and, after three steps of AdamW, every weight, under the model's names."""
     report = verify(config, world_size=4, degrees=wish, batch=2, ranks=four_ranks, **SIZES)
+    assert report.passed, [(q.name, q.where, q.max_error) for q in report.quantities]
+
+
+def test_multi_query_falcon_equals_one_device(tmp_path: Path, four_ranks: Ranks) -> None:
+    """Its heads are cut by lists of indices; the model lies on meta."""
+    from transformers import FalconConfig
+
+    made = FalconConfig(num_attention_heads=71, multi_query=True, vocab_size=96, alibi=False)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(made.to_dict() | {"architectures": ["FalconForCausalLM"]}))
+    wish = {"tp": 2, "dp": 2, "zero": 3}
+    report = verify(str(path), world_size=4, degrees=wish, batch=2, ranks=four_ranks, **SIZES)
     assert report.passed, [(q.name, q.where, q.max_error) for q in report.quantities]
 
 

@@ -1,0 +1,38 @@
+"""Indexing by a list of consecutive numbers, ``x[..., [-2], :]``, is a slice: seen as such while a model is traced.
+
+PyTorch makes a tensor of the list on the device of what is indexed. On meta its numbers would be lost.
+"""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class ListsAsSlices(TorchFunctionMode):
+    """Replaces the list in ``x[..., [1, 2], :]`` by ``1:3`` where it is the only index that is no slice."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and not kwargs:
+            args = (args[0], as_slices(args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def as_slices(x: torch.Tensor, index: Any) -> Any:
+    """The index with its list as a slice, or the index itself."""
+    items = index if isinstance(index, tuple) else (index,)
+    places = [k for k, item in enumerate(items) if isinstance(item, list)]
+    plain = all(item is None or item is Ellipsis or isinstance(item, (slice, list)) for item in items)
+    if len(places) != 1 or not plain:
+        return index
+    place = places[0]
+    numbers = items[place]
+    consumed = [k for k, item in enumerate(items) if item is not None and item is not Ellipsis]
+    after_ellipsis = any(item is Ellipsis for item in items[:place])
+    dim = consumed.index(place) if not after_ellipsis else consumed.index(place) - len(consumed)
+    if not numbers or not all(type(n) is int and -x.shape[dim] <= n < x.shape[dim] for n in numbers):
+        return index
+    first = numbers[0] % x.shape[dim]
+    if [n % x.shape[dim] for n in numbers] != list(range(first, first + len(numbers))):
+        return index
+    return (*items[:place], slice(first, first + len(numbers)), *items[place + 1 :])
