@@ -6,12 +6,13 @@ Ours are written at import, by `rule` and `pattern`; a user's own by `register_r
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import RuleError
 from autopar.rules.pattern_check import check_pattern
 from autopar.rules.rule import Call, Emit, Rule, parse, whole_rule
+from autopar.rules.singular import even_factors
 from autopar.trace._torch_private import overloads_of
 
 RuleFunction = Callable[[Call], Rule]
@@ -142,7 +143,9 @@ def rule_for(call: Call) -> Rule:
     function = _RULES.get(call.target)
     if function is None:
         raise RuleError(f"operator {call.target} has no rule; see autopar.register_rule")
-    return function(call)
+    found = function(call)
+    even = even_factors(call, found)
+    return replace(found, even=even) if even else found
 
 
 def rule_of(call: Call) -> Rule:

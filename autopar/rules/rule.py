@@ -19,7 +19,6 @@ from math import prod
 from typing import Any
 
 from autopar.errors import RuleError
-from autopar.ir.sharding import chunk
 
 Dim = tuple[str, ...]
 Spec = tuple[Dim, ...]
@@ -69,12 +68,6 @@ class Local:
         """By how much the mesh divides a product of factors that are reduced, hence even."""
         return prod(degree for factor in factors for _, degree in self.split.get(factor, ()))
 
-    def size(self, factor: str, size: int) -> int:
-        """What a rank has of a factor of that size, padding included."""
-        for _, degree in self.split.get(factor, ()):
-            size = chunk(size, degree)
-        return size
-
     def mesh_dim(self, factor: str) -> "MeshDimRef | None":
         """The mesh dimension that splits a factor, or the two joined ones that do; None where none does."""
         names = [name for name, _ in self.split.get(factor, ())]
@@ -107,7 +100,7 @@ class Rule:
     `whole` factors are never split. `reduced` factors are absent from the output. `additive` operands enter the
     output by addition. Each set in `linear` lists operands that may be partial together. A factor in `invariant`
     has a rewrite whose own collectives sum over ranks, so its output is ``I``; a factor in `outermost` is split
-    only on the outermost axis of its product, for rewrites that compute offsets.
+    only on the outermost axis of its product, for rewrites that compute offsets. `even` factors take no padding.
     """
 
     inputs: tuple[Spec, ...]
@@ -119,6 +112,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     invariant: frozenset[str] = frozenset()
     outermost: frozenset[str] = frozenset()
+    even: frozenset[str] = frozenset()
     exclusive: bool = False
     flops: Callable[[Mapping[str, int]], float] | None = None
     emit: Emit | None = None

@@ -87,6 +87,8 @@ def may_be_uneven(bound: Bound, factor: str) -> bool:
     in the padding.
     """
     rule = bound.rule
+    if factor in rule.even:
+        return False
     if factor not in rule.reduced or factor in rule.outermost:
         return True
     having = (k for k, spec in enumerate(rule.inputs) if any(factor in dim for dim in spec))

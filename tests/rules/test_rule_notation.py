@@ -190,7 +190,7 @@ def test_vocabulary_is_split_by_rewrites() -> None:
     loss = rule_for(aten.cross_entropy_loss.default, *arguments)
     assert loss.reduced == {"t0", "v"} and loss.invariant == loss.outermost == {"v"}
     (step,) = emitted(loss, aten.cross_entropy_loss.default, arguments, Local(((6, 5), (6,)), (), local.split))
-    assert step.target == "vocab_parallel_cross_entropy_sum" and step.args[2:] == (-1, 0.0, MeshDimRef("tp"))
+    assert step.target == "vocab_parallel_cross_entropy_sum" and step.args[2:] == (-1, 0.0, 10, MeshDimRef("tp"))
     assert rule_for(aten.cross_entropy_loss.default, real(6, 10), ids, None, 2, -1, 0.1).whole == {"v"}
     assert rule_for(aten.cross_entropy_loss.default, real(6, 10), ids).whole == {"t0", "v"}
 

@@ -63,7 +63,7 @@ def convolution(call: Call) -> Rule:
 
     def emit(call: Call, local: Local) -> tuple[Step, ...]:
         operands = (*call.args[:2], bias, stride, given_padding, dilation)
-        return (Step(call.target, (*operands, local.size("g", groups))),)
+        return (Step(call.target, (*operands, local.operand_shapes[x][1] // local.operand_shapes[weight][1])),)
 
     additive = {bias.index} if isinstance(bias, Slot) else set()
     linear = [{x} | additive]

@@ -41,7 +41,7 @@ def group_norm(call: Call) -> Rule:
     whole = {"c", *(f"d{d}" for d in range(2, len(spec)))}
 
     def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        num_groups = local.size("g", groups)
+        num_groups = local.operand_shapes[x][1] // sizes["c"]
         return (Step(call.target, (call.args[0], num_groups, *call.args[2:]), call.kwargs),)
 
     return rule_from(call, in_order(call, specs), spec, sizes=sizes, whole=whole, emit=emit)
