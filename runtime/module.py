@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,8 @@ class ParallelModel(nn.Module):
     ) -> None:
         super().__init__()
         self.program, self.plan, self.rank_mesh, self.device = program, plan, mesh, device
+        self._compile_options: dict[str, Any] | None = None
+        self._compiled_code = WeakKeyDictionary[Compiled, dict[bool, list[Callable[..., Any]]]]()
         self._streams = Streams(mesh.dims, seed, device)
         self._step = 0
         self._fillers: dict[str, torch.Tensor] = {}
@@ -188,10 +191,28 @@ class ParallelModel(nn.Module):
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
         return self._shapes.base.code_modules(outputs=outputs)
 
+    def compile(self, **options: Any) -> None:
+        """Run the generated blocks through `torch.compile`, whose options these are, from the next step on.
+
+        A distinct block is compiled once for all its calls, collectives included.
+        """
+        self._compile_options = options
+        self._compiled_code.clear()
+
+    def _functions(self, compiled: Compiled, outputs: bool) -> Sequence[Callable[..., Any]]:
+        """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
+        modules = compiled.code_modules(outputs=outputs)
+        if self._compile_options is None:
+            return modules
+        made = self._compiled_code.setdefault(compiled, {})
+        if outputs not in made:
+            made[outputs] = [torch.compile(module, **self._compile_options) for module in modules]
+        return made[outputs]
+
     def forward(self, compiled: Compiled, values: dict[str, Any], outputs: bool, when: tuple[int, int]) -> Any:
         """Run the main calls over named local values; used by `forward_backward` and `evaluate`."""
         program = compiled.program
-        modules = compiled.code_modules(outputs=outputs)
+        functions = self._functions(compiled, outputs)
         shared = {
             n: self._taken(compiled, n, local_value(getattr(self, attribute(n)), how))
             for n, how in self._shared.items()
@@ -210,7 +231,7 @@ class ParallelModel(nn.Module):
                 pairs = zip(call.arguments, arguments, strict=True)
                 self._streams.begin(*when, index, training=training)
                 filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
-                return modules[call.block](*filled)
+                return functions[call.block](*filled)
 
             for segment in self._segments_of(call):
                 run = _within(segment, run)
