@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
+WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile  # a file's tests share models and worlds of ranks
 
 .PHONY: help setup demo test verify-all lint format types layers sizes clean
 
@@ -21,7 +22,7 @@ demo: setup
 	@$(BIN)/python examples/demo.py
 
 test: setup
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 verify-all: setup
 	@$(BIN)/python tools/equivalence.py
