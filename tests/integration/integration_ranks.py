@@ -69,6 +69,20 @@ def profiled_step(rank: int, wanted: Wanted, plan: Plan) -> Mapping[str, tuple[i
     return counted(profile)
 
 
+def compiled_step(rank: int, wanted: Wanted, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Loss before and after the blocks are compiled, without a graph break, and the largest difference of gradients."""
+    model, program = model_of(wanted, plan)
+    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    plain = model.forward_backward(own)
+    reference = model.whole_gradients()
+    model.zero_grad()
+    model.compile(backend="aot_eager", fullgraph=True)
+    loss = model.forward_backward(own)
+    found = model.whole_gradients()
+    return plain, loss, max(float((found[name] - grad).abs().max()) for name, grad in reference.items())
+
+
 def _step(model: Any, program: Any, plan: Plan, optimizer: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
     loss: torch.Tensor = model.forward_backward(own)
