@@ -5,13 +5,14 @@ paired ratios does not see it. The interval is a bootstrap over rounds.
 """
 
 import argparse
+import gc
 import importlib
 import random
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -83,13 +84,24 @@ def _number(value: torch.Tensor) -> float:
 
 
 def peak(rank: int, module: str, name: str, world_size: int) -> float:
-    """Megabytes of resident memory that a few steps of one program add to what the process had before."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Peak megabytes of resident memory in a step, above what the process had before the model was made."""
+    for needed in ("autopar.api", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(needed)  # what is imported does not count, for any program
     programs: Programs = importlib.import_module(module).PROGRAMS
+    before = _resident("VmRSS")
     step = programs[name](world_size)
+    step()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     for _ in range(3):
         step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> float:
+    """Megabytes of this process: its resident set now, or the peak of it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return float(line.split()[1]) * 1024 / 1e6
 
 
 def main(module: str, baseline: str, text: str) -> None:

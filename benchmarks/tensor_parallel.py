@@ -2,7 +2,7 @@
 
 The same Llama, the same gloo ranks: by hand with column and row parallel styles, a sharded vocabulary and
 `loss_parallel`, and by `autopar` without a word about the model. Forward and backward of one batch; prints seconds per
-step, the ratio of paired rounds with its interval, and the peak of resident memory per rank, each in its own world.
+step, the ratio of paired rounds with its interval, and the peak of resident memory in a step, each in its own world.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 The same Llama, the same gloo ranks, two micro-batches a step: FSDP2 over every layer as its tutorial has it, and by
 `autopar`. Forward and backward; prints seconds per step, the ratio of paired rounds with its interval, and the peak of
-resident memory per rank, each in a world of its own.
+resident memory in a step, each in a world of its own.
 """
 
 from typing import Any
