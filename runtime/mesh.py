@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.ir.plan import Degrees
-from autopar.ir.sharding import Mesh
+from autopar.ir.sharding import DATA, Mesh
 from autopar.trace import _torch_private as private
 
 
@@ -92,20 +93,22 @@ def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int) -> dict[str, MeshDim
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
     """The mesh of a training run: torch's (dp_replicate, dp_shard, tensor dimensions), and those of generated code.
 
-    Collective.
+    Collective. A process that asks for the same mesh again gets the same groups: every group costs threads and sockets.
     """
-    spec = degrees.mesh
-    tensor = tuple(name for name in spec.names if name != "dp")
-    shape = (degrees.dp_replicate, degrees.dp_shard, *spec.degrees[1:])
+    return _training_mesh(degrees.dp_replicate, degrees.dp_shard, degrees.mesh, device_type, dist.group.WORLD)
+
+
+@cache
+def _training_mesh(dp_replicate: int, dp_shard: int, spec: Mesh, device_type: str, world: object) -> RankMesh:
+    """The mesh of one world; `world` is the group of all its ranks."""
+    tensor = tuple(name for name in spec.names if name != DATA)
+    shape = (dp_replicate, dp_shard, *spec.degrees[1:])
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard", *tensor))
     rank = dist.get_rank()
     dims = {}
     for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
         stride = prod(spec.degrees[index + 1 :])
-        data = name == "dp"
-        group = (
-            device_mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group() if data else device_mesh.get_group(name)
-        )
-        dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
+        mesh = device_mesh["dp_replicate", "dp_shard"]._flatten(DATA) if name == DATA else device_mesh[name]
+        dims[name] = MeshDim(name, degree, mesh.get_group(), (rank // stride) % degree, stride)
     dims |= _joined(device_mesh, spec, rank)
-    return RankMesh(device_mesh, dims, spec, device_mesh[tensor] if degrees.tp > 1 else None)
+    return RankMesh(device_mesh, dims, spec, device_mesh[tensor] if prod(spec.degrees[1:]) > 1 else None)

@@ -19,7 +19,7 @@ _OPERANDS = {
     "pow": (0,),
 }
 _ONLY = "acosh digamma lgamma linalg_vector_norm log log10 log2 logit norm reciprocal rsqrt sqrt std"
-_SINGULAR = _OPERANDS | {name: (0,) for name in _ONLY.split()}
+_SINGULAR = _OPERANDS | dict.fromkeys(_ONLY.split(), (0,))
 
 
 def even_factors(call: Call, rule: Rule) -> frozenset[str]:
