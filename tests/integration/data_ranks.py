@@ -121,6 +121,29 @@ def refusals(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, s
     return found
 
 
+def per_micro_batch(rank: int, world_size: int, wish: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    """Errors of steps against the mean loss of the global micro-batches, and the refusal of a short batch."""
+    count = wish["accumulate"]
+    parallel, reference = made(world_size, wish, 2 * count)
+    dp = parallel.plan.degrees.dp
+    worst = {"loss": 0.0, "gradients": 0.0}
+    for seed, length in ((0, LENGTH), (1, LENGTH), (2, LENGTH + 4)):
+        own, every = own_rows(parallel, (2 * count,) * dp, length, seed)
+        for labels in (own["labels"], every["labels"].view(dp, 2 * count, length)):
+            labels[..., :2, 3:] = -100  # the first micro-batch has fewer targets
+        micro_batches = [{n: torch.cat(v.chunk(dp * count)[k::count]) for n, v in every.items()} for k in range(count)]
+        losses = [reference(**values)["loss"] for values in micro_batches]
+        loss = torch.stack(losses).mean()
+        assert abs(loss.item() - reference(**every)["loss"].item()) > 1e-4
+        loss.backward()
+        worst["loss"] = largest((worst["loss"], error(parallel.forward_backward(own), loss.detach(), 0.0)))
+        worst["gradients"] = largest((worst["gradients"], gradient_error(parallel, reference)))
+        parallel.zero_grad()
+        reference.zero_grad()
+    short, _ = own_rows(parallel, (2 * count - 1,) * dp, LENGTH, 3)
+    return worst, message(lambda: parallel.forward_backward(short))
+
+
 def not_masked(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, str]:
     """Short batches of a model whose loss has no mask."""
     parallel, reference = made(world_size, wish, 4, masked=False)

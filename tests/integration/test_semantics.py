@@ -37,6 +37,8 @@ HELD_BY = {
         "test_odd_models.py::test_samples_that_depend_on_each_other",
         "test_buffers.py::test_batch_norm_over_ranks",
         "test_buffers.py::test_accumulation_is_refused",
+        "test_per_micro_batch.py::test_equal_to_one_device_that_does_the_same",
+        "test_per_micro_batch.py::test_a_loss_that_could_be_summed",
     ),
     "S5": (
         "test_data.py::test_three_steps_of_two_optimizer_groups",

@@ -37,6 +37,8 @@ def program() -> Program:
         ((2, 2), {}, "drop the last batch"),
         ((5, 6), {"pads": True, "captures": True}, "at most 4, or the same multiple of 2"),
         ((8, 8), {"pads": True}, "at most 4, or plan again"),
+        ((3, 3), {"pads": True, "per_micro_batch": True}, "every micro-batch counts alike"),
+        ((2, 2), {"pads": True, "captures": True, "per_micro_batch": True}, 2),
         ((0, 0), {"pads": True, "captures": True}, "no sequences on any rank"),
     ),
     ids=str,
