@@ -24,8 +24,8 @@ class Degrees:
     """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch.
 
     `tp_dims` is `tp` as the product of two mesh dimensions, each of which splits axes of its own: with fewer key heads
-    than ranks, the first splits heads of keys, the second the queries that share one. With `per_micro_batch` the loss of
-    a step is the mean of the losses of its micro-batches, each computed by itself.
+    than ranks, the first splits heads of keys, the second the queries that share one. With `per_micro_batch` the loss
+    of a step is the mean of the losses of its micro-batches, each computed by itself.
     """
 
     tp: int = 1

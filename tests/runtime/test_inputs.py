@@ -102,6 +102,15 @@ def test_checksums_depend_on_values_and_order() -> None:
     assert checksum(torch.empty(0, 4)) == 0
 
 
+def test_checksums_of_large_tensors_read_a_part() -> None:
+    value = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
+    own, row = checksum(value), torch.zeros(value.numel() + 1)
+    row[1:] = value.view(-1)
+    assert own == checksum(row[1:].view(value.shape))  # wherever it lies in memory
+    assert own != checksum(value.flip(0)) and own != checksum(value.flip(-1))
+    assert own != checksum(torch.cat((value[:7], value[:1])))
+
+
 def row(kind: int = STEP, **changes: Any) -> list[int]:
     values = {"training": True, "step": 3, "unfit": 0, "sequences": 2, "shape": 7, "ids": 11, "other": 5, "table": 13}
     values |= changes
