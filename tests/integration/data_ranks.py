@@ -64,9 +64,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def training(rank: int, world_size: int, wish: Mapping[str, Any], local: int, steps: Sequence[Any]) -> Any:
+def training(
+    rank: int, world_size: int, wish: Mapping[str, Any], local: int, steps: Sequence[Any], *, tied: bool = False
+) -> Any:
     """Worst errors of loss, gradients and final weights over steps of (sequences by data-parallel rank, length)."""
-    parallel, reference = made(world_size, wish, local)
+    parallel, reference = made(world_size, wish, local, tied=tied)
     assert {n for n, _ in parallel.named_parameters()} == {n for n, _ in reference.named_parameters()}
     ours, theirs = torch.optim.AdamW(groups(parallel)), torch.optim.AdamW(groups(reference))
     worst = {"loss": 0.0, "gradients": 0.0}
@@ -86,6 +88,12 @@ def training(rank: int, world_size: int, wish: Mapping[str, Any], local: int, st
     assert all(a.shape == b.shape for a, b in pairs)
     worst["weights"] = largest(error(a, b, 0.0) for a, b in pairs if b.numel())
     return worst
+
+
+def training_tied(rank: int, world_size: int, wish: Mapping[str, Any]) -> Any:
+    """As `training`, with one table for tokens and logits."""
+    steps = [((4,) * wish["dp"], LENGTH), ((3, 4)[: wish["dp"]], LENGTH)]
+    return training(rank, world_size, wish, 4, steps, tied=True)
 
 
 def message(action: Any) -> str:
