@@ -25,6 +25,11 @@ class PlanOptions:
     sequence_parallel: bool | None = _option("Require or forbid sequence parallelism on tp. (default: where it pays)")
     micro_batch: int | None = _option("Sequences of one data-parallel rank in one micro-batch.")
     accumulate: int | None = _option("Micro-batches of one step. (default: 1)")
+    per_micro_batch: bool | None = _option(
+        "Every micro-batch its own loss and batch statistics, averaged over a step: what a plain training loop does. "
+        "Lets models accumulate whose samples depend on each other (batch norm, contrastive loss, MoE balance loss); "
+        "the loss is then not that of the whole batch. (default: off)"
+    )
     global_batch: int | None = _option("Sequences of one step: dp × micro-batch × accumulate; give any two.")
     seq_len: int | None = _option("Tokens of one sequence. (default: the model's context, at most 4096)")
 

@@ -52,13 +52,15 @@ def capture_for(
     *,
     training: bool = True,
 ) -> Program:
-    """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation is not legal."""
+    """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation would change the loss
+    and `degrees` do not accept that."""
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     micro_batch = degrees.micro_batch or local_batch
     program = trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn, training=training)
-    if degrees.accumulate > 1 and program.mixes_batch is not None:
+    if degrees.accumulate > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
         raise PlanError(
-            f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1"
+            f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1, or "
+            "accept the mean of the losses of single micro-batches with per_micro_batch = true (--per-micro-batch)"
         )
     return program
 

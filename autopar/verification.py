@@ -5,7 +5,7 @@ The command line's `autopar verify` and tests call `verify`; steps and compariso
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from autopar.ir.program import Program
 from autopar.models import ResolvedModel, resolve_model
 from autopar.planning import capture_for, check_plan, label_plan
 from autopar.runtime.compare import TOLERANCES, Quantity, error, rms, worst
+from autopar.runtime.inputs import split_micro_batches
 from autopar.runtime.launch import DEFAULT_TIMEOUT_S, Ranks
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.passes.without_dropout import without_dropout
@@ -116,11 +117,12 @@ def verify(
     checked = in_dtype(program, dtype)
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
     data = batches(checked, decided.degrees, steps, seed, _vocabulary(model))
-    reference = reference_steps(checked, source, data, decided.degrees.accumulate)
+    reference = reference_steps(checked, source, data, decided.degrees)
     _, has_dropout = without_dropout(program)
     captured: tuple[Quantity, ...] = ()
-    if not has_dropout:
-        captured = against_model(model, source, data[0], reference, decided.degrees.accumulate)
+    count = decided.degrees.accumulate
+    if not has_dropout and (count == 1 or decided.degrees.per_micro_batch):
+        captured = against_model(model, source, split_micro_batches(program, data[0], count), reference)
     on_progress(f"the same steps on {world_size} ranks")
     arguments = (job, decided.to_json())
     if ranks is not None:
@@ -148,10 +150,9 @@ def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _captured(job: Job, micro_batch: int | None, dp: int, accumulate: int) -> tuple[ResolvedModel, Program]:
+def _captured(job: Job, degrees: Degrees) -> tuple[ResolvedModel, Program]:
     """A rank's model and program; a world that verifies many plans of one model captures it once per batch size."""
     model = _resolve(job)
-    degrees = Degrees(dp_shard=dp, micro_batch=micro_batch, accumulate=accumulate)
     return model, capture_for(model.model, model.example_inputs, degrees)
 
 
@@ -160,7 +161,16 @@ def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
     import json
 
     plan = Plan.from_dict(json.loads(plan_json))
-    model, program = _captured(job, plan.degrees.micro_batch, plan.degrees.dp, plan.degrees.accumulate)
+    wanted = plan.degrees
+    model, program = _captured(
+        job,
+        Degrees(
+            dp_shard=wanted.dp,
+            micro_batch=wanted.micro_batch,
+            accumulate=wanted.accumulate,
+            per_micro_batch=wanted.per_micro_batch,
+        ),
+    )
     check_plan(plan, program, plan.degrees.world_size)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
@@ -172,22 +182,21 @@ def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
 def against_model(
     model: ResolvedModel,
     source: Callable[[str], torch.Tensor],
-    batch: Mapping[str, torch.Tensor],
+    micro_batches: Sequence[Mapping[str, torch.Tensor]],
     reference: Steps,
-    accumulate: int,
 ) -> tuple[Quantity, ...]:
-    """The promoted reference against the unmodified model in its own dtype, once: loss and gradients."""
-    if accumulate > 1:
-        return ()
+    """The promoted reference against the unmodified model in its own dtype, once: mean loss and gradients."""
     plain = materialised(model.model, source)
     dtype = next(plain.parameters()).dtype
-    typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    inputs = model.example_inputs
-    if isinstance(inputs, Mapping):
-        out = plain(**{k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}, **typed)
-    else:
-        out = plain(*typed.values())
-    loss = named_outputs(out)["loss"]
+    loss = torch.zeros((), dtype=dtype)
+    for batch in micro_batches:
+        typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        inputs = model.example_inputs
+        if isinstance(inputs, Mapping):
+            out = plain(**{k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}, **typed)
+        else:
+            out = plain(*typed.values())
+        loss = loss + named_outputs(out)["loss"] / len(micro_batches)
     loss.backward()
     tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
     scale = rms(reference.gradients.values())

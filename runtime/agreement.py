@@ -23,6 +23,7 @@ from autopar.runtime.mesh import RankMesh
 KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
 READING, ENDED, FAILED, STEP, EVALUATION = range(len(KINDS))
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
+MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
 Row = Sequence[int]  # kind and mode, step, whether the batch is unfit, sequences; then per input shape and checksum
 
 
@@ -139,15 +140,23 @@ def _data_disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: 
 
 
 def checksum(value: torch.Tensor) -> int:
-    """An int64 of a tensor's bits that depends on order, exactly so for at most `NUM_CHUNKS` elements."""
-    flat = value.detach().contiguous().reshape(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(flat.element_size(), 8)])
+    """An int64 of a tensor's bits that depends on order, exactly so for at most `NUM_CHUNKS` words."""
+    words = _words(value.detach().contiguous().reshape(-1))
+    step = -(-words.numel() // MAX_WORDS)
+    words = words[:: step | 1] if step > 1 else words  # an odd step, lest it meets one column of every row
     size = -(-words.numel() // NUM_CHUNKS) if words.numel() else 1
     even = words.numel() // size * size
     sums = [words[:even].view(-1, size).sum(1, dtype=torch.int64), words[even:].sum(dtype=torch.int64).view(1)]
     chunks = torch.cat(sums)
     weights = torch.arange(1, chunks.numel() + 1, device=chunks.device) * 2654435761 + 1
     return int((chunks * weights).sum().item())
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """The bits of a flat tensor as integers, of 8 bytes where that divides it: those are summed without conversion."""
+    if flat.numel() * flat.element_size() % 8 == 0:
+        return (flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat).view(torch.int64)
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(flat.element_size(), 8)])
 
 
 def _shape_hash(value: torch.Tensor, info: InputInfo) -> int:

@@ -73,20 +73,29 @@ def _rows(shape: Sequence[int], info: InputInfo) -> tuple[int, ...]:
 
 
 def sequences_to_run(
-    counts: Sequence[int], planned: int, micro_batches: int, *, pads: bool, captures: bool, wants_outputs: bool
+    counts: Sequence[int],
+    planned: int,
+    micro_batches: int,
+    *,
+    pads: bool,
+    captures: bool,
+    wants_outputs: bool,
+    per_micro_batch: bool = False,
 ) -> int:
     """How many sequences every rank runs, given how many each has; the same on all ranks.
 
     A batch that is too short is padded if `pads`; `captures` says whether another number of sequences may be run as it
-    is. Padded rows would show in outputs, so `wants_outputs` prefers to capture. Raises `RuntimeInputError`.
+    is. Padded rows would show in outputs, so `wants_outputs` prefers to capture. With losses `per_micro_batch`, a
+    micro-batch of fewer samples would count as much as the others: nothing is padded. Raises `RuntimeInputError`.
     """
     least, most = min(counts), max(counts)
+    alike = per_micro_batch and micro_batches > 1
     if not most and planned:
         raise RuntimeInputError("the batch has no sequences on any rank; leave the step out")
     if least == most == planned:
         return planned
     may_capture = captures and least == most and most > 0 and most % micro_batches == 0
-    if pads and most <= planned and not (wants_outputs and may_capture):
+    if pads and not alike and most <= planned and not (wants_outputs and may_capture):
         return planned
     if may_capture:
         return most
@@ -98,10 +107,12 @@ def sequences_to_run(
         )
     else:
         same = f", or pass the same multiple of {micro_batches} on every rank" if captures else ""
-        remedy = (
-            "it cannot be padded, because the loss has no targets that can be ignored (a cross-entropy with "
-            f"ignore_index over an input); drop the last batch{same}"
+        why = (
+            "every micro-batch counts alike (per_micro_batch)"
+            if alike
+            else "the loss has no targets that can be ignored (a cross-entropy with ignore_index over an input)"
         )
+        remedy = f"it cannot be padded, because {why}; drop the last batch{same}"
     raise RuntimeInputError(f"the batch has {held} where the plan has {planned} of each rank{per}; {remedy}")
 
 

@@ -267,6 +267,7 @@ class ParallelModel(nn.Module):
             pads=shapes.base.ignored is not None,
             captures=shapes.can_capture,
             wants_outputs=evaluates,
+            per_micro_batch=self.plan.degrees.per_micro_batch,
         )
         filled = padded(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
         if own.sequences:
@@ -276,12 +277,13 @@ class ParallelModel(nn.Module):
         is_padded = min(counts) < sequences
         if is_padded and compiled.ignored is None:
             raise unfit(["it is too short to run, and captured anew the loss has no targets that can be ignored"])
-        if micro_batches > 1 and compiled.program.mixes_batch is not None:
+        if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
         return compiled, [{n: t.to(self.device) for n, t in piece.items()} for piece in pieces], is_padded
 
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
-        """One step's loss and gradients; returns the global mean loss, equal on every rank.
+        """One step's loss and gradients; returns the loss of the global batch, equal on every rank: where the plan says
+        `per_micro_batch`, the mean of the losses of its micro-batches.
 
         `batch` is this rank's part of the global batch: `micro_batch × accumulate` sequences. Ranks that differ only
         in `tp` pass the same data. With fewer sequences, on some ranks or all, the batch is padded where the loss has
@@ -295,23 +297,15 @@ class ParallelModel(nn.Module):
         compiled, micro_batches, _ = self._prepared(batch, STEP, self.plan.degrees.accumulate)
         program = compiled.program
         compiled.code_modules(outputs=False)
-        denominator = program.denominator
-        total: torch.Tensor | None = None
-        if denominator is not None:
-            with torch.no_grad():
-                for values in micro_batches:
-                    one = compiled.denominator(values)
-                    total = one if total is None else total + one
+        denominators = self._denominators(compiled, micro_batches)
+        averages = program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
         earlier = self._set_aside_deferred()
         loss = torch.zeros((), device=self.device)
         for index, values in enumerate(micro_batches):
             zero.before_micro_batch(self, self.plan.degrees, last=index == len(micro_batches) - 1)
             self._streams.training = True
-            known = values if denominator is None else {**values, denominator: total}
-            results = self(compiled, known, False, (self._step, index))
-            out = results[program.loss]
-            if program.loss_reduction == "mean":
-                out = out / len(micro_batches)
+            results = self(compiled, {**values, **denominators[index]}, False, (self._step, index))
+            out = results[program.loss] / (len(micro_batches) if averages else 1)
             out.backward()
             loss = loss + out.detach()
             with torch.no_grad():
@@ -323,6 +317,17 @@ class ParallelModel(nn.Module):
         complete_gradients(program, dict(self.named_parameters()))
         self._step += 1
         return loss
+
+    @torch.no_grad()
+    def _denominators(self, compiled: Compiled, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
+        """What the loss of each micro-batch is divided by, by name: the sum over all of them, or its own."""
+        name = compiled.program.denominator
+        if name is None:
+            return [{} for _ in micro_batches]
+        own = [compiled.denominator(values) for values in micro_batches]
+        if not self.plan.degrees.per_micro_batch:
+            own = [torch.stack(own).sum(0)] * len(own)
+        return [{name: one} for one in own]
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches, as long as every rank has one: one all-gather of a few integers for each. Collective.

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.runtime.compare import TOLERANCES, Quantity, error, rms, weight_error, worst
 from autopar.runtime.execute import captured_modules, constant_values, run_calls
@@ -86,9 +86,10 @@ def batches(program: Program, degrees: Any, steps: int, seed: int, vocabulary: i
 
 
 def reference_steps(
-    program: Program, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]], accumulate: int
+    program: Program, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]], degrees: Degrees
 ) -> Steps:
     """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
+    averages = program.loss_reduction == "mean" or degrees.per_micro_batch
     source = with_pieces(program, source)
     parameters = {
         name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
@@ -109,7 +110,7 @@ def reference_steps(
     optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE)
     found = Steps()
     for step, batch in enumerate(data):
-        pieces = split_micro_batches(program, batch, accumulate)
+        pieces = split_micro_batches(program, batch, degrees.accumulate)
         denominators = []
         for piece in pieces:
             values: dict[str, Any] = {**parameters, **state, **constants, **piece}
@@ -121,12 +122,13 @@ def reference_steps(
             )
             denominators.append(values[program.denominator] if program.denominator else None)
         total, before = torch.zeros((), dtype=torch.float64), state
-        for piece in pieces:
+        for piece, own in zip(pieces, denominators, strict=True):
             values = {**parameters, **state, **constants, **piece}
             if program.denominator:
-                values[program.denominator] = torch.stack([d for d in denominators if d is not None]).sum(0)
+                every = torch.stack([d for d in denominators if d is not None])
+                values[program.denominator] = own if degrees.per_micro_batch else every.sum(0)
             run_calls(main, lambda _, c: modules[c.block], values, lambda c: c.results)
-            loss = values[program.loss] / (len(pieces) if program.loss_reduction == "mean" else 1)
+            loss = values[program.loss] / (len(pieces) if averages else 1)
             loss.backward()
             total = total + loss.detach()
             state = {name: values[update].detach() for name, update in program.updates.items()}

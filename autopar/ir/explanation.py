@@ -67,6 +67,8 @@ def _header(plan: "Plan") -> Section:
             f"global batch {total} = dp {degrees.dp} × micro-batch {degrees.micro_batch} × accumulate "
             f"{degrees.accumulate} sequences{tokens}"
         )
+    if degrees.per_micro_batch and degrees.accumulate > 1:
+        lines.append("loss: the mean of the losses of micro-batches, each computed by itself (per_micro_batch)")
     chosen = {None: "where it pays", True: "required", False: "not used"}[degrees.sequence_parallel]
     if degrees.tp > 1:
         lines.append(f"sequence parallelism on tp: {chosen}")

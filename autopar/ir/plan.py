@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ class Degrees:
     """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch.
 
     `tp_dims` is `tp` as the product of two mesh dimensions, each of which splits axes of its own: with fewer key heads
-    than ranks, the first splits heads of keys, the second the queries that share one.
+    than ranks, the first splits heads of keys, the second the queries that share one. With `per_micro_batch` the loss
+    of a step is the mean of the losses of its micro-batches, each computed by itself.
     """
 
     tp: int = 1
@@ -34,6 +36,7 @@ class Degrees:
     sequence_parallel: bool | None = None
     micro_batch: int | None = None
     accumulate: int = 1
+    per_micro_batch: bool = False
 
     @property
     def dp(self) -> int:
@@ -247,7 +250,7 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
     """Degrees of a mapping such as ``{"tp": 2, "dp": 2, "zero": 3}``; `dp` means `dp_shard`."""
     if not isinstance(data, Mapping):
         raise PlanError(f"{source}: expected a mapping such as {{'tp': 2, 'dp': 2}}, got {type(data).__name__}")
-    fields = {"tp", "tp_dims", "dp_shard", "dp_replicate", "zero", "sequence_parallel", "micro_batch", "accumulate"}
+    fields = {field.name for field in dataclass_fields(Degrees)}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, value in data.items():
@@ -265,6 +268,8 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             values[name], rule = _tensor_dims(value, data.get("tp"))
         elif name == "sequence_parallel":
             rule = "" if value is None or isinstance(value, bool) else "must be true, false or null"
+        elif name == "per_micro_batch":
+            rule = "" if isinstance(value, bool) else "must be true or false"
         elif value is None and name == "micro_batch":
             continue
         elif isinstance(value, bool) or not isinstance(value, int):

@@ -58,7 +58,7 @@ def test_commands_share_the_plan_options(monkeypatch: pytest.MonkeyPatch) -> Non
     for command in ("plan", "coverage", "verify"):
         shown = autopar(command, "--help").stdout
         names = ("tp", "dp", "dp-replicate", "zero", "micro-batch", "accumulate", "global-batch", "seq-len")
-        for option in (*names, "sequence-parallel", "no-sequence-parallel"):
+        for option in (*names, "sequence-parallel", "no-sequence-parallel", "per-micro-batch"):
             assert f"--{option}" in shown, (command, option)
 
 

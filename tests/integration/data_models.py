@@ -30,12 +30,12 @@ class Layer(nn.Module):
 
 
 class Tokens(nn.Module):
-    """`masked` targets can be ignored; with `drops` training skips the second layer.
+    """`masked` targets can be ignored; with `drops` training skips the second layer; `tied` shares one table.
 
     A gain is used in training only, a temperature in evaluation only.
     """
 
-    def __init__(self, *, dropout: float = 0.0, masked: bool = True, drops: bool = False) -> None:
+    def __init__(self, *, dropout: float = 0.0, masked: bool = True, drops: bool = False, tied: bool = False) -> None:
         super().__init__()
         self.masked, self.drops = masked, drops
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
@@ -48,6 +48,8 @@ class Tokens(nn.Module):
             self.pruned = nn.Sequential(nn.Linear(HIDDEN, 0), nn.Linear(0, HIDDEN))
         self.gain, self.temperature = nn.Parameter(torch.empty(HIDDEN)), nn.Parameter(torch.empty(HIDDEN))
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.tokens(input_ids) + self.positions[: input_ids.shape[1]]

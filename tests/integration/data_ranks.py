@@ -64,9 +64,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def training(rank: int, world_size: int, wish: Mapping[str, Any], local: int, steps: Sequence[Any]) -> Any:
+def training(
+    rank: int, world_size: int, wish: Mapping[str, Any], local: int, steps: Sequence[Any], *, tied: bool = False
+) -> Any:
     """Worst errors of loss, gradients and final weights over steps of (sequences by data-parallel rank, length)."""
-    parallel, reference = made(world_size, wish, local)
+    parallel, reference = made(world_size, wish, local, tied=tied)
     assert {n for n, _ in parallel.named_parameters()} == {n for n, _ in reference.named_parameters()}
     ours, theirs = torch.optim.AdamW(groups(parallel)), torch.optim.AdamW(groups(reference))
     worst = {"loss": 0.0, "gradients": 0.0}
@@ -86,6 +88,12 @@ def training(rank: int, world_size: int, wish: Mapping[str, Any], local: int, st
     assert all(a.shape == b.shape for a, b in pairs)
     worst["weights"] = largest(error(a, b, 0.0) for a, b in pairs if b.numel())
     return worst
+
+
+def training_tied(rank: int, world_size: int, wish: Mapping[str, Any]) -> Any:
+    """As `training`, with one table for tokens and logits."""
+    steps = [((4,) * wish["dp"], LENGTH), ((3, 4)[: wish["dp"]], LENGTH)]
+    return training(rank, world_size, wish, 4, steps, tied=True)
 
 
 def message(action: Any) -> str:
@@ -119,6 +127,29 @@ def refusals(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, s
     parallel.train()
     assert torch.isfinite(parallel.forward_backward(good))
     return found
+
+
+def per_micro_batch(rank: int, world_size: int, wish: Mapping[str, Any]) -> tuple[dict[str, float], str]:
+    """Errors of steps against the mean loss of the global micro-batches, and the refusal of a short batch."""
+    count = wish["accumulate"]
+    parallel, reference = made(world_size, wish, 2 * count)
+    dp = parallel.plan.degrees.dp
+    worst = {"loss": 0.0, "gradients": 0.0}
+    for seed, length in ((0, LENGTH), (1, LENGTH), (2, LENGTH + 4)):
+        own, every = own_rows(parallel, (2 * count,) * dp, length, seed)
+        for labels in (own["labels"], every["labels"].view(dp, 2 * count, length)):
+            labels[..., :2, 3:] = -100  # the first micro-batch has fewer targets
+        micro_batches = [{n: torch.cat(v.chunk(dp * count)[k::count]) for n, v in every.items()} for k in range(count)]
+        losses = [reference(**values)["loss"] for values in micro_batches]
+        loss = torch.stack(losses).mean()
+        assert abs(loss.item() - reference(**every)["loss"].item()) > 1e-4
+        loss.backward()
+        worst["loss"] = largest((worst["loss"], error(parallel.forward_backward(own), loss.detach(), 0.0)))
+        worst["gradients"] = largest((worst["gradients"], gradient_error(parallel, reference)))
+        parallel.zero_grad()
+        reference.zero_grad()
+    short, _ = own_rows(parallel, (2 * count - 1,) * dp, LENGTH, 3)
+    return worst, message(lambda: parallel.forward_backward(short))
 
 
 def not_masked(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, str]:

@@ -130,6 +130,48 @@ def contrastive() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return Contrastive(), {"x": torch.zeros(12, 12)}
 
 
+class Residual(torch.nn.Module):
+    """A convolutional network with batch norm and a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(2, 4, 3, padding=1, bias=False)
+        self.inner = torch.nn.Sequential(
+            torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        )
+        self.norm, self.head = torch.nn.BatchNorm2d(4), torch.nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.stem(x)
+        scores = self.head(self.norm(x + self.inner(x)).relu().mean((2, 3)))
+        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "scores": scores}
+
+
+def residual() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Residual(), {"x": torch.zeros(12, 2, 6, 6), "labels": torch.zeros(12, dtype=torch.long)}
+
+
+class Experts(torch.nn.Module):
+    """Two of three experts for every sample; the loss adds how unevenly a batch uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(12, 3)
+        self.up, self.down = (torch.nn.Parameter(torch.randn(3, *shape) / 4) for shape in ((12, 8), (8, 12)))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = torch.zeros_like(weights).scatter(-1, weights.topk(2).indices, 1.0)
+        hidden = torch.einsum("bd,edh->ebh", x, self.up).relu()
+        out = torch.einsum("ebh,ehd,be->bd", hidden, self.down, weights * chosen)
+        balance = 3 * (chosen.mean(0) * weights.mean(0)).sum()
+        return (out - y).square().mean() + 0.1 * balance
+
+
+def experts() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Experts(), {"x": torch.zeros(12, 12), "y": torch.zeros(12, 12)}
+
+
 class Noisy(torch.nn.Module):
     """Adds noise that is not dropout."""
 

@@ -37,6 +37,18 @@ def test_three_steps_of_two_optimizer_groups(wish: dict[str, Any], four_ranks: R
     assert worst(four_ranks.run("data_ranks:training", 4, wish, 4, steps)) < TOLERANCE
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_tied_parameters_without_tensor_parallelism(zero: int, two_ranks: Ranks) -> None:
+    """Beside frozen, unused, scalar and empty ones, and with two optimizer groups."""
+    wish = {"tp": 1, "dp": 2, "zero": zero, "accumulate": 2}
+    assert worst(two_ranks.run("data_ranks:training_tied", 2, wish)) < TOLERANCE
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_tied_parameters_with_tensor_parallelism(zero: int, four_ranks: Ranks) -> None:
+    assert worst(four_ranks.run("data_ranks:training_tied", 4, {**WISH, "zero": zero})) < TOLERANCE
+
+
 @pytest.mark.parametrize("sequence_parallel", (None, True))
 def test_other_lengths_and_numbers_of_sequences(sequence_parallel: bool | None, four_ranks: Ranks) -> None:
     steps = [((4, 4), 8), ((4, 4), 12), ((2, 4), 4), ((6, 6), 8), ((4, 4), 8), ((3, 4), 12)]

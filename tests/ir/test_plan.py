@@ -58,6 +58,7 @@ def test_degrees() -> None:
         ({"zero": 4}, "0, 1, 2 or 3"),
         ({"dp": 2, "dp_shard": 2}, "second time"),
         ({"sequence_parallel": 1}, "true, false or null"),
+        ({"per_micro_batch": None}, "per_micro_batch: must be true or false"),
         ([], "mapping"),
         (None, "mapping"),
     ],

@@ -37,6 +37,8 @@ def program() -> Program:
         ((2, 2), {}, "drop the last batch"),
         ((5, 6), {"pads": True, "captures": True}, "at most 4, or the same multiple of 2"),
         ((8, 8), {"pads": True}, "at most 4, or plan again"),
+        ((3, 3), {"pads": True, "per_micro_batch": True}, "every micro-batch counts alike"),
+        ((2, 2), {"pads": True, "captures": True, "per_micro_batch": True}, 2),
         ((0, 0), {"pads": True, "captures": True}, "no sequences on any rank"),
     ),
     ids=str,
@@ -98,6 +100,15 @@ def test_checksums_depend_on_values_and_order() -> None:
         changed.view(-1)[-1] = 1 - changed.view(-1)[-1].to(torch.float64 if not value.dtype.is_complex else value.dtype)
         assert own != checksum(changed)
     assert checksum(torch.empty(0, 4)) == 0
+
+
+def test_checksums_of_large_tensors_read_a_part() -> None:
+    value = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
+    own, row = checksum(value), torch.zeros(value.numel() + 1)
+    row[1:] = value.view(-1)
+    assert own == checksum(row[1:].view(value.shape))  # wherever it lies in memory
+    assert own != checksum(value.flip(0)) and own != checksum(value.flip(-1))
+    assert own != checksum(torch.cat((value[:7], value[:1])))
 
 
 def row(kind: int = STEP, **changes: Any) -> list[int]:

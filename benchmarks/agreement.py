@@ -1,0 +1,90 @@
+"""What comparing the ranks before every step costs: python benchmarks/agreement.py
+
+The comparison alone (`Agreement.check` of autopar/runtime/agreement.py), and the step of a small data-parallel model
+with and without it, on gloo ranks of this machine that have TORCH_DISTRIBUTED_DEBUG off. Prints milliseconds of the
+slowest rank: the median of paired rounds, and their least, which is what a busy machine shows of an idle one.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from paired import Step, timed
+from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.nn import functional as F
+
+from autopar.runtime.agreement import Agreement
+
+SHAPES: Mapping[str, tuple[int, ...]] = {"tokens": (8, 1024), "images": (32, 3, 224, 224)}
+
+
+class Small(nn.Module):
+    """Tokens or pixels, averaged, and one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layer(x.flatten(1)[:, :12].float()), labels)
+
+
+def programs(world_size: int, data: str) -> dict[str, Step]:
+    import autopar
+    from autopar.runtime.agreement import STEP
+    from autopar.runtime.inputs import read_batch
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = SHAPES[data]
+    x = torch.randint(0, 50_000, shape, generator=generator) if data == "tokens" else torch.rand(shape)
+    batch = {"x": x, "labels": torch.randint(0, 6, shape[:1], generator=generator)}
+    model = autopar.parallelize(Small(), f"{world_size}xcpu", example_inputs=batch, plan={"dp": world_size, "zero": 0})
+    agreement = Agreement(model.rank_mesh, model.program.inputs)
+    read = read_batch(model.program, batch, shape[0], any_shape=False)
+
+    def alone() -> torch.Tensor:
+        return torch.tensor(agreement.check(STEP, True, 0, read))
+
+    def step() -> torch.Tensor:
+        return model.forward_backward(batch)
+
+    def without() -> torch.Tensor:
+        with mock.patch.object(Agreement, "check", lambda self, *_: [shape[0]] * world_size):
+            return step()
+
+    return {"comparison alone": alone, "step with it": step, "step without it": without}
+
+
+def run(rank: int, world_size: int, store: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size)
+    for data, shape in SHAPES.items():
+        times = timed(programs(world_size, data), rounds)
+        for name, seconds in times.items() if rank == 0 else ():
+            middle, least = 1e3 * statistics.median(seconds), 1e3 * min(seconds)
+            print(f"{world_size:5d} {f'{data} {shape}':28s} {name:18s} {middle:8.3f} {least:8.3f}", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
+    print(f"{'ranks':>5} {'data of a rank':28s} {'':18s} {'ms':>8} {'least':>8}")
+    for world_size in arguments.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            rank_arguments = (world_size, os.path.join(folder, "store"), arguments.rounds)
+            torch.multiprocessing.spawn(run, rank_arguments, nprocs=world_size)
+
+
+if __name__ == "__main__":
+    main()
