@@ -96,7 +96,10 @@ def _page() -> str:
 
     date = datetime.datetime.now(tz=datetime.UTC).date()
     return PAGE.format(
-        longest=MAX_DEFAULT_SEQ_LEN, date=date, torch=torch.__version__.partition("+")[0], transformers=transformers.__version__
+        longest=MAX_DEFAULT_SEQ_LEN,
+        date=date,
+        torch=torch.__version__.partition("+")[0],
+        transformers=transformers.__version__,
     )
 
 
