@@ -117,6 +117,8 @@ def resolve_model(
         made, _ = _config_object(scaled_config(made.to_dict(), layers=layers, hidden=hidden))
         sizes = [f"layers={layers}" if layers is not None else "", f"hidden={hidden}" if hidden is not None else ""]
         notes += (f"{name} scaled to {', '.join(s for s in sizes if s)}; every dropout is 0",)
+    if _multiplies_in_batches(made, dtype_name):
+        notes += ("in float64 experts are computed by batched_mm, in other dtypes by grouped_mm: the same numbers",)
     model = _build(made, dtype_name, device)
     batch = DEFAULT_BATCH if batch is None else batch
     seq_len = default_seq_len(made) if seq_len is None else seq_len
@@ -204,6 +206,11 @@ def _unknown_keys(config_class: Any, fields: Mapping[str, Any]) -> tuple[tuple[s
     return ((note,) if ignored else ()), problems
 
 
+def _multiplies_in_batches(config: Any, dtype_name: str) -> bool:
+    """transformers' product of tokens grouped by expert has no float64 kernel."""
+    return dtype_name == "float64" and any(hasattr(config, key) for key in ("num_experts", "num_local_experts"))
+
+
 def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
     import torch
 
@@ -216,8 +223,8 @@ def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
     )
     auto_name = next(fitting, "AutoModelForCausalLM")
     options: dict[str, Any] = {}
-    if dtype_name == "float64" and any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
-        options["experts_implementation"] = "batched_mm"  # grouped_mm has no float64 kernel
+    if _multiplies_in_batches(config, dtype_name):
+        options["experts_implementation"] = "batched_mm"
     try:
         target = torch.device(device)
     except RuntimeError as error:

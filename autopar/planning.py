@@ -21,9 +21,9 @@ from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.runtime.parameters import Held
-from autopar.search.labels import LabelOptions, label
+from autopar.search.labels import Labelling, LabelOptions, label
 from autopar.search.tensor_dims import tensor_dims
-from autopar.trace.analysis import analyse
+from autopar.trace.analysis import Analysis, analyse
 from autopar.trace.capture import Inputs, LossFunction, input_names
 from autopar.trace.trace import batch_and_sequence, trace
 
@@ -70,16 +70,9 @@ def label_plan(
 ) -> Plan:
     """The plan that the labeller finds for a program whose parameters may be `held` already.
 
-    `tp` becomes two mesh dimensions where key heads want it. Raises `InfeasibleError` where it cannot fit a device.
+    Raises `PlanError` where a degree does not divide the model, `InfeasibleError` where the plan cannot fit a device.
     """
-    analysis = analyse(program, degrees.mesh)
-    free = degrees.tp_dims is None and held is None
-    split = tensor_dims(program, analysis, degrees.tp) if free else None
-    if split is not None:
-        with contextlib.suppress(PlanError, InfeasibleError):
-            return label_plan(program, cluster, replace(degrees, tp_dims=split), name)
-    pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
-    found = label(program, analysis, degrees, cluster, options=LabelOptions(pinned=pinned))
+    degrees, analysis, found = choose_labels(program, cluster, degrees, held=held)
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster)
     plan = Plan(
         fingerprint=program.fingerprint,
@@ -92,6 +85,23 @@ def label_plan(
         notes=(*program.notes, *found.notes),
     )
     return with_summary(plan, program, cluster, analysis)
+
+
+def choose_labels(
+    program: Program, cluster: ClusterSpec, degrees: Degrees, *, held: Mapping[str, Held] | None = None
+) -> tuple[Degrees, Analysis, Labelling]:
+    """Labels, with the degrees and axes that they are for: `tp` becomes two mesh dimensions where heads want it.
+
+    Raises `PlanError` where a degree does not divide the model, and `InfeasibleError` where the solver finds nothing.
+    """
+    analysis = analyse(program, degrees.mesh)
+    free = degrees.tp_dims is None and held is None
+    split = tensor_dims(program, analysis, degrees.tp) if free else None
+    if split is not None:
+        with contextlib.suppress(PlanError, InfeasibleError):
+            return choose_labels(program, cluster, replace(degrees, tp_dims=split))
+    pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
+    return degrees, analysis, label(program, analysis, degrees, cluster, options=LabelOptions(pinned=pinned))
 
 
 def coverage(
@@ -112,8 +122,8 @@ def coverage(
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
     degrees = resolve_degrees(plan, spec.num_devices, local_batch, global_batch=global_batch)
     program = capture_for(model, example_inputs, degrees)
-    analysis = analyse(program, degrees.mesh)
-    return coverage_of(program, analysis, label(program, analysis, degrees, spec).blocks, degrees, spec)
+    degrees, analysis, found = choose_labels(program, spec, degrees)
+    return coverage_of(program, analysis, found.blocks, degrees, spec)
 
 
 def _as_held(how: Held, dims: Dims) -> tuple[Type, ...]:

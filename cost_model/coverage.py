@@ -1,19 +1,21 @@
 """How much of a program's work a labelling splits, and what every operator that stays whole costs.
 
 An operator is *split* on a mesh dimension if its label there names a factor, so that a rank does a part of it; it is
-*whole* there if every rank of that dimension does all of it. The covered share of FLOP on a mesh dimension is
+*whole* there if every rank of that dimension does all of it. How far an operator is split over n ranks is
 
-    sum of FLOP of the operators that are split there  /  sum of FLOP of all operators
+    (1 - what one rank does / the whole operator)  /  (1 - 1/n)
 
-and likewise of bytes moved. FLOP are those of matrix products, attention and convolutions, forward, of the unsplit
-operator; bytes are operands and output, views moving none. Operators without a rule count: their FLOP are torch's own
-count (`unruled_flops`).
+1 if every rank does an n-th, 0 if every rank does all of it, 0.86 if n = 8 ranks are 4 × 2 and the operator is split
+over the 4 only; padding counts as work. The covered share of FLOP is the mean over all operators weighted by their
+FLOP, and likewise of bytes moved. FLOP are those of matrix products, attention and convolutions, forward, of the
+unsplit operator; bytes are operands and output, views moving none. Operators without a rule count: their FLOP are
+torch's own count (`unruled_flops`). Where `tp` is two mesh dimensions there is a share for each and for both together.
 
 The price of being whole is what one rank spends on the operator in one step, forward and backward, at the device's
 peak and memory bandwidth, and the bytes of operands that it keeps for the backward pass.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -31,7 +33,7 @@ from autopar.cost_model.compute import (
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
-from autopar.rules.rule import TensorInfo
+from autopar.rules.rule import Call, Rule, TensorInfo
 from autopar.rules.variants import Variant, by_label, variants
 from autopar.trace.analysis import Analysis
 
@@ -42,8 +44,9 @@ NOTABLE = 1e-3  # an operator that is whole is listed from this share of a rank'
 class Work:
     """One operator of one distinct block: its whole work in one micro-batch, and what one rank has of it.
 
-    `split` are the mesh dimensions that split it. `seconds` are of one rank and step, `kept_bytes` of one rank and
-    micro-batch, over all calls of the block.
+    `split` are the mesh dimensions that split it, `split_flops` and `split_bytes` how much of its FLOP and bytes is
+    split, per name of `grouped_dims`. `seconds` are of one rank and step, `kept_bytes` of one rank and micro-batch,
+    over all calls of the block.
     """
 
     operator: str
@@ -53,13 +56,15 @@ class Work:
     flops: float
     num_bytes: float
     split: frozenset[str]
+    split_flops: Mapping[str, float]
+    split_bytes: Mapping[str, float]
     seconds: float
     kept_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCoverage:
-    """All calls of one operator in one micro-batch; `split_flops` and `split_bytes` are per mesh dimension."""
+    """All calls of one operator in one micro-batch; `split_flops` and `split_bytes` are per name of `grouped_dims`."""
 
     operator: str
     num_calls: int
@@ -94,7 +99,7 @@ class Coverage:
     seconds: float
 
     def split_flops(self, mesh_dim: str) -> float:
-        """The share of FLOP that is split on a mesh dimension, 1 where there are none."""
+        """The share of FLOP that is split on a mesh dimension, or on `tp` as two of them; 1 where there are no FLOP."""
         return _share(sum(o.split_flops[mesh_dim] for o in self.operators), sum(o.flops for o in self.operators))
 
     def split_bytes(self, mesh_dim: str) -> float:
@@ -103,8 +108,15 @@ class Coverage:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        shares = {name: {"flops": self.split_flops(name), "bytes": self.split_bytes(name)} for name in self.mesh}
+        names = grouped_dims(self.mesh)
+        shares = {name: {"flops": self.split_flops(name), "bytes": self.split_bytes(name)} for name in names}
         return {**asdict(self), "split": shares}
+
+
+def grouped_dims(mesh: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
+    """Every mesh dimension by itself, preceded by `tp` where it is a product of several."""
+    tensor = tuple(name for name in mesh if name.startswith("tp"))
+    return {**({"tp": tensor} if len(tensor) > 1 else {}), **{name: (name,) for name in mesh}}
 
 
 def coverage(
@@ -113,11 +125,12 @@ def coverage(
     """What `labels` split on the mesh of `degrees`. `analysis` must be of that mesh."""
     mesh = {name: degree for name, degree in degrees.mesh.as_dict().items() if degree > 1}
     works = list(works_of(program, analysis, labels, degrees, cluster))
+    names = tuple(grouped_dims(mesh))
     total = sum(work.seconds for work in works)
     groups = _grouped(works, lambda work: (work.operator,)).items()
     return Coverage(
         mesh=mesh,
-        operators=tuple(_operator(name, group, mesh) for (name,), group in groups),
+        operators=tuple(_operator(name, group, names) for (name,), group in groups),
         whole=tuple(whole for name in mesh for whole in _whole(name, works, total)),
         seconds=total,
     )
@@ -128,36 +141,56 @@ def works_of(
 ) -> Iterator[Work]:
     """Every operator of every distinct block under `labels`."""
     mesh = degrees.mesh
+    bandwidth = memory_bytes_per_s(cluster)
     for index, block in enumerate(program.blocks):
-        calls = len(program.uses_of_block(index))
+        times = len(program.uses_of_block(index))
         for node in block.graph.nodes:
             if node.op != "call_function":
                 continue
             bound, call = analysis.bounds[index][node.name], analysis.calls[index][node.name]
-            chosen = [
-                by_label(variants(bound, degree), label)
-                for label, degree in zip(labels[index].labels[node.meta["key"]], mesh.degrees, strict=True)
-            ]
-            flops, local = bound.rule.factor_flops(), local_flops(bound.rule, _degrees(chosen))
-            if not bound.rule.known:
-                flops = local = unruled_flops(call)
-            infos = (*call.operands, call.output)
-            held = [_held_bytes(info, k, chosen) for k, info in enumerate(infos)]
-            moved = 0.0 if is_view(call) else sum(held)
+            chosen = {
+                name: by_label(variants(bound, degree), label)
+                for label, name, degree in zip(
+                    labels[index].labels[node.meta["key"]], mesh.names, mesh.degrees, strict=True
+                )
+            }
+            infos = () if is_view(call) else (*call.operands, call.output)
+            held = [_held_bytes(info, k, chosen.values()) for k, info in enumerate((*call.operands, call.output))]
+            flops, num_bytes = _flops(bound.rule, call, ()), sum(_bytes(info) for info in infos)
             passes = PASSES if call.output.differentiable else 1.0
-            seconds = local / peak_flops_per_s(cluster, call.output.dtype) + moved / memory_bytes_per_s(cluster)
+            seconds = _flops(bound.rule, call, chosen.values()) / peak_flops_per_s(cluster, call.output.dtype)
+            seconds += sum(held) / bandwidth if infos else 0.0
+            extents = dict(_extents(bound.rule, call, chosen, mesh.as_dict()))
             path = node.meta["key"].partition(":")[0] if node.meta["key"].count(":") > 1 else ""
             yield Work(
                 operator=operator_name(call.target),
                 where=".".join(part for part in (block.name, path) if part),
-                num_calls=calls,
+                num_calls=times,
                 has_rule=bound.rule.known,
-                flops=calls * flops,
-                num_bytes=0.0 if is_view(call) else calls * sum(_bytes(info) for info in infos),
-                split=frozenset(name for name, v in zip(mesh.names, chosen, strict=True) if v.factor),
-                seconds=calls * degrees.accumulate * passes * seconds,
-                kept_bytes=calls * sum(held[k] for k in saved_operands(call, bound.rule)),
+                flops=times * flops,
+                num_bytes=times * num_bytes,
+                split=frozenset(name for name, v in chosen.items() if v.factor),
+                split_flops={name: times * flops * extent for name, extent in extents.items()},
+                split_bytes={name: times * num_bytes * extent for name, extent in extents.items()},
+                seconds=times * degrees.accumulate * passes * seconds,
+                kept_bytes=times * sum(held[k] for k in saved_operands(call, bound.rule)),
             )
+
+
+def _extents(
+    rule: Rule, call: Call, chosen: Mapping[str, Variant], mesh: Mapping[str, int]
+) -> Iterator[tuple[str, float]]:
+    """How far an operator is split, from 0 to 1, per name of `grouped_dims`; by its FLOP where it has any."""
+    whole = _flops(rule, call, ())
+    for name, dims in grouped_dims({n: degree for n, degree in mesh.items() if degree > 1}).items():
+        variants_there = [chosen[dim] for dim in dims]
+        local = _flops(rule, call, variants_there) / whole if whole else prod(v.share for v in variants_there)
+        yield name, (1 - local) / (1 - 1 / prod(mesh[dim] for dim in dims))
+
+
+def _flops(rule: Rule, call: Call, chosen: Iterable[Variant]) -> float:
+    """Forward FLOP of one rank under the variants chosen; of the whole operator where there are none."""
+    return local_flops(rule, _degrees(chosen)) if rule.known else unruled_flops(call)
 
 
 def whole_on_every_rank(works: Sequence[Work]) -> tuple[WholeOperator, ...]:
@@ -165,15 +198,15 @@ def whole_on_every_rank(works: Sequence[Work]) -> tuple[WholeOperator, ...]:
     return tuple(_merged("", group) for group in _grouped([w for w in works if not w.has_rule], _place).values())
 
 
-def _operator(name: str, works: Sequence[Work], mesh: Mapping[str, int]) -> OperatorCoverage:
+def _operator(name: str, works: Sequence[Work], dims: Sequence[str]) -> OperatorCoverage:
     return OperatorCoverage(
         operator=name,
         num_calls=sum(w.num_calls for w in works),
         num_without_rule=sum(w.num_calls for w in works if not w.has_rule),
         flops=sum(w.flops for w in works),
         num_bytes=sum(w.num_bytes for w in works),
-        split_flops={m: sum(w.flops for w in works if m in w.split) for m in mesh},
-        split_bytes={m: sum(w.num_bytes for w in works if m in w.split) for m in mesh},
+        split_flops={d: sum(w.split_flops[d] for w in works) for d in dims},
+        split_bytes={d: sum(w.split_bytes[d] for w in works) for d in dims},
     )
 
 
@@ -209,7 +242,7 @@ def _grouped(works: Sequence[Work], key: Callable[[Work], Any]) -> dict[Any, lis
     return groups
 
 
-def _degrees(chosen: Sequence[Variant]) -> dict[str, float]:
+def _degrees(chosen: Iterable[Variant]) -> dict[str, float]:
     """By how much each factor is divided."""
     found: dict[str, float] = {}
     for variant in chosen:
@@ -218,10 +251,9 @@ def _degrees(chosen: Sequence[Variant]) -> dict[str, float]:
     return found
 
 
-def _held_bytes(info: TensorInfo, position: int, chosen: Sequence[Variant]) -> float:
+def _held_bytes(info: TensorInfo, position: int, chosen: Iterable[Variant]) -> float:
     """Bytes of an operand, or of the output behind the last operand, that one rank has."""
-    types = ((*v.operands, v.output)[position] for v in chosen)
-    return _bytes(info) * prod(v.share for v, t in zip(chosen, types, strict=True) if t.kind == "S")
+    return _bytes(info) * prod(v.share for v in chosen if (*v.operands, v.output)[position].kind == "S")
 
 
 def _bytes(info: TensorInfo) -> float:

@@ -62,24 +62,24 @@ def coverage(
 
 
 def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
+    from autopar.cost_model.coverage import grouped_dims
+
     out = console()
     mesh = " × ".join(f"{dim} {degree}" for dim, degree in covered.mesh.items()) or "one rank"
     out.print(f"{name} on {mesh} of {cluster.name}\n", markup=False, style="bold")
-    for dim in covered.mesh:
+    dims = grouped_dims(covered.mesh)
+    for dim in dims:
         flops, moved = covered.split_flops(dim), covered.split_bytes(dim)
         out.print(f"{dim} splits {flops:.1%} of FLOP and {moved:.1%} of bytes moved", markup=False)
     out.print()
-    columns = ("operator", "calls", "without rule", "GFLOP", *(f"split on {dim}" for dim in covered.mesh))
+    columns = ("operator", "calls", "without rule", "GFLOP", *(f"split on {dim}" for dim in dims))
     rows = [
         (
             o.operator,
             str(o.num_calls),
             str(o.num_without_rule or ""),
             f"{o.flops / 1e9:,.1f}" if o.flops else "",
-            *(
-                _part(o.split_flops[d], o.flops) if o.flops else _part(o.split_bytes[d], o.num_bytes)
-                for d in covered.mesh
-            ),
+            *(_part(o.split_flops[d], o.flops) if o.flops else _part(o.split_bytes[d], o.num_bytes) for d in dims),
         )
         for o in sorted(covered.operators, key=lambda o: (-o.flops, -o.num_bytes))
     ]

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
+from autopar.trace.experts import histogram_of_integers, one_grouped_product
 from autopar.trace.in_place import drop_copies, functionalise
 from autopar.trace.linears import matmul_to_linear
 from autopar.trace.nodes import arg, compute, output_nodes
@@ -23,6 +24,11 @@ aten = torch.ops.aten
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 IDENTITY = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 RESHAPES = {aten.view.default, aten._unsafe_view.default}
+UNINITIALISED = {
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+}
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
@@ -88,13 +94,17 @@ def _is_no_op(node: fx.Node) -> bool:
 
 
 def spell_plainly(graph: fx.Graph) -> None:
-    """One spelling per operator: padding by its constant form, keyword-only defaults made explicit."""
+    """One spelling per operator: padding by its constant form, keyword-only defaults made explicit, no memory that is
+    not initialised, which would differ between ranks."""
     for node in list(graph.nodes):
         if node.target is aten.pad.default and (len(node.args) < 3 or node.args[2] == "constant"):
             value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value", 0.0)
             node.target, node.args, node.kwargs = aten.constant_pad_nd.default, (*node.args[:2], value or 0.0), {}
         elif node.target is aten.reshape.default:
             node.args = (node.args[0], list(_value(node).shape))
+        elif node.target in UNINITIALISED:
+            node.target = UNINITIALISED[node.target]
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
 
 
 def flat_addmm_to_linear(graph: fx.Graph) -> None:
@@ -167,6 +177,8 @@ PASSES: tuple[GraphPass, ...] = (
     spell_plainly,
     flat_addmm_to_linear,
     matmul_to_linear,
+    histogram_of_integers,
+    one_grouped_product,
     split_mean_loss,
     remove_dead,
 )

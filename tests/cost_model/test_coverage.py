@@ -92,6 +92,36 @@ def test_several_mesh_dimensions_are_counted_apart() -> None:
     assert as_data["split"]["tp"]["flops"] == 1.0
 
 
+def test_heads_that_do_not_divide_count_for_what_a_rank_does() -> None:
+    """12 heads over 8 ranks: a rank computes 3 of them, where it should compute 1.5; products with weights split."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=96, n_layer=2, n_head=12, vocab_size=160))
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+    found = autopar.coverage(model, "8xh100", example_inputs={"input_ids": tokens, "labels": tokens}, plan={"tp": 8})
+    assert found.mesh == {"tp0": 4, "tp1": 2}
+    attention = next(o for o in found.operators if o.operator == "scaled_dot_product_attention")
+    shares = {name: split / attention.flops for name, split in attention.split_flops.items()}
+    assert shares == pytest.approx({"tp": (1 - 1 / 4) / (1 - 1 / 8), "tp0": 1.0, "tp1": 0.0})
+    linear = next(o for o in found.operators if o.operator == "linear")
+    assert linear.split_flops["tp"] == pytest.approx(linear.flops)
+    assert found.to_dict()["split"]["tp"]["flops"] == found.split_flops("tp") < 1.0
+
+
+def test_padding_counts_as_work() -> None:
+    """30 columns over 4 ranks are 4 × 8: a rank does 8/30, not a quarter."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 30), nn.Linear(30, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.relu(self.up(x))).square().mean()
+
+    assert covered(Odd(), tp=4).split_flops("tp") == pytest.approx((1 - 8 / 30) / (1 - 1 / 4))
+
+
 # ---- what cannot fit ----
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from rule_samples import Arguments, Draw, Sampler, along_dim, constant, one_tensor, sampler
 
+from autopar.rules.grouped_product import GROUPED_MM
+
 aten = torch.ops.aten
 
 
@@ -61,6 +63,13 @@ def _(d: Draw) -> Arguments:
     m, k, n = d.sizes(3)
     addend = d.choice([n], [m, n], [m, 1], [1, n], [1], [])
     return (d.real(*addend), d.real(m, k), d.real(k, n)), _scales(d)
+
+
+@sampler(GROUPED_MM)
+def _(d: Draw) -> Arguments:
+    t, k, n = d.split(), d.split(), d.split()
+    ends = torch.tensor(sorted(d.choice(*range(t + 1)) for _ in range(d.choice(1, 2, 4))), dtype=torch.int32)
+    return (d.real(t, k), d.real(len(ends), k, n), ends)
 
 
 @sampler(aten.baddbmm.default)

@@ -26,6 +26,13 @@ def test_degrees_that_key_heads_ask_for() -> None:
     assert found == {2: None, 3: None, 4: None, 8: (4, 2), 16: None}
 
 
+def test_degrees_that_other_heads_ask_for() -> None:
+    """Twelve heads: eight parts would leave two ranks nothing, 12 over 4 does not pad; five parts hold 15."""
+    program = program_of("gpt2", heads=12)
+    found = {tp: tensor_dims(program, analyse(program), tp) for tp in (2, 4, 5, 8)}
+    assert found == {2: None, 4: None, 5: None, 8: (4, 2)}
+
+
 def test_keys_are_split_by_the_first_and_queries_by_both() -> None:
     plan = planned(Degrees(tp=8))
     assert plan.mesh == Mesh(("dp", "tp0", "tp1"), (1, 4, 2))

@@ -48,7 +48,7 @@ def case_of(example: Example) -> Case:
     """Capture a model, run it on one device."""
     model, inputs = example
     program = promoted(trace(model, inputs))
-    every = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    every = {n: p.detach().double().clone().requires_grad_() for n, p in model.named_parameters()}
     whole = with_pieces(program, lambda name: every[name])
     parameters = {n: whole(n).detach().clone().requires_grad_() for n in program.parameters}
     buffers = {n: b.double() if b.is_floating_point() else b for n, b in model.named_buffers()}

@@ -1,10 +1,11 @@
 """Matrix products. A multiplication and its addition count as two FLOP."""
 
 import string
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from autopar.errors import RuleError
 from autopar.rules.families._notation import aligned, aten, in_order, linear_sets, multiply_adds, rule_from, slot_of
+from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, parse
 
@@ -73,6 +74,17 @@ def addmm(call: Call) -> Rule:
 @rule(aten.baddbmm.default)
 def baddbmm(call: Call) -> Rule:
     return _with_addend(call, [("b",), ("m",), ("k",)], [("b",), ("k",), ("n",)], [("b",), ("m",), ("n",)])
+
+
+@rule(GROUPED_MM)
+def grouped_mm(call: Call) -> Rule:
+    """Which rows meet which matrix depends on all rows, so that rows and groups are whole; a group splits inside."""
+    return parse("t k, e k n, e -> t n", call, whole="t e", linear=[[0], [1]], flops=_of_one_group)
+
+
+def _of_one_group(sizes: Mapping[str, int]) -> float:
+    """Each row meets one matrix."""
+    return 2.0 * sizes.get("t", 1) * sizes.get("k", 1) * sizes.get("n", 1)
 
 
 @rule(aten.einsum.default)
