@@ -47,8 +47,10 @@ def step(parallel: ParallelModel, reference: nn.Module, batch: Batch) -> float:
     loss = reference(**batch)["loss"]
     loss.backward()
     worst = largest(
-        (error(parallel.forward_backward(own_part(parallel, batch)), loss.detach(), 0.0),)
-        + (gradient_error(parallel, reference),)
+        (
+            error(parallel.forward_backward(own_part(parallel, batch)), loss.detach(), 0.0),
+            gradient_error(parallel, reference),
+        )
     )
     for model in (parallel, reference):
         torch.optim.SGD(model.parameters(), lr=1e-2).step()
