@@ -46,10 +46,8 @@ def step(parallel: ParallelModel, reference: nn.Module, batch: Batch) -> float:
     """Worst error of loss and gradients of one step of both, after which both have moved."""
     loss = reference(**batch)["loss"]
     loss.backward()
-    worst = largest(
-        (error(parallel.forward_backward(own_part(parallel, batch)), loss.detach(), 0.0),)
-        + (gradient_error(parallel, reference),)
-    )
+    found = parallel.forward_backward(own_part(parallel, batch))
+    worst = largest((error(found, loss.detach(), 0.0), gradient_error(parallel, reference)))
     for model in (parallel, reference):
         torch.optim.SGD(model.parameters(), lr=1e-2).step()
         model.zero_grad()
