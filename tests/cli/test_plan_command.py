@@ -52,11 +52,11 @@ def test_json_and_derived_sizes() -> None:
             ("--tp", "4", "--seq-len", "30", "--sequence-parallel"),
             ("sequence length 30", "degrees 3 and 5"),
         ),
-        (("--tp", "8", "--dp", "1"), ("12 heads", "nearest legal degrees 6 and 12")),
+        (("--tp", "7", "--dp", "1"), ("12 heads", "nearest legal degrees 6 and 12")),
     ],
 )
 def test_indivisible_sizes_are_named(tmp_path: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
-    ranks = "8xcpu" if "8" in arguments else "4xcpu"
+    ranks = "7xcpu" if "7" in arguments else "4xcpu"
     out = tmp_path / "plan.json"
     message = refused("plan", "gpt2", "-c", ranks, "--layers", "2", "--out", str(out), *arguments)
     assert all(words in message for words in says), message

@@ -162,9 +162,13 @@ def test_bad_wishes(
 @pytest.mark.parametrize(
     "spec, changes, parts",
     (
-        ("gpt2", {"n_head": 6, "n_embd": 48}, ("heads", "6", "tp=4", "nearest legal degrees 3 and 6")),
-        ("gpt2", {"n_head": 6, "n_embd": 48, "vocab_size": 5}, ("heads", "6", "tp=4")),
-        ("llama3-8b", {"num_attention_heads": 2, "num_key_value_heads": 2}, ("heads", "2", "nearest legal degree 2")),
+        ("gpt2", {"n_head": 3, "n_embd": 48}, ("heads", "3", "tp=4", "nearest legal degree 3")),
+        ("gpt2", {"n_head": 3, "n_embd": 48, "vocab_size": 501}, ("heads", "3", "tp=4")),
+        (
+            "llama3-8b",
+            {"hidden_size": 48, "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 3},
+            ("heads", "3", "nearest legal degree 3"),
+        ),
     ),
 )
 def test_indivisible_sizes(spec: str, changes: dict[str, int], parts: tuple[str, ...], tmp_path: Path) -> None:
