@@ -32,10 +32,14 @@ def print_json(data: Any) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
-    """A plain table; columns named in `right` are aligned to the right. Cells are text, never markup."""
+    """A plain table; columns named in `right` are aligned to the right. Cells are text, never markup.
+
+    The first column names the row and is never broken, however narrow the terminal.
+    """
     made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        made.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
+    for index, column in enumerate(columns):
+        width = max((len(row[0]) for row in rows), default=0) if index == 0 else None
+        made.add_column(Text(column), justify="right" if column in right else "left", overflow="fold", min_width=width)
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
     return made
