@@ -11,7 +11,7 @@ from math import prod
 from autopar.cost_model.collectives import Collective, sent_bytes
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, Kind, Mesh, Type, chunk, steps
+from autopar.ir.sharding import Dims, Kind, Mesh, Type, chunk, same, steps
 from autopar.rules.variants import by_label, variants
 from autopar.trace.analysis import Analysis
 
@@ -39,11 +39,6 @@ def wire(source: Type, target: Type, differentiable: bool) -> Wire:
         return None, None
     forward, backward = TABLE[source.kind, target.kind]
     return forward, backward if differentiable else None
-
-
-def same(source: Type, target: Type, differentiable: bool) -> bool:
-    """Whether no conversion is needed; without a cotangent I and R are one."""
-    return source == target or (not differentiable and {source.kind, target.kind} == {"I", "R"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ Ranks that differ only in `tp` must hold the same sequences, every rank must hol
 sequences alone, and all must be at the same step. What differs becomes one error on all ranks, so that no rank waits
 for another in a collective that the other never enters.
 
-The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host whatever the backend, and one pass
-over the inputs for a checksum. Inputs that lie on a GPU already are read back for it; pass them on CPU to avoid that.
+The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host whatever the backend, and a
+checksum of the inputs. Of an input above 2 MiB an evenly spread part is read, so a difference in a few elements may
+be missed. Inputs that lie on a GPU already are read back for it; pass them on CPU to avoid that.
 """
 
 import hashlib

@@ -17,7 +17,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
-from autopar.ir.sharding import Dims, Mesh, Type, chunk, steps
+from autopar.ir.sharding import Dims, Mesh, Type, chunk, same, steps
 from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 from autopar.runtime import conversions, vocabulary
@@ -59,11 +59,6 @@ class Generated:
     streams: Mapping[str, tuple[str, ...]]
     ports: Mapping[str, Types]
     results: Mapping[str, Types]
-
-
-def same(source: Type, target: Type, differentiable: bool) -> bool:
-    """Whether no conversion is needed; without a cotangent I and R are one."""
-    return source == target or (not differentiable and {source.kind, target.kind} == {"I", "R"})
 
 
 class _Writer:

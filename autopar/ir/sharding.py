@@ -122,6 +122,11 @@ class Mesh:
         return dict(zip(self.names, self.degrees, strict=True))
 
 
+def same(source: Type, target: Type, differentiable: bool) -> bool:
+    """Whether no conversion is needed; without a cotangent I and R are one."""
+    return source == target or (not differentiable and {source.kind, target.kind} == {"I", "R"})
+
+
 def steps(dims: Dims, source: Sequence[Type], target: Sequence[Type], mesh: Mesh) -> list[tuple[int, ...]]:
     """The conversions of a value, each the mesh dimensions it covers, in order: those that shrink the value go first.
 

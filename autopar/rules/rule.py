@@ -113,7 +113,6 @@ class Rule:
     invariant: frozenset[str] = frozenset()
     outermost: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
-    exclusive: bool = False
     flops: Callable[[Mapping[str, int]], float] | None = None
     emit: Emit | None = None
     known: bool = True
@@ -205,7 +204,6 @@ def parse(
     linear: Sequence[Sequence[int]] = (),
     invariant: str = "",
     outermost: str = "",
-    exclusive: bool = False,
     flops: Callable[[Mapping[str, int]], float] | None = None,
     emit: Emit | None = None,
 ) -> Rule:
@@ -234,7 +232,6 @@ def parse(
         linear=tuple(frozenset(group) for group in linear),
         invariant=frozenset(invariant.split()),
         outermost=frozenset(outermost.split()),
-        exclusive=exclusive,
         flops=flops,
         emit=emit,
     )

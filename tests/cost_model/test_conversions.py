@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from autopar.cost_model.conversions import TABLE, same, wire
-from autopar.ir.sharding import I, Kind, P, R, S, Type
+from autopar.cost_model.conversions import TABLE, wire
+from autopar.ir.sharding import I, Kind, P, R, S, Type, same
 from autopar.runtime import conversions as functions
 
 FUNCTIONS = {

@@ -10,7 +10,7 @@ from autopar.errors import RuleError
 from autopar.rules.rule import Call, Dim, Emit, Local, Rule, Slot, Spec, Step, make_rule
 
 aten = torch.ops.aten
-PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "exclusive", "flops", "emit"})
+PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "flops", "emit"})
 
 
 def rule_from(
