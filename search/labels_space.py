@@ -9,7 +9,7 @@ only on request (they tie with better choices and slow the proof). No axis is sp
 mesh dimensions commute.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +27,9 @@ MAX_PADDED = 1.25  # a padded axis over its own size; beyond, most of what a ran
 class BoundaryClass:
     """Outer names that share one type, and what they are.
 
-    `free` marks outputs that no block uses: training drops them, so whatever type they have is right.
+    `free` marks outputs that no block uses: training drops them, so whatever type they have is right. `shared` marks
+    values that several calls read at one port, as an encoder's output in every decoder layer: what each of them would
+    convert is better converted once, so sequence parallelism does not ask for a shard.
     """
 
     name: str
@@ -39,6 +41,7 @@ class BoundaryClass:
     fixed: bool  # loss, denominator, new values of buffers: invariant on every mesh dimension
     free: bool
     consumed: bool
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,8 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
     first: dict[NodeKey, str] = {}
     roles: dict[str, str] = {}
     infos = [{n.name: n.meta["info"] for n in b.graph.nodes if "info" in n.meta} for b in program.blocks]
-    made, consumed = {r for c in program.calls for r in c.results}, set()
+    made = {r for c in program.calls for r in c.results}
+    readers: Counter[tuple[int, str, str]] = Counter()
 
     def find(name: str) -> str:
         while parent.setdefault(name, name) != name:
@@ -98,7 +102,7 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
         for port, argument in zip(block.ports, call.arguments, strict=True):
             if isinstance(argument, str) and port.role != "scalar":
                 roles[argument] = str(port.role)
-                consumed.add(argument)
+                readers[call.block, port.name, argument] += 1
                 parent[find(argument)] = find(first.setdefault((call.block, port.name), argument))
         for name, result in zip(block.outputs, call.results, strict=True):
             parent[find(result)] = find(first.setdefault((call.block, name), result))
@@ -109,6 +113,8 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
     for key, name in first.items():
         keys[find(name)].append(key)
     fixed, outputs = program.invariant, set(program.outputs.values())
+    consumed = {argument for _, _, argument in readers}
+    shared = {argument for (_, _, argument), count in readers.items() if count > 1}
     classes = {}
     for root, members in groups.items():
         used = not consumed.isdisjoint(members)
@@ -123,6 +129,7 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
             fixed=not fixed.isdisjoint(members),
             free=not used and fixed.isdisjoint(members) and not outputs.isdisjoint(members),
             consumed=used,
+            shared=not shared.isdisjoint(members),
         )
     ports = {(i, p.name) for i, b in enumerate(program.blocks) for p in b.ports}
     return Boundary(
@@ -280,7 +287,8 @@ def _types_of(
         yield from [R] if mesh_dim == DATA else [I, R, *(t for t, _ in shards)]
     else:
         sequence = [t for t, axis in shards if axis in analysis.sequence_axes]
-        if require_sequence and sequence and c.consumed and c.differentiable and mesh_dim != DATA:
+        asked = require_sequence and c.consumed and c.differentiable and not c.shared and mesh_dim != DATA
+        if asked and sequence:
             yield from sequence
         else:
             yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -20,9 +19,9 @@ WIDTH_WITHOUT_TERMINAL = 160
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console; where there is no terminal, wide enough that tables are not cut."""
+    """A console; where there is no terminal, wide enough that tables are not cut, whatever ``COLUMNS`` says of one."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
+    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
     return Console(file=stream, width=width, highlight=False)
 
 
