@@ -110,7 +110,7 @@ def sequences_to_run(
         why = (
             "every micro-batch counts alike (per_micro_batch)"
             if alike
-            else "the loss has no targets that can be ignored (a cross-entropy with ignore_index over an input)"
+            else "samples cannot be ignored (by targets with ignore_index, or a mask: (loss * mask).sum() / mask.sum())"
         )
         remedy = f"it cannot be padded, because {why}; drop the last batch{same}"
     raise RuntimeInputError(f"the batch has {held} where the plan has {planned} of each rank{per}; {remedy}")
@@ -123,7 +123,7 @@ def padded(
     ignored: Mapping[str, int],
     fillers: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """A batch filled up to `sequences`: targets with the value that is ignored, other inputs with a row of real data.
+    """A batch filled up to `sequences`: targets and masks with what is ignored, other inputs with a row of real data.
 
     A row of real data cannot make a NaN where zeros could (a mask that hides everything); it comes from the batch, or
     from `fillers` where that is empty, and is zero where neither has one.

@@ -276,7 +276,7 @@ class ParallelModel(nn.Module):
         compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
         is_padded = min(counts) < sequences
         if is_padded and compiled.ignored is None:
-            raise unfit(["it is too short to run, and captured anew the loss has no targets that can be ignored"])
+            raise unfit(["it is too short to run, and captured anew its samples cannot be ignored"])
         if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
         return compiled, [{n: t.to(self.device) for n, t in piece.items()} for piece in pieces], is_padded
@@ -286,8 +286,8 @@ class ParallelModel(nn.Module):
         `per_micro_batch`, the mean of the losses of its micro-batches.
 
         `batch` is this rank's part of the global batch: `micro_batch × accumulate` sequences. Ranks that differ only
-        in `tp` pass the same data. With fewer sequences, on some ranks or all, the batch is padded where the loss has
-        targets that can be ignored. Another sequence length, or another number of sequences on all ranks, captures
+        in `tp` pass the same data. With fewer sequences, on some ranks or all, the batch is padded where samples can
+        be ignored. Another sequence length, or another number of sequences on all ranks, captures
         the model again, once for each shape.
 
         Before anything is sent one all-gather of 8 × (4 + 2 × inputs) bytes a rank, on the host, compares step,

@@ -30,14 +30,23 @@ class Layer(nn.Module):
 
 
 class Tokens(nn.Module):
-    """`masked` targets can be ignored; with `drops` training skips the second layer; `tied` shares one table.
+    """`masked` targets can be ignored; `weighted` takes labels for weights of the places, zero among them; with `drops`
+    training skips the second layer; `tied` shares one table.
 
     A gain is used in training only, a temperature in evaluation only.
     """
 
-    def __init__(self, *, dropout: float = 0.0, masked: bool = True, drops: bool = False, tied: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        dropout: float = 0.0,
+        masked: bool = True,
+        weighted: bool = False,
+        drops: bool = False,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.masked, self.drops = masked, drops
+        self.masked, self.weighted, self.drops = masked, weighted, drops
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Parameter(torch.empty(MAX_LENGTH, HIDDEN))
         self.unused = nn.Linear(3, 5)
@@ -59,6 +68,9 @@ class Tokens(nn.Module):
         x = x + self.pruned(x)
         x = self.frozen(x) * (self.gain if self.training else self.temperature) * self.scale
         logits = self.head(x)
+        if self.weighted:
+            weights = labels.to(logits.dtype)
+            return {"loss": (logits.square().mean(-1) * weights).sum() / weights.sum(), "logits": logits}
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
         if self.masked:
             return {"loss": F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1)), "logits": logits}

@@ -65,15 +65,15 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def training(
-    rank: int, world_size: int, wish: Mapping[str, Any], local: int, steps: Sequence[Any], *, tied: bool = False
+    rank: int, world_size: int, wish: Mapping[str, Any], local: int, steps: Sequence[Any], **options: Any
 ) -> Any:
     """Worst errors of loss, gradients and final weights over steps of (sequences by data-parallel rank, length)."""
-    parallel, reference = made(world_size, wish, local, tied=tied)
+    parallel, reference = made(world_size, wish, local, **options)
     assert {n for n, _ in parallel.named_parameters()} == {n for n, _ in reference.named_parameters()}
     ours, theirs = torch.optim.AdamW(groups(parallel)), torch.optim.AdamW(groups(reference))
     worst = {"loss": 0.0, "gradients": 0.0}
     for index, (counts, length) in enumerate(steps):
-        own, every = own_rows(parallel, counts, length, index)
+        own, every = own_rows(parallel, counts, length, index, ignore=not reference.weighted)
         loss = reference(**every)["loss"]
         loss.backward()
         found = parallel.forward_backward(own)
@@ -88,6 +88,10 @@ def training(
     assert all(a.shape == b.shape for a, b in pairs)
     worst["weights"] = largest(error(a, b, 0.0) for a, b in pairs if b.numel())
     return worst
+
+
+def training_weighted(rank: int, world_size: int, wish: Mapping[str, Any], steps: Sequence[Any]) -> Any:
+    return training(rank, world_size, wish, 4, steps, weighted=True)
 
 
 def training_tied(rank: int, world_size: int, wish: Mapping[str, Any]) -> Any:

@@ -37,6 +37,11 @@ def test_three_steps_of_two_optimizer_groups(wish: dict[str, Any], four_ranks: R
     assert worst(four_ranks.run("data_ranks:training", 4, wish, 4, steps)) < TOLERANCE
 
 
+def test_short_batches_whose_places_have_weights(four_ranks: Ranks) -> None:
+    steps = [((4, 4), 8), ((3, 1), 8), ((2, 0), 8)]
+    assert worst(four_ranks.run("data_ranks:training_weighted", 4, {**WISH, "accumulate": 2}, steps)) < TOLERANCE
+
+
 @pytest.mark.parametrize("zero", range(4))
 def test_tied_parameters_without_tensor_parallelism(zero: int, two_ranks: Ranks) -> None:
     """Beside frozen, unused, scalar and empty ones, and with two optimizer groups."""
@@ -78,7 +83,7 @@ def test_short_batches_without_a_mask(four_ranks: Ranks) -> None:
     assert all(rank == found[0] for rank in found)
     assert "from 3 to 4 sequences" in found[0]["unequal"] and "drop the last batch" in found[0]["unequal"]
     assert "at most 4, or the same multiple of 2" in found[0]["too many"]
-    assert "3 sequences" in found[0]["odd"] and "no targets that can be ignored" in found[0]["odd"]
+    assert "3 sequences" in found[0]["odd"] and "samples cannot be ignored" in found[0]["odd"]
     assert found[0]["equal"] == ""
 
 

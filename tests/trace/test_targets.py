@@ -31,6 +31,10 @@ def shifted(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].reshape(-1), ignore_index=-7)
 
 
+def ignoring_class_zero(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), t.flatten(), ignore_index=0)
+
+
 def filled(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(y.flatten(0, 1), F.pad(t[:, 1:], (0, 1), value=-100).flatten(), label_smoothing=0.1)
 
@@ -60,18 +64,54 @@ def mean_of_squares(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return (y.sum(-1) - t).square().mean()
 
 
+def squares(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return y.square().mean(-1)
+
+
+def weighted(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (squares(y, t) * t).sum() / t.sum()
+
+
+def weighted_everywhere(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    mask = t.to(y.dtype).unsqueeze(-1)
+    return (mask * y.square()).flatten().sum() / mask.sum()
+
+
+def weighted_sum(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (squares(y, t) * t).sum()
+
+
+def weighted_mean(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (squares(y, t) * t).mean()
+
+
+def weight_used_twice(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (squares(y.masked_fill(t.unsqueeze(-1) == 0, -1e9).softmax(1), t) * t).sum() / t.sum()
+
+
+def other_weight(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (squares(y, t) * t).sum() / (t + 1).sum()
+
+
 @pytest.mark.parametrize(
     "loss, expected",
     (
         (plain, {"answers": -100}),
         (shifted, {"answers": -7}),
+        (ignoring_class_zero, {"answers": 0}),
         (filled, {"answers": -100}),
         (wrongly_filled, None),
         (computed, None),
-        (summed, None),
+        (summed, {"answers": -100}),
         (with_penalty, None),
         (other_count, None),
         (mean_of_squares, None),
+        (weighted, {"answers": 0}),
+        (weighted_everywhere, {"answers": 0}),
+        (weighted_sum, {"answers": 0}),
+        (weighted_mean, None),
+        (weight_used_twice, None),
+        (other_weight, None),
     ),
     ids=lambda value: getattr(value, "__name__", ""),
 )
