@@ -17,8 +17,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from autopar.degrees import resolve_degrees
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.stages import stages_of
 from autopar.models import example_inputs_for
 from autopar.planning import PlanLike, capture_for, check_plan, label_plan
 from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank
@@ -27,6 +28,7 @@ from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.parameters import Held
 from autopar.runtime.shapes import Replan, Sizes
+from autopar.runtime.ties import stages_by_parameter
 from autopar.trace.capture import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.trace.trace import batch_and_sequence
 
@@ -67,7 +69,7 @@ def parallelize(
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
     program, decided = _decide(model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None)
-    again = _replan(model, cluster, inputs, decided.degrees, loss_fn)
+    again = _replan(model, cluster, inputs, program, decided, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     if state is None and weights_differ(model):
         source = from_first_rank(source)
@@ -158,16 +160,24 @@ def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:
 
 
 def _replan(
-    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, degrees: Degrees, loss_fn: LossFunction | None
+    model: nn.Module,
+    cluster: ClusterSpec,
+    inputs: Inputs,
+    program: Program,
+    plan: Plan,
+    loss_fn: LossFunction | None,
 ) -> Replan:
-    """Captures the model for other shapes or in eval mode. It holds the model, which a model on meta makes free."""
+    """Captures the model for other shapes or in eval mode, cut into the same pipeline stages. It holds the model, which
+    a model on meta makes free."""
+    placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
     def replan(sizes: Sizes, *, training: bool, held: Mapping[str, Held]) -> tuple[Program, Plan]:
         example = inputs_of_shapes(model, inputs, sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
-        own = replace(degrees, micro_batch=local_batch, accumulate=1)
-        program = capture_for(model, example, own, loss_fn, training=training)
-        return program, _labelled(program, lambda: label_plan(program, cluster, own, type(model).__name__, held=held))
+        own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)
+        again = capture_for(model, example, own, loss_fn, training=training)
+        name = type(model).__name__
+        return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
 
     return replan
 

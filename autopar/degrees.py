@@ -1,7 +1,7 @@
 """Degrees from a partial wish: what is missing is derived, what does not fit is listed with the nearest legal values.
 
-    world size   = tp × dp_shard × dp_replicate
-    global batch = dp × micro_batch × accumulate       where dp = dp_shard × dp_replicate
+    world size   = pp × tp × dp_shard × dp_replicate
+    global batch = dp × micro_batch × micro_batches × accumulate       where dp = dp_shard × dp_replicate
 
 This module does not import torch.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.errors import PlanError, Problem
 from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.schedules import default_virtual_stages, schedule_problems
 
 DEFAULT_MICRO_BATCH = 2  # at a global micro-batch of 1 the batch dimension cannot be told from a broadcast one
 
@@ -28,13 +29,17 @@ def resolve_degrees(
     given = {key: value for key, value in (wish or {}).items() if value is not None}
     asked = degrees_from(given)
     if not {"dp", "dp_shard"} & set(given):
-        asked = replace(asked, dp_shard=max(1, world_size // (asked.tp * asked.dp_replicate)))
-    problems = world_size_problems(asked, world_size)
+        asked = replace(asked, dp_shard=max(1, world_size // (asked.pp * asked.tp * asked.dp_replicate)))
+    if asked.pp > 1 and "virtual_stages" not in given:
+        asked = replace(asked, virtual_stages=default_virtual_stages(asked.schedule))
+    problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given)
     if global_batch is not None:
         more, local_batch = _local_of_global(global_batch, asked.dp, local_batch)
         problems += more
-    resolved, more = _split_in_time(asked, local_batch, "accumulate" in given)
+    resolved, more = _split_in_time(asked, local_batch, given)
     problems += more
+    if resolved.pp > 1 and not problems:
+        problems = schedule_problems(resolved.schedule, resolved.pp, resolved.virtual_stages, resolved.micro_batches)
     if problems:
         raise PlanError("the degrees do not fit", problems)
     return resolved
@@ -45,7 +50,7 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
     if degrees.world_size == world_size:
         return []
     problems = []
-    for name in ("tp", "dp_shard", "dp_replicate"):
+    for name in ("pp", "tp", "dp_shard", "dp_replicate"):
         value = getattr(degrees, name)
         if world_size % value:
             near = _or(nearest_divisors(world_size, value))
@@ -55,11 +60,12 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
                 )
             )
     if not problems:
-        others = degrees.tp * degrees.dp_replicate
+        others = degrees.pp * degrees.tp * degrees.dp_replicate
         fits = world_size // others if world_size % others == 0 else None
         hint = f"use dp_shard {fits}" if fits else f"or describe a cluster of {degrees.world_size} devices"
+        stages = f"pp {degrees.pp} × " if degrees.pp > 1 else ""
         rule = (
-            f"tp {degrees.tp} × dp_shard {degrees.dp_shard} × dp_replicate {degrees.dp_replicate} = "
+            f"{stages}tp {degrees.tp} × dp_shard {degrees.dp_shard} × dp_replicate {degrees.dp_replicate} = "
             f"{degrees.world_size} must be the number of ranks, {world_size}"
         )
         problems.append(Problem(path="degrees", rule=rule, suggestion=hint))
@@ -80,22 +86,69 @@ def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tup
     return [], local
 
 
-def _split_in_time(asked: Degrees, local_batch: int | None, has_accumulate: bool) -> tuple[Degrees, list[Problem]]:
-    """Micro-batch and number of micro-batches of one rank's batch; whichever is missing follows from the other."""
+def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]:
+    """Options of a pipeline where there is none."""
+    named = [name for name in ("schedule", "virtual_stages", "micro_batches") if name in given and asked.pp == 1]
+    named = [name for name in named if given[name] != getattr(Degrees(), name)]
+    hint = "use accumulate for micro-batches without a pipeline, or set pp"
+    problems = [Problem(path=n, value=given[n], rule="needs pp above 1", suggestion=hint) for n in named]
+    if asked.cut_at is not None and len(asked.cut_at) != asked.num_stages - 1:
+        rule = f"must name where {asked.num_stages - 1} stages after the first begin, names {len(asked.cut_at)}"
+        problems.append(Problem(path="cut_at", value=", ".join(asked.cut_at), rule=rule))
+    if asked.recompute_blocks is not None and asked.recompute == "none":
+        rule = "needs recompute = full"
+        problems.append(Problem(path="recompute_blocks", value=asked.recompute_blocks, rule=rule))
+    return problems
+
+
+def _split_in_time(asked: Degrees, local_batch: int | None, given: Mapping[str, Any]) -> tuple[Degrees, list[Problem]]:
+    """Micro-batch and numbers of micro-batches of one rank's batch; whichever is missing follows from the others.
+
+    With a pipeline and neither asked for, there are twice as many micro-batches as stages, or the next fewer that
+    divide the batch and leave a global micro-batch of two sequences.
+    """
     if local_batch is None:
-        return replace(asked, micro_batch=asked.micro_batch or DEFAULT_MICRO_BATCH), []
-    if asked.micro_batch is not None and not has_accumulate:
-        if local_batch % asked.micro_batch == 0:
-            return replace(asked, accumulate=local_batch // asked.micro_batch), []
-        return asked, [_indivisible("micro_batch", asked.micro_batch, local_batch)]
-    if local_batch % asked.accumulate:
-        return asked, [_indivisible("accumulate", asked.accumulate, local_batch)]
-    micro_batch = local_batch // asked.accumulate
+        least = 1 if asked.pp == 1 else 2 * asked.num_stages
+        micro_batches = asked.micro_batches if "micro_batches" in given else least
+        return replace(asked, micro_batch=asked.micro_batch or DEFAULT_MICRO_BATCH, micro_batches=micro_batches), []
+    open_ = "micro_batches" if asked.pp > 1 else "accumulate"
+    other = "accumulate" if asked.pp > 1 else "micro_batches"
+    if local_batch % getattr(asked, other):
+        return asked, [_indivisible(other, getattr(asked, other), local_batch)]
+    each = local_batch // getattr(asked, other)
+    if asked.micro_batch is not None and open_ not in given:
+        if each % asked.micro_batch == 0:
+            return _with(asked, open_, each // asked.micro_batch), []
+        return asked, [_indivisible("micro_batch", asked.micro_batch, each)]
+    if asked.pp > 1 and open_ not in given:
+        return _default_micro_batches(asked, each), []
+    count = getattr(asked, open_)
+    if each % count:
+        return asked, [_indivisible(open_, count, each)]
+    micro_batch = each // count
     if asked.micro_batch not in (None, micro_batch):
-        rule = f"× accumulate {asked.accumulate} must be the {local_batch} sequences of one rank's batch"
+        rule = f"× {open_} {count} must be the {each} sequences of one rank's batch"
         hint = f"leave one of the two out, or use micro_batch {micro_batch}"
         return asked, [Problem(path="micro_batch", value=asked.micro_batch, rule=rule, suggestion=hint)]
     return replace(asked, micro_batch=micro_batch), []
+
+
+def _with(degrees: Degrees, name: str, value: int) -> Degrees:
+    return replace(degrees, micro_batches=value) if name == "micro_batches" else replace(degrees, accumulate=value)
+
+
+def _default_micro_batches(asked: Degrees, batch: int) -> Degrees:
+    def fits(count: int) -> bool:
+        enough = batch // count * asked.dp >= DEFAULT_MICRO_BATCH or batch == 1
+        return (
+            batch % count == 0
+            and enough
+            and not schedule_problems(asked.schedule, asked.pp, asked.virtual_stages, count)
+        )
+
+    counts = [n for n in range(min(batch, 2 * asked.num_stages), 0, -1) if fits(n)]
+    count = counts[0] if counts else 1
+    return replace(asked, micro_batches=count, micro_batch=batch // count)
 
 
 def _indivisible(name: str, value: int, local_batch: int) -> Problem:

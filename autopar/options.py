@@ -6,6 +6,7 @@ from typing import Any
 from autopar.degrees import resolve_degrees
 from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.schedules import SCHEDULES
 
 _NOT_DEGREES = ("global_batch", "seq_len")
 
@@ -18,6 +19,7 @@ def _option(help_text: str) -> Any:
 class PlanOptions:
     """Wishes; None is left to autopar. Field names are option names (``dp_replicate`` is ``--dp-replicate``)."""
 
+    pp: int | None = _option("Pipeline-parallel degree: ranks over which the layers are cut. (default: 1)")
     tp: int | None = _option("Tensor-parallel degree. (default: 1)")
     dp: int | None = _option("Data-parallel degree over which state is sharded. (default: what tp leaves)")
     dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding). (default: 1)")
@@ -30,7 +32,19 @@ class PlanOptions:
         "Lets models accumulate whose samples depend on each other (batch norm, contrastive loss, MoE balance loss); "
         "the loss is then not that of the whole batch. (default: off)"
     )
-    global_batch: int | None = _option("Sequences of one step: dp × micro-batch × accumulate; give any two.")
+    schedule: str | None = _option(f"Order of micro-batches in a pipeline: {', '.join(SCHEDULES)}. (default: 1f1b)")
+    virtual_stages: int | None = _option("Stages of one pipeline rank. (default: the fewest that the schedule has)")
+    micro_batches: int | None = _option("Micro-batches of one run of the pipeline. (default: twice the stages)")
+    cut_at: str | None = _option(
+        "Module paths at which pipeline stages after the first begin, with commas. (default: stages of equal work)"
+    )
+    recompute: str | None = _option(
+        "What backward computes again instead of keeping: none, or full: everything inside blocks. (default: none)"
+    )
+    recompute_blocks: int | None = _option("Recompute in the first k repeated blocks of a stage only. (default: all)")
+    global_batch: int | None = _option(
+        "Sequences of one step: dp × micro-batch × micro-batches × accumulate; give all but one."
+    )
     seq_len: int | None = _option("Tokens of one sequence. (default: the model's context, at most 4096)")
 
     def given(self) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
+from autopar.ir.stages import check_stages, stages_of
 from autopar.runtime.parameters import Held
+from autopar.search.cuts import choose_cuts, cuts_like, values_to_recompute
 from autopar.search.labels import Labelling, LabelOptions, label
 from autopar.search.tensor_dims import tensor_dims
 from autopar.trace.analysis import Analysis, analyse
@@ -57,23 +59,33 @@ def capture_for(
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     micro_batch = degrees.micro_batch or local_batch
     program = trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn, training=training)
-    if degrees.accumulate > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
+    count = degrees.num_micro_batches
+    if count > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
+        name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
         raise PlanError(
-            f"accumulate = {degrees.accumulate} would change the loss: {program.mixes_batch}; use accumulate = 1, or "
+            f"{name} = {count} would change the loss: {program.mixes_batch}; use {name} = 1, or "
             "accept the mean of the losses of single micro-batches with per_micro_batch = true (--per-micro-batch)"
         )
     return program
 
 
 def label_plan(
-    program: Program, cluster: ClusterSpec, degrees: Degrees, name: str, *, held: Mapping[str, Held] | None = None
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    name: str,
+    *,
+    held: Mapping[str, Held] | None = None,
+    stage_of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Plan:
-    """The plan that the labeller finds for a program whose parameters may be `held` already.
+    """The plan that the labeller finds for a program whose parameters may be `held` already, in stages of a pipeline
+    where `stage_of` says so.
 
     Raises `PlanError` where a degree does not divide the model, `InfeasibleError` where the plan cannot fit a device.
     """
     degrees, analysis, found = choose_labels(program, cluster, degrees, held=held)
-    refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster)
+    cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of)
+    refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, cuts)
     plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
@@ -83,8 +95,30 @@ def label_plan(
         sequence=program.sequence,
         torch_version=str(torch.__version__),
         notes=(*program.notes, *found.notes),
+        cuts=cuts,
+        recomputed=recomputed,
     )
     return with_summary(plan, program, cluster, analysis)
+
+
+def _stages(
+    program: Program,
+    analysis: Analysis,
+    found: Labelling,
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    stage_of: Mapping[str, tuple[int, ...]] | None,
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The cuts into pipeline stages, and the values that every stage computes for itself."""
+    if degrees.num_stages == 1:
+        return (), ()
+    if stage_of is not None:
+        cuts = cuts_like(program, stage_of, degrees.num_stages)
+    else:
+        cuts = choose_cuts(program, analysis, found.blocks, degrees, cluster)
+    recomputed = values_to_recompute(program, analysis, cuts, degrees, cluster)
+    check_stages(program, stages_of(program, cuts, recomputed))
+    return cuts, recomputed
 
 
 def choose_labels(
@@ -151,11 +185,11 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
             f"the plan is for {plan.degrees.world_size} ranks, this job has {world_size}; start it with "
             f"--nproc-per-node {plan.degrees.world_size} in all, or plan again"
         )
-    micro_batch, accumulate = plan.degrees.micro_batch, plan.degrees.accumulate
-    if local_batch is not None and micro_batch is not None and local_batch != micro_batch * accumulate:
+    micro_batch, count = plan.degrees.micro_batch, plan.degrees.num_micro_batches
+    if local_batch is not None and micro_batch is not None and local_batch != micro_batch * count:
         raise PlanError(
-            f"the plan is for {micro_batch * accumulate} sequences of one data-parallel rank in one step "
-            f"({accumulate} × micro-batch {micro_batch}), the inputs have {local_batch}; pass such inputs or plan again"
+            f"the plan is for {micro_batch * count} sequences of one data-parallel rank in one step "
+            f"({count} × micro-batch {micro_batch}), the inputs have {local_batch}; pass such inputs or plan again"
         )
     if (plan.batch, plan.sequence) != (program.batch, program.sequence):
         raise PlanError(
@@ -177,3 +211,4 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
             )
             + "; plan again for this model"
         )
+    check_stages(program, stages_of(program, plan.cuts, plan.recomputed))

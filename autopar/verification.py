@@ -31,6 +31,7 @@ from autopar.runtime.verify import (
     check_dtype,
     compare,
     in_dtype,
+    of_all_stages,
     parallel_steps,
     reference_steps,
 )
@@ -120,16 +121,17 @@ def verify(
     reference = reference_steps(checked, source, data, decided.degrees)
     _, has_dropout = without_dropout(program)
     captured: tuple[Quantity, ...] = ()
-    count = decided.degrees.accumulate
+    count = decided.degrees.num_micro_batches
     if not has_dropout and (count == 1 or decided.degrees.per_micro_batch):
         captured = against_model(model, source, split_micro_batches(program, data[0], count), reference)
     on_progress(f"the same steps on {world_size} ranks")
     arguments = (job, decided.to_json())
     if ranks is not None:
-        found: Steps = ranks.run("autopar.verification:rank_steps", *arguments)[0]
+        parts: list[Steps | None] = ranks.run("autopar.verification:rank_steps", *arguments)
     else:
         with Ranks(world_size, timeout_s=timeout_s) as world:
-            found = world.run("autopar.verification:rank_steps", *arguments)[0]
+            parts = world.run("autopar.verification:rank_steps", *arguments)
+    found = of_all_stages([part for part in parts if part is not None])
     quantities, notes = compare(reference, found, TOLERANCES[dtype], steps)
     if has_dropout:
         notes += ("dropout was off on both sides, and the unmodified model was not compared",)
@@ -157,7 +159,7 @@ def _captured(job: Job, degrees: Degrees) -> tuple[ResolvedModel, Program]:
 
 
 def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
-    """What one rank does: build the model on meta, capture, run the steps; rank 0 returns what was found."""
+    """What one rank does: build the model on meta, capture, run the steps; one rank of each stage returns them."""
     import json
 
     plan = Plan.from_dict(json.loads(plan_json))
@@ -167,7 +169,7 @@ def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
         Degrees(
             dp_shard=wanted.dp,
             micro_batch=wanted.micro_batch,
-            accumulate=wanted.accumulate,
+            accumulate=wanted.num_micro_batches,
             per_micro_batch=wanted.per_micro_batch,
         ),
     )
@@ -176,7 +178,7 @@ def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
     data = batches(checked, plan.degrees, job.steps, job.seed, _vocabulary(model))
     found = parallel_steps(checked, plan, source, data)
-    return found if rank == 0 else None
+    return found if rank % (plan.degrees.world_size // plan.degrees.pp) == 0 else None
 
 
 def against_model(

@@ -42,13 +42,14 @@ NOTABLE = 1e-3  # an operator that is whole is listed from this share of a rank'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One operator of one distinct block: its whole work in one micro-batch, and what one rank has of it.
+    """One operator of one distinct block, by its index: its whole work in one micro-batch, and what one rank has of it.
 
     `split` are the mesh dimensions that split it, `split_flops` and `split_bytes` how much of its FLOP and bytes is
     split, per name of `grouped_dims`. `seconds` are of one rank and step, `kept_bytes` of one rank and micro-batch,
     over all calls of the block.
     """
 
+    block: int
     operator: str
     where: str
     num_calls: int
@@ -163,6 +164,7 @@ def works_of(
             extents = dict(_extents(bound.rule, call, chosen, mesh.as_dict()))
             path = node.meta["key"].partition(":")[0] if node.meta["key"].count(":") > 1 else ""
             yield Work(
+                block=index,
                 operator=operator_name(call.target),
                 where=".".join(part for part in (block.name, path) if part),
                 num_calls=times,
@@ -172,7 +174,7 @@ def works_of(
                 split=frozenset(name for name, v in chosen.items() if v.factor),
                 split_flops={name: times * flops * extent for name, extent in extents.items()},
                 split_bytes={name: times * num_bytes * extent for name, extent in extents.items()},
-                seconds=times * degrees.accumulate * passes * seconds,
+                seconds=times * degrees.num_micro_batches * passes * seconds,
                 kept_bytes=times * sum(held[k] for k in saved_operands(call, bound.rule)),
             )
 

@@ -18,6 +18,7 @@ from autopar.ir.explanation import readable_bytes
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
+from autopar.ir.stages import stages_of
 from autopar.rules.variants import by_label, variants
 from autopar.trace.analysis import Analysis
 
@@ -38,8 +39,14 @@ class LeastMemory:
         return self.state_bytes + self.operator_bytes
 
 
-def least_memory(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees) -> LeastMemory:
-    """The lower bound under `labels` on the mesh of `degrees`."""
+def least_memory(
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    degrees: Degrees,
+    cuts: Sequence[int] = (),
+) -> LeastMemory:
+    """The lower bound under `labels` on the mesh of `degrees`, of the pipeline rank with the largest state."""
     held = (0.0, "", False)
     for index, block in enumerate(program.blocks):
         parameters = {port.name for port in block.ports if port.role == "parameter"}
@@ -57,15 +64,23 @@ def least_memory(program: Program, analysis: Analysis, labels: Sequence[BlockLab
                 size += 0.0 if name in parameters else prod(info.shape) * info.dtype.itemsize * prod(shares)
             held = max(held, (size, f"{block.name}: {node.meta['key']}", not any(v.factor for v in chosen)))
     return LeastMemory(
-        state_bytes=_state_bytes(program, labels, degrees), operator_bytes=held[0], operator=held[1], is_whole=held[2]
+        state_bytes=_state_bytes(program, labels, degrees, cuts),
+        operator_bytes=held[0],
+        operator=held[1],
+        is_whole=held[2],
     )
 
 
 def refuse_what_does_not_fit(
-    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    cuts: Sequence[int] = (),
 ) -> None:
     """Raise `InfeasibleError`, naming operator, bytes and remedy, where the bound is more than a device's memory."""
-    least, memory = least_memory(program, analysis, labels, degrees), cluster.min_memory_bytes
+    least, memory = least_memory(program, analysis, labels, degrees, cuts), cluster.min_memory_bytes
     if least.total_bytes <= memory:
         return
     how = "whole on every rank" if least.is_whole else "one rank's part"
@@ -86,7 +101,7 @@ def refuse_what_does_not_fit(
     )
 
 
-def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degrees) -> float:
+def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degrees, cuts: Sequence[int]) -> float:
     """Parameters, gradients and moments of one rank: ZeRO 1 divides the moments, 2 the gradients too, 3 everything."""
     types: dict[str, tuple[Type, ...]] = {}
     for call in program.calls:
@@ -96,8 +111,12 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
     copies = [(1, 3), (1, 2), (NUM_MOMENTS, 1)]  # (copies, ZeRO stage from which they are divided)
     per_byte = sum(count / (degrees.dp_shard if degrees.zero >= stage else 1) for count, stage in copies)
     weights_only = 1 / (degrees.dp_shard if degrees.zero == 3 else 1)
-    total = 0.0
-    for name, info in program.parameters.items():
+    totals = dict.fromkeys(range(degrees.pp), 0.0)
+    held = [(degrees.rank_of_stage(s.index), name) for s in stages_of(program, cuts) for name in s.parameters]
+    for rank, name in dict.fromkeys(held):
+        info = program.parameters[name]
         split = prod(d for t, d in zip(types.get(name, ()), degrees.mesh.degrees, strict=False) if t.kind == "S")
-        total += info.num_elements * info.dtype.itemsize / split * (per_byte if info.requires_grad else weights_only)
-    return total
+        totals[rank] += (
+            info.num_elements * info.dtype.itemsize / split * (per_byte if info.requires_grad else weights_only)
+        )
+    return max(totals.values())

@@ -41,6 +41,7 @@ class Compiled:
     device: torch.device
     used: Mapping[str, Held] = field(default_factory=dict)
     _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
+    _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
     _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)  # of one version at most
 
     @property
@@ -72,25 +73,30 @@ class Compiled:
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
         if outputs not in self._modules:
-            made = []
             wanted = self.needed_results(outputs=outputs)
-            for i, block in enumerate(self.program.blocks):
-                generated = generate(
-                    self.analysis,
-                    block,
-                    i,
-                    self.plan.blocks[i],
-                    self.plan.mesh,
-                    device=str(self.device),
-                    keep=wanted[i],
-                    regather=self.plan.regather,
-                )
-                if outputs:
-                    use_running_statistics(generated.graph)
-                read = attributes(generated, self.mesh, self.streams)
-                made.append(graph_module(generated.graph, f"Block{i}", read))
-            self._modules[outputs] = made
+            self._modules[outputs] = [self._generated(i, keep, outputs) for i, keep in enumerate(wanted)]
         return self._modules[outputs]
+
+    def partial_module(self, index: int, keep: tuple[str, ...]) -> fx.GraphModule:
+        """Generated code of a block for some of its outputs only; other ports may be given None."""
+        if (index, keep) not in self._partial:
+            self._partial[index, keep] = self._generated(index, keep, False)
+        return self._partial[index, keep]
+
+    def _generated(self, index: int, keep: Sequence[str], outputs: bool) -> fx.GraphModule:
+        generated = generate(
+            self.analysis,
+            self.program.blocks[index],
+            index,
+            self.plan.blocks[index],
+            self.plan.mesh,
+            device=str(self.device),
+            keep=keep,
+            regather=self.plan.regather,
+        )
+        if outputs:
+            use_running_statistics(generated.graph)
+        return graph_module(generated.graph, f"Block{index}", attributes(generated, self.mesh, self.streams))
 
     def needed_results(self, *, outputs: bool) -> list[list[str]]:
         """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.

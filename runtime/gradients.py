@@ -1,6 +1,6 @@
 """What is summed once a step: gradients of replicated parameters, in buckets, and the gradient norm."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,23 +39,32 @@ def sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
             tensor.copy_(piece.view_as(tensor))
 
 
-def num_copies(parameter: torch.Tensor, world_size: int) -> int:
-    """How many ranks hold the same part of a parameter."""
+def num_copies(parameter: torch.Tensor, stage_size: int) -> int:
+    """How many of the `stage_size` ranks that hold a pipeline stage hold the same part of a parameter."""
     if not isinstance(parameter, DTensor):
-        return world_size
+        return stage_size
     shards = 1
     for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
         shards *= 1 if placement.is_replicate() else size  # FSDP2 makes strided shards too
-    return world_size // shards
+    return stage_size // shards
 
 
-def gradient_norm(parameters: Iterable[torch.Tensor], world_size: int, device: torch.device) -> torch.Tensor:
-    """2-norm of all gradients together, on every rank, by one all-reduce of a scalar in float64."""
+def gradient_norm(
+    parameters: Mapping[str, torch.Tensor],
+    num_stage_ranks: Callable[[str], int],
+    stage_size: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """2-norm of all gradients together, on every rank, by one all-reduce of a scalar in float64.
+
+    `parameters` are those of this rank, `num_stage_ranks` says how many ranks of a pipeline hold one (tied weights).
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for parameter in parameters:
+    for name, parameter in parameters.items():
         grad = local_gradient(parameter)
         if grad is not None and grad.numel():
-            total += grad.detach().double().square().sum() / num_copies(parameter, world_size)
-    if world_size > 1:
+            copies = num_copies(parameter, stage_size) * num_stage_ranks(name)
+            total += grad.detach().double().square().sum() / copies
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()

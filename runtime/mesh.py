@@ -53,12 +53,19 @@ class RankMesh:
     """The running mesh: torch's `DeviceMesh`, one `MeshDim` per named dimension, and one per pair that can be joined.
 
     `tensor_mesh` is what parameters are split over, all dimensions but data-parallel ones; None where there is none.
+    `pipeline` are the ranks that hold the stages of one pipeline; `device_mesh` is that of this rank's stages.
     """
 
     device_mesh: DeviceMesh
     dims: Mapping[str, MeshDim]
     spec: Mesh
     tensor_mesh: DeviceMesh | None = None
+    pipeline: MeshDim | None = None
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's coordinate in its pipeline."""
+        return 0 if self.pipeline is None else self.pipeline.coordinate
 
     @property
     def device_type(self) -> str:
@@ -91,19 +98,21 @@ def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int) -> dict[str, MeshDim
 
 
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
-    """The mesh of a training run: torch's (dp_replicate, dp_shard, tensor dimensions), and those of generated code.
+    """The mesh of a training run: torch's (pp, dp_replicate, dp_shard, tensor dimensions), and those of generated code.
 
     Collective. A process that asks for the same mesh again gets the same groups: every group costs threads and sockets.
     """
-    return _training_mesh(degrees.dp_replicate, degrees.dp_shard, degrees.mesh, device_type, dist.group.WORLD)
+    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard)
+    return _training_mesh(shape, degrees.mesh, device_type, dist.group.WORLD)
 
 
 @cache
-def _training_mesh(dp_replicate: int, dp_shard: int, spec: Mesh, device_type: str, world: object) -> RankMesh:
-    """The mesh of one world; `world` is the group of all its ranks."""
+def _training_mesh(shape: tuple[int, int, int], spec: Mesh, device_type: str, world: object) -> RankMesh:
+    """The mesh of one world; `world` is the group of all its ranks. Pipeline ranks lie farthest apart."""
     tensor = tuple(name for name in spec.names if name != DATA)
-    shape = (dp_replicate, dp_shard, *spec.degrees[1:])
-    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard", *tensor))
+    names = ("pp", "dp_replicate", "dp_shard", *tensor)
+    every = init_device_mesh(device_type, (*shape, *spec.degrees[1:]), mesh_dim_names=names)
+    device_mesh = every[names[1:]]
     rank = dist.get_rank()
     dims = {}
     for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
@@ -111,4 +120,25 @@ def _training_mesh(dp_replicate: int, dp_shard: int, spec: Mesh, device_type: st
         mesh = device_mesh["dp_replicate", "dp_shard"]._flatten(DATA) if name == DATA else device_mesh[name]
         dims[name] = MeshDim(name, degree, mesh.get_group(), (rank // stride) % degree, stride)
     dims |= _joined(device_mesh, spec, rank)
-    return RankMesh(device_mesh, dims, spec, device_mesh[tensor] if prod(spec.degrees[1:]) > 1 else None)
+    pipeline = MeshDim("pp", shape[0], every.get_group("pp"), rank // spec.size, spec.size) if shape[0] > 1 else None
+    tensor_mesh = device_mesh[tensor] if prod(spec.degrees[1:]) > 1 else None
+    return RankMesh(device_mesh, dims, spec, tensor_mesh, pipeline)
+
+
+def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The ranks of this rank's pipeline at some coordinates of it. Collective: every rank of the world asks for it."""
+    assert mesh.pipeline is not None
+    if len(stage_ranks) == mesh.pipeline.degree:
+        return mesh.pipeline.group
+    return _group_of_stages(stage_ranks, mesh.pipeline.degree, mesh.pipeline.stride, dist.group.WORLD)
+
+
+@cache
+def _group_of_stages(stage_ranks: tuple[int, ...], degree: int, stride: int, world: object) -> dist.ProcessGroup:
+    """Made by all ranks in the same order, as process groups must be."""
+    every = [[k * stride + offset for k in stage_ranks] for offset in range(stride)]
+    others = [[r for k in range(degree) if k not in stage_ranks for r in [k * stride + o]] for o in range(stride)]
+    rank = dist.get_rank()
+    found = [dist.new_group(ranks) for ranks in (*every, *(o for o in others if o))]
+    groups = zip((*every, *(o for o in others if o)), found, strict=True)
+    return next(group for ranks, group in groups if rank in ranks)

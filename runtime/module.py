@@ -12,49 +12,35 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
-from autopar.ir.program import CallSite, Program
+from autopar.ir.program import Program
+from autopar.ir.stages import Stage, stages_of
 from autopar.runtime import zero
 from autopar.runtime.agreement import EVALUATION, STEP, Agreement
 from autopar.runtime.compiled import Compiled, compile_program
-from autopar.runtime.execute import run_calls
 from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
-from autopar.runtime.holding import converted, held_whole
+from autopar.runtime.holding import held_whole
 from autopar.runtime.inputs import first_rows, padded, read_batch, sequences_to_run, split_micro_batches, unfit
 from autopar.runtime.mesh import MeshDim, RankMesh
 from autopar.runtime.outputs import as_dtensor
-from autopar.runtime.parameters import Held, held, local_value, make_parameter, zero_dim
+from autopar.runtime.parameters import Held, held, make_parameter, zero_dim
 from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
+from autopar.runtime.pipeline import Pipeline, refuse_compiling
 from autopar.runtime.randomness import Streams
 from autopar.runtime.shapes import Replan, Shapes
+from autopar.runtime.stage import Execution, StageModule, attribute
 from autopar.runtime.state import optimizer_state, whole_state
+from autopar.runtime.ties import Ties, stages_by_parameter
 
 MicroBatches = list[dict[str, Any]]
-
-
-class Segment(nn.Module):
-    """The parameters of one call of a block in training, gathered while code that needs them runs."""
-
-    def __init__(self, names: Mapping[str, Held]) -> None:
-        super().__init__()
-        self.names = dict(names)
-
-    def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """`run` of this segment's parameters by name, and of the arguments."""
-        own = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
-        return run(own, *arguments)
-
-
-def attribute(name: str) -> str:
-    """A parameter's name as an attribute of the module that holds it."""
-    return name.replace(".", "__")
 
 
 class ParallelModel(nn.Module):
     """A model split over the ranks of a mesh according to a `Plan`.
 
     `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
-    DTensors under the model's own names, an unequal packing in pieces (`named_parameters`). Every method is collective:
-    all ranks call it in the same order.
+    DTensors under the model's own names, an unequal packing in pieces (`named_parameters`). In a pipeline a rank holds
+    those of its stages only, so names, state and gradients are of these. Every method is collective: all ranks call it
+    in the same order.
 
     The mode set by `train()` and `eval()` is that of the model. For eval mode, and for shapes other than the plan's,
     `replan` captures the model again; without it only what the plan was made for runs.
@@ -86,25 +72,54 @@ class ParallelModel(nn.Module):
             name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         } | {name: held_whole(info, plan.mesh) for name, info in program.unused.items()}
         self._shapes = Shapes(base, self._held, replan)
+        self._stages_of = WeakKeyDictionary[Compiled, tuple[Stage, ...]]()
+        self._pipelines = WeakKeyDictionary[Compiled, dict[bool, Pipeline]]()
         source = with_pieces(program, source)
-        owners = _owners(program)
-        self._zero_dims: dict[nn.Parameter, int | None] = {}
-        self.segments = nn.ModuleList()
-        for index, call in enumerate(program.calls):
-            own = {n: self._held[n] for n in call.arguments if isinstance(n, str) and owners.get(n) == index}
-            segment = Segment(own)
-            self._fill(segment, own, source)
-            zero.shard(segment, self._zero_dims, plan.degrees, mesh)
-            self.segments.append(segment)
-        shared = [n for n, owner in owners.items() if owner is None]
-        self._shared = {n: self._held[n] for n in (*shared, *program.unused)}
-        self._segment_of = {n: owner for n, owner in owners.items() if owner is not None}
-        self._fill(self, self._shared, source)
-        zero.shard(self, self._zero_dims, plan.degrees, mesh, root=True)
-        self._zero_dims.clear()  # FSDP2 has replaced the parameters
+        held_in = stages_by_parameter(program, self.stages_in(base))
+        self._ties = Ties(held_in, plan.degrees, mesh)
+        self.stages = nn.ModuleDict()
+        for stage in self.stages_in(base):
+            if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
+                self.stages[str(stage.index)] = self._stage_module(stage, source)
+        self._segments = [segment for module in self._stage_modules().values() for segment in module.segments]
 
-    def _fill(self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]) -> None:
-        mesh = self.rank_mesh
+    def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
+        zero_dims: dict[nn.Parameter, int | None] = {}
+
+        def fill(module: nn.Module, names: Mapping[str, Held]) -> None:
+            zero_dims.update(self._fill(module, names, source))
+            if not isinstance(module, StageModule):
+                zero.shard(module, zero_dims, self.plan.degrees, self.rank_mesh)
+
+        unused = tuple(self.program.unused) if stage.index == 0 else ()
+        made = StageModule(self.program, stage, self._held, fill, unused)
+        zero.shard(made, zero_dims, self.plan.degrees, self.rank_mesh, root=True)
+        return made
+
+    def _stage_modules(self) -> dict[int, StageModule]:
+        """This rank's stages by number."""
+        found: dict[int, StageModule] = {}
+        for module in self.stages.values():
+            assert isinstance(module, StageModule)
+            found[module.index] = module
+        return found
+
+    def stages_in(self, compiled: Compiled) -> tuple[Stage, ...]:
+        """The pipeline stages of a compiled program; one without a pipeline."""
+        if compiled not in self._stages_of:
+            self._stages_of[compiled] = stages_of(compiled.program, compiled.plan.cuts, compiled.plan.recomputed)
+        return self._stages_of[compiled]
+
+    @property
+    def segments(self) -> list[nn.Module]:
+        """The modules that hold the parameters of single calls, in order."""
+        return self._segments
+
+    def _fill(
+        self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]
+    ) -> dict[nn.Parameter, int | None]:
+        """Register parameters on a module; returns the dimension of each that ZeRO shards."""
+        mesh, zero_dims = self.rank_mesh, dict[nn.Parameter, int | None]()
         at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
         for name, how in names.items():
             info = self.program.every_parameter[name]
@@ -113,8 +128,9 @@ class ParallelModel(nn.Module):
                 how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
             )
             used = name in self.program.parameters
-            self._zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard) if used else None
+            zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard) if used else None
             module.register_parameter(attribute(name), made)
+        return zero_dims
 
     def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
         """Every buffer that a state dict holds or that forward changes, whole; others when they are asked for."""
@@ -135,11 +151,11 @@ class ParallelModel(nn.Module):
     # Names: the model's own, whatever the layout.
 
     def _owner_of(self) -> dict[str, nn.Module]:
-        owners: dict[str, nn.Module] = dict.fromkeys(self._shared, self)
-        for segment in self.segments:
-            assert isinstance(segment, Segment)
-            owners.update(dict.fromkeys(segment.names, segment))
-        return owners
+        """The module that holds each parameter of this rank; of several, that of the first stage."""
+        found: dict[str, nn.Module] = {}
+        for module in self._stage_modules().values():
+            found = module.owner_of() | found
+        return found
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -155,6 +171,8 @@ class ParallelModel(nn.Module):
         owners = self._owner_of()
         start = prefix + ("." if prefix else "")
         for name, info in self.program.every_parameter.items():
+            if name not in owners:
+                continue  # another stage's
             parameter: nn.Parameter = getattr(owners[name], attribute(name))
             for alias in (name, *(() if remove_duplicate else info.aliases)):
                 yield start + alias, parameter
@@ -164,6 +182,8 @@ class ParallelModel(nn.Module):
         parameters = dict(self.named_parameters())
         found: dict[str, Any] = {}
         for name, infos in by_whole(self.program):
+            if infos[0].name not in parameters:
+                continue
             state = whole_state(infos, [parameters[info.name].detach() for info in infos], self._held)
             found |= dict.fromkeys((name, *infos[0].aliases), state)
         for first, info in self.program.buffers.items():
@@ -194,8 +214,10 @@ class ParallelModel(nn.Module):
     def compile(self, **options: Any) -> None:
         """Run the generated blocks through `torch.compile`, whose options these are, from the next step on.
 
-        A distinct block is compiled once for all its calls, collectives included.
+        A distinct block is compiled once for all its calls, collectives included. Raises `RuntimeInputError` under a
+        pipeline schedule that splits the backward pass, which compiled code cannot.
         """
+        refuse_compiling(self.plan.degrees)
         self._compile_options = options
         self._compiled_code.clear()
 
@@ -209,48 +231,36 @@ class ParallelModel(nn.Module):
             made[outputs] = [torch.compile(module, **self._compile_options) for module in modules]
         return made[outputs]
 
-    def forward(self, compiled: Compiled, values: dict[str, Any], outputs: bool, when: tuple[int, int]) -> Any:
-        """Run the main calls over named local values; used by `forward_backward` and `evaluate`."""
-        program = compiled.program
-        functions = self._functions(compiled, outputs)
-        shared = {
-            n: self._taken(compiled, n, local_value(getattr(self, attribute(n)), how))
-            for n, how in self._shared.items()
-            if n in program.parameters
-        }
-        placeholders: dict[str, Any] = {**dict.fromkeys(program.parameters), **shared}
-        state = {name: self._buffer(name) for name in program.updates}
-        scope = {**placeholders, **compiled.constants(), **state, **values}
-        calls = [(i, c) for i, c in enumerate(program.calls) if c.phase == "main"]
-        training = self._streams.training
+    def forward(self, *_: Any) -> None:
+        """Refused: a step is `forward_backward(batch)`, an evaluation `evaluate(batch)`."""
+        raise RuntimeInputError(
+            "a ParallelModel runs forward and backward together; call forward_backward(batch), or evaluate(batch)"
+        )
 
-        def function_of(k: int, call: CallSite) -> Callable[..., Any]:
-            index = calls[k][0]
+    def _execution(self, compiled: Compiled, when: tuple[int, int], *, outputs: bool) -> Execution:
+        return Execution(
+            compiled=compiled,
+            functions=self._functions(compiled, outputs),
+            partly=compiled.partial_module,
+            outputs=outputs,
+            state={name: self._buffer(name) for name in compiled.program.updates},
+            streams=self._streams,
+            when=when,
+            recomputed=frozenset() if outputs else self._recomputed(compiled),
+        )
 
-            def run(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
-                pairs = zip(call.arguments, arguments, strict=True)
-                self._streams.begin(*when, index, training=training)
-                filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
-                return functions[call.block](*filled)
-
-            for segment in self._segments_of(call):
-                run = _within(segment, run)
-            return lambda *arguments: run({}, *arguments)
-
-        run_calls([c for _, c in calls], function_of, scope, compiled.results_of(outputs=outputs))
-        wanted = {program.loss, *(program.outputs if outputs else program.updates).values()}
-        return {name: scope[name] for name in wanted}
-
-    def _taken(self, compiled: Compiled, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A parameter as a program takes it."""
-        if name not in compiled.used:
-            return value
-        return converted(value, self._held[name], compiled.used[name], self.rank_mesh)
-
-    def _segments_of(self, call: CallSite) -> list[nn.Module]:
-        """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
-        found = {self._segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self._segment_of}
-        return [self.segments[index] for index in found]
+    def _recomputed(self, compiled: Compiled) -> frozenset[int]:
+        """The calls whose inner values are computed again: of each stage the first repeated blocks, or all blocks where
+        none repeats."""
+        degrees, program = self.plan.degrees, compiled.program
+        if degrees.recompute == "none":
+            return frozenset()
+        repeated = {i for i, call in enumerate(program.calls) if len(program.uses_of_block(call.block)) > 1}
+        found: set[int] = set()
+        for stage in self.stages_in(compiled):
+            own = [i for i in stage.calls if i in repeated or not repeated]
+            found.update(own[: degrees.recompute_blocks])
+        return frozenset(found)
 
     def _prepared(
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
@@ -294,29 +304,84 @@ class ParallelModel(nn.Module):
         shapes and data of the ranks. Raises `RuntimeInputError` on all ranks where those do not agree, or where a
         batch has a wrong name, shape or dtype.
         """
-        compiled, micro_batches, _ = self._prepared(batch, STEP, self.plan.degrees.accumulate)
+        degrees = self.plan.degrees
+        compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches)
         program = compiled.program
         compiled.code_modules(outputs=False)
         denominators = self._denominators(compiled, micro_batches)
-        averages = program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
-        earlier = self._set_aside_deferred()
-        loss = torch.zeros((), device=self.device)
-        for index, values in enumerate(micro_batches):
-            zero.before_micro_batch(self, self.plan.degrees, last=index == len(micro_batches) - 1)
-            self._streams.training = True
-            results = self(compiled, {**values, **denominators[index]}, False, (self._step, index))
-            out = results[program.loss] / (len(micro_batches) if averages else 1)
-            out.backward()
-            loss = loss + out.detach()
-            with torch.no_grad():
-                for name, update in program.updates.items():
-                    self._buffer(name).copy_(results[update])
-        self._sum_deferred()
+        values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]
+        earlier = self._set_aside()
+        self._ties.copy_to_twins(self._stage_modules())
+        if degrees.pp == 1:
+            loss = self._step_without_stages(compiled, values)
+        else:
+            loss = self._step_in_stages(compiled, values)
+        with torch.no_grad():
+            self._ties.sum_gradients(self._stage_modules())
+            self._sum_deferred()
         for parameter, grad in earlier:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         complete_gradients(program, dict(self.named_parameters()))
         self._step += 1
         return loss
+
+    def _share(self, compiled: Compiled) -> int:
+        """What the loss of one micro-batch is divided by besides its denominator."""
+        averages = compiled.program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
+        return self.plan.degrees.num_micro_batches if averages else 1
+
+    def _step_without_stages(self, compiled: Compiled, micro_batches: MicroBatches) -> torch.Tensor:
+        (stage,), (module,) = self.stages_in(compiled), self._stage_modules().values()
+        loss = torch.zeros((), device=self.device)
+        for index, values in enumerate(micro_batches):
+            zero.before_backward(module, self.plan.degrees, last=index == len(micro_batches) - 1)
+            out = self._run_stage(compiled, module, stage, values, index)[compiled.program.loss]
+            out.backward()
+            loss = loss + out.detach()
+        return loss
+
+    def _step_in_stages(self, compiled: Compiled, micro_batches: MicroBatches) -> torch.Tensor:
+        """Every run of the schedule; the loss is sent from the last stage to all."""
+        pipeline, count = self.rank_mesh.pipeline, self.plan.degrees.micro_batches
+        assert pipeline is not None
+        loss: torch.Tensor | None = None
+        for first in range(0, len(micro_batches), count):
+
+            def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
+                values = micro_batches[at + index] | received
+                return self._run_stage(compiled, module, stage, values, at + index)
+
+            is_final = first + count == len(micro_batches)
+            found = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
+            loss = found if loss is None else loss + found
+        assert loss is not None
+        dist.all_reduce(loss, group=pipeline.group)
+        return loss
+
+    def _run_stage(
+        self, compiled: Compiled, module: StageModule, stage: Stage, values: dict[str, Any], index: int
+    ) -> dict[str, Any]:
+        """One micro-batch through one stage in training; new values of buffers are kept."""
+        self._streams.training = True
+        found: dict[str, Any] = module(self._execution(compiled, (self._step, index), outputs=False), stage, values)
+        program = compiled.program
+        with torch.no_grad():
+            for name, update in program.updates.items():
+                if update in found:
+                    self._buffer(name).copy_(found.pop(update))
+        if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
+            found[program.loss] = found[program.loss] / self._share(compiled)
+        return found
+
+    def _pipeline(self, compiled: Compiled, *, trains: bool) -> Pipeline:
+        made, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
+        assert mesh is not None
+        if trains not in made:
+            degrees = self.plan.degrees
+            made[trains] = Pipeline(
+                compiled, self.stages_in(compiled), self._stage_modules(), mesh, degrees, trains=trains
+            )
+        return made[trains]
 
     @torch.no_grad()
     def _denominators(self, compiled: Compiled, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
@@ -344,14 +409,16 @@ class ParallelModel(nn.Module):
                 own = [p for n, p in self.named_parameters() if name in self._held[n].deferred]
                 yield dim, [p for p in own if not (by_zero and zero.is_sharded(p))]
 
-    def _set_aside_deferred(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Gradients of earlier calls are summed already; keep them out of this call's deferred sum."""
-        found = {p: p.grad for _, parameters in self._deferred() for p in parameters if p.grad is not None}
+    def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
+        late = [p for _, parameters in self._deferred() for p in parameters]
+        named = dict(self.named_parameters())
+        late += [named[name] for name in self._ties.names if name in named]
+        found = {p: p.grad for p in late if p.grad is not None}
         for parameter in found:
             parameter.grad = None
         return list(found.items())
 
-    @torch.no_grad()
     def _sum_deferred(self) -> None:
         for dim, parameters in self._deferred():
             sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
@@ -360,9 +427,10 @@ class ParallelModel(nn.Module):
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
         """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes.
 
-        After `eval()` this is what the unmodified model computes in eval mode, captured when first asked for; in
-        training mode it is the training program without dropout. Where ranks hold different numbers of sequences the
-        batch is padded, and only the loss is returned.
+        In a pipeline every rank has the loss, and the outputs that its own stages make. After `eval()` this is what
+        the unmodified model computes in eval mode, captured when first asked for; in training mode it is the training
+        program without dropout. Where ranks hold different numbers of sequences the batch is padded, and only the loss
+        is returned.
         """
         compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
         program = compiled.program
@@ -370,18 +438,46 @@ class ParallelModel(nn.Module):
             values[program.denominator] = compiled.denominator(values)
         compiled.code_modules(outputs=True)
         self._streams.training = not self.training  # what a model in eval mode still draws is meant
-        scope = self(compiled, values, True, (self._step, 0))
-        found = {"loss": scope[program.loss]}
+        run = self._execution(compiled, (self._step, 0), outputs=True)
+        scope: dict[str, Any] = {}
+        if self.plan.degrees.pp == 1:
+            (stage,), (module,) = self.stages_in(compiled), self._stage_modules().values()
+            scope = module(run, stage, values)
+            loss = scope[program.loss]
+        else:
+            loss = self._evaluate_in_stages(compiled, run, values, scope)
+        found = {"loss": loss}
         whole = self.rank_mesh.device_mesh.size() == 1
         for key, name in program.outputs.items() if not is_padded else ():
-            dims, types = compiled.analysis.outer[name], compiled.types[name]
-            found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
+            if name in scope:
+                dims, types = compiled.analysis.outer[name], compiled.types[name]
+                found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
         return found
+
+    def _evaluate_in_stages(
+        self, compiled: Compiled, execution: Execution, values: dict[str, Any], scope: dict[str, Any]
+    ) -> torch.Tensor:
+        """One micro-batch forward through all stages; what this rank's stages make joins `scope`."""
+
+        def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int) -> Any:
+            found = module(execution, stage, values | received)
+            made = {r for i in stage.calls for r in compiled.program.calls[i].results}
+            scope.update({name: value for name, value in found.items() if name in made})
+            return found
+
+        pipeline, stages = self.rank_mesh.pipeline, self._pipeline(compiled, trains=False)
+        assert pipeline is not None
+        stages.evaluate(run)
+        is_last = len(self.stages_in(compiled)) - 1 in self._stage_modules()
+        loss = scope[compiled.program.loss].clone() if is_last else stages.no_loss.clone()
+        dist.all_reduce(loss, group=pipeline.group)
+        return loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        norm = gradient_norm(parameters, dist.get_world_size() if dist.is_initialized() else 1, self.device)
+        named = {name: p for name, p in self.named_parameters() if p.grad is not None}
+        parameters = list(named.values())
+        norm = gradient_norm(named, self._ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             grad = local_gradient(parameter)
@@ -416,22 +512,3 @@ def readable(code: str) -> str:
     """Generated code without module prefixes and without the deletions that free memory early."""
     code = re.sub(r";  (\w+ = )+None(?=\n|$)", "", code)
     return re.sub(r"autopar_runtime_(?:passes_)?(?:conversions|vocabulary|regather|randomness)_", "", code).strip()
-
-
-def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with a segment's parameters gathered and added to those it is given."""
-
-    def outer(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
-        return segment(lambda more, *inner: run({**own, **more}, *inner), *arguments)
-
-    return outer
-
-
-def _owners(program: Program) -> dict[str, int | None]:
-    """The call that alone uses a parameter, None where several do (tied weights)."""
-    owners: dict[str, int | None] = {}
-    for index, call in enumerate(program.calls):
-        for name in call.arguments:
-            if isinstance(name, str) and name in program.parameters:
-                owners[name] = index if owners.get(name, index) == index else None
-    return owners

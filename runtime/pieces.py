@@ -50,10 +50,12 @@ def joined(program: Program, values: Mapping[str, torch.Tensor]) -> dict[str, to
 def complete_gradients(program: Program, parameters: Mapping[str, nn.Parameter]) -> None:
     """A piece that the loss did not reach gets the zeros that its rows have in the whole gradient.
 
+    `parameters` are those of this rank, with all pieces of each.
+
     An optimizer skips parameters without a gradient, but decays the weights of rows that have zeros.
     """
     for _, infos in by_whole(program):
-        own = [parameters[info.name] for info in infos]
+        own = [parameters[info.name] for info in infos if info.name in parameters]
         if any(p.grad is not None for p in own):
             for parameter in own:
                 if parameter.grad is None:

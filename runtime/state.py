@@ -162,7 +162,9 @@ def optimizer_state(
     """
     found: dict[str, Any] = {}
     for name, infos in by_whole(program):
-        own = [parameters[info.name] for info in infos]
+        own = [parameters[info.name] for info in infos if info.name in parameters]
+        if not own:
+            continue  # another pipeline stage's
         states = [optimizer.state.get(parameter, {}) for parameter in own]
         for key in dict.fromkeys(key for state in states for key in state):
             values = [state.get(key) for state in states]

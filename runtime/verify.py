@@ -1,13 +1,13 @@
 """`verify`: the same seeded steps on one device and in parallel, compared tensor by tensor."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError
+from autopar.errors import InputError, VerificationError
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.runtime.compare import TOLERANCES, Quantity, error, rms, weight_error, worst
@@ -69,7 +69,7 @@ def batches(program: Program, degrees: Any, steps: int, seed: int, vocabulary: i
         for info in program.inputs:
             shape = list(info.shape)
             if info.batch_dim is not None:
-                shape[info.batch_dim] *= degrees.accumulate
+                shape[info.batch_dim] *= degrees.num_micro_batches
             if info.dtype.is_floating_point:
                 batch[info.name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(info.dtype)
             elif info.dtype == torch.bool or "mask" in info.name:
@@ -110,7 +110,7 @@ def reference_steps(
     optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE)
     found = Steps()
     for step, batch in enumerate(data):
-        pieces = split_micro_batches(program, batch, degrees.accumulate)
+        pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
         denominators = []
         for piece in pieces:
             values: dict[str, Any] = {**parameters, **state, **constants, **piece}
@@ -158,7 +158,7 @@ def this_ranks_part(
     program: Program, batch: Mapping[str, torch.Tensor], degrees: Any, coordinate: int
 ) -> dict[str, torch.Tensor]:
     """One data-parallel rank's part of a global batch: its chunk of every micro-batch, in micro-batch order."""
-    pieces = split_micro_batches(program, batch, degrees.accumulate)
+    pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
     dims = {info.name: info.batch_dim for info in program.inputs}
     found = {}
     for name, dim in dims.items():
@@ -189,7 +189,7 @@ def parallel_steps(
     for step, batch in enumerate(data):
         own = this_ranks_part(program, batch, plan.degrees, coordinate)
         if step == 0:
-            micro = split_micro_batches(program, own, plan.degrees.accumulate)[-1]
+            micro = split_micro_batches(program, own, plan.degrees.num_micro_batches)[-1]
             out = model.evaluate(micro)
             found.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}
         found.losses.append(model.forward_backward(own))
@@ -199,8 +199,23 @@ def parallel_steps(
         optimizer.step()
         optimizer.zero_grad()
     state = {n: _whole(v) for n, v in model.state_dict().items()}
-    found.weights = {n: state[n] for n, _ in by_whole(program)}
+    found.weights = {n: state[n] for n, _ in by_whole(program) if n in state}
     found.buffers = {n: v for n, v in state.items() if n in program.updates}
+    return found
+
+
+def of_all_stages(parts: Sequence[Steps]) -> Steps:
+    """What the ranks of a pipeline found, together. Raises `VerificationError` where two found something else."""
+    found = parts[0]
+    for part in parts[1:]:
+        for kind in ("gradients", "outputs", "weights", "buffers"):
+            own, other = getattr(found, kind), getattr(part, kind)
+            for name, value in other.items():
+                if not torch.equal(own.setdefault(name, value), value):
+                    raise VerificationError(f"pipeline ranks hold different {kind} of {name!r}")
+        for kind in ("losses", "norms"):
+            if not all(torch.equal(a, b) for a, b in zip(getattr(found, kind), getattr(part, kind), strict=True)):
+                raise VerificationError(f"pipeline ranks have different {kind}")
     return found
 
 

@@ -8,7 +8,8 @@
 | 3     | reshard after forward, regather in backward                | 3nP                                  |
 
 Parameters that several segments share (tied weights) belong to the root, which is gathered once per micro-batch: of S
-such elements stage 3 sends 2nS instead of 3nS.
+such elements stage 3 sends 2nS instead of 3nS. Pipeline schedules that split the backward pass gather parameters and
+sum gradients once a step, whatever the stage (`autopar.runtime.pipeline`): they hold both whole meanwhile.
 """
 
 import warnings
@@ -20,9 +21,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.ir.plan import Degrees
+from autopar.ir.schedules import SCHEDULES
 from autopar.runtime.mesh import RankMesh
+from autopar.trace import _torch_private as private
 
 Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
+
+
+def splits_backward(degrees: Degrees) -> bool:
+    """Whether the backward pass runs in two parts, for which FSDP2 must keep a stage's parameters gathered."""
+    return degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -43,7 +51,7 @@ def shard(module: nn.Module, dims: Dims, degrees: Degrees, mesh: RankMesh, *, ro
     fully_shard(
         module,
         mesh=mesh.device_mesh[names],
-        reshard_after_forward=degrees.zero == 3 and not root,
+        reshard_after_forward=degrees.zero == 3 and not root and not splits_backward(degrees),
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
         ignored_params=whole,
     )
@@ -52,13 +60,33 @@ def shard(module: nn.Module, dims: Dims, degrees: Degrees, mesh: RankMesh, *, ro
     module.set_force_sum_reduction_for_comms(True)  # else float32 and bfloat16 use an operator that gloo lacks
 
 
-def before_micro_batch(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
-    """Set what FSDP2 does after this micro-batch's backward.
+def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
+    """Set what FSDP2 does after the next backward pass; `last` is that of the step's last micro-batch.
 
     `set_is_last_backward` stays at its default: with False for earlier micro-batches FSDP2 keeps the order of their
     forward passes, and at the end of the next backward prefetches a segment that nobody needs.
     """
-    if not isinstance(model, FSDPModule):
-        return
-    model.set_reshard_after_backward(degrees.zero == 3 or last)
-    model.set_requires_gradient_sync(degrees.zero >= 2 or last)
+    for module in _sharded(model):
+        module.set_reshard_after_backward(degrees.zero == 3 or last, recurse=False)
+        module.set_requires_gradient_sync(degrees.zero >= 2 or last, recurse=False)
+
+
+def hold_gradients(model: nn.Module) -> None:
+    """Keep parameters gathered and gradients whole after the next backward pass, until `sum_held_gradients`."""
+    for module in _sharded(model):
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False, recurse=False)
+        module.set_requires_gradient_sync(False, recurse=False)
+
+
+def sum_held_gradients(model: nn.Module) -> None:
+    """Sum and shard the gradients of several backward passes, as FSDP2 does after the last, and free the parameters."""
+    for module in _sharded(model):
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_requires_gradient_sync(True, recurse=False)
+    private.finish_fsdp_backward(model)
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -169,7 +169,7 @@ class _Turn:
             self.solved,
             self.prices,
             regather=self.options.regather,
-            accumulate=self.degrees.accumulate,
+            accumulate=self.degrees.num_micro_batches,
         )
         found = problem.solve(self.options.time_limit_s)
         self.size = (problem.milp.num_columns, problem.milp.num_rows)

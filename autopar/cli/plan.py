@@ -33,7 +33,7 @@ def plan(
     degrees = options.degrees(spec.num_devices)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"building {model} without memory") as say:
-        batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.accumulate
+        batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.num_micro_batches
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
         say("capturing and choosing labels")
         decided = _decided(found, spec, degrees, options)

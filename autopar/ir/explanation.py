@@ -50,7 +50,12 @@ def as_text(plan: "Plan") -> str:
 def sizes_in_words(plan: "Plan") -> str:
     """``tp 2 × dp_shard 2 = 4 ranks, ZeRO-3``."""
     degrees = plan.degrees
-    named = [("tp", degrees.tp), ("dp_shard", degrees.dp_shard), ("dp_replicate", degrees.dp_replicate)]
+    named = [
+        ("pp", degrees.pp),
+        ("tp", degrees.tp),
+        ("dp_shard", degrees.dp_shard),
+        ("dp_replicate", degrees.dp_replicate),
+    ]
     product = " × ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "no split"
     ranks = f"{degrees.world_size} rank{'s' * (degrees.world_size > 1)}"
     zero = f", ZeRO-{degrees.zero}" if degrees.dp > 1 else ""
@@ -62,12 +67,13 @@ def _header(plan: "Plan") -> Section:
     lines = [sizes_in_words(plan)]
     if degrees.micro_batch is not None:
         tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
-        total = degrees.dp * degrees.micro_batch * degrees.accumulate
+        total = degrees.dp * degrees.micro_batch * degrees.num_micro_batches
+        piped = f"micro-batches {degrees.micro_batches} × " if degrees.pp > 1 else ""
         lines.append(
-            f"global batch {total} = dp {degrees.dp} × micro-batch {degrees.micro_batch} × accumulate "
+            f"global batch {total} = dp {degrees.dp} × micro-batch {degrees.micro_batch} × {piped}accumulate "
             f"{degrees.accumulate} sequences{tokens}"
         )
-    if degrees.per_micro_batch and degrees.accumulate > 1:
+    if degrees.per_micro_batch and degrees.num_micro_batches > 1:
         lines.append("loss: the mean of the losses of micro-batches, each computed by itself (per_micro_batch)")
     chosen = {None: "where it pays", True: "required", False: "not used"}[degrees.sequence_parallel]
     if degrees.tp > 1:

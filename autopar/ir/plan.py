@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from math import prod
@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.errors import PlanError, Problem, did_you_mean, short_repr
 from autopar.ir.explanation import as_text
+from autopar.ir.schedules import SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh, Type
 from autopar.ir.summary import Summary
 
@@ -26,8 +27,14 @@ class Degrees:
     `tp_dims` is `tp` as the product of two mesh dimensions, each of which splits axes of its own: with fewer key heads
     than ranks, the first splits heads of keys, the second the queries that share one. With `per_micro_batch` the loss
     of a step is the mean of the losses of its micro-batches, each computed by itself.
+
+    `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
+    (`autopar.ir.schedules`), `accumulate` times a step. With `recompute` "full" the values inside blocks are computed
+    again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage, or in all of them.
+    `cut_at` are the module paths at which stages after the first begin, where that was asked for.
     """
 
+    pp: int = 1
     tp: int = 1
     tp_dims: tuple[int, ...] | None = None
     dp_shard: int = 1
@@ -37,6 +44,12 @@ class Degrees:
     micro_batch: int | None = None
     accumulate: int = 1
     per_micro_batch: bool = False
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    micro_batches: int = 1
+    recompute: str = "none"
+    recompute_blocks: int | None = None
+    cut_at: tuple[str, ...] | None = None
 
     @property
     def dp(self) -> int:
@@ -45,7 +58,20 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp
+        return self.pp * self.dp * self.tp
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step: those of every run of the schedule."""
+        return self.micro_batches * self.accumulate
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return rank_of_stage(self.schedule, self.pp, stage)
 
     @property
     def mesh(self) -> Mesh:
@@ -72,7 +98,11 @@ class BlockLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A placement of one program on one mesh. `summary` decides nothing: it is what `explain` says about the rest."""
+    """A placement of one program on one mesh. `summary` decides nothing: it is what `explain` says about the rest.
+
+    `cuts` are the main calls, numbered from 0, before which the program is cut into pipeline stages; `recomputed` are
+    values that every stage computes for itself instead of being sent them (`autopar.ir.stages`).
+    """
 
     fingerprint: str
     model: str
@@ -84,6 +114,8 @@ class Plan:
     torch_version: str = ""
     notes: tuple[str, ...] = ()
     summary: Summary | None = None
+    cuts: tuple[int, ...] = ()
+    recomputed: tuple[str, ...] = ()
     version: int = field(default=VERSION)
 
     @property
@@ -103,7 +135,8 @@ class Plan:
             }
             for b in self.blocks
         ]
-        data["notes"] = list(self.notes)
+        for name in ("notes", "cuts", "recomputed"):
+            data[name] = list(getattr(self, name))
         data["summary"] = None if self.summary is None else self.summary.to_dict()
         return data
 
@@ -173,6 +206,8 @@ class Plan:
                 torch_version=data.get("torch_version", ""),
                 notes=tuple(str(n) for n in data.get("notes", ())),
                 summary=None if summary is None else Summary.from_dict(summary, f"{source}: summary"),
+                cuts=_cuts(data.get("cuts", []), degrees.num_stages),
+                recomputed=tuple(str(n) for n in data.get("recomputed", ())),
             )
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise PlanError(f"{source}: {error}; write the plan again with `autopar plan`") from error
@@ -188,6 +223,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "sequence": (int, type(None)),
     "torch_version": (str,),
     "notes": (list,),
+    "cuts": (list,),
+    "recomputed": (list,),
     "summary": (dict, type(None)),
     "version": (int,),
 }
@@ -235,6 +272,12 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number that JSON has")
 
 
+def _cuts(data: Sequence[Any], num_stages: int) -> tuple[int, ...]:
+    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in data) or len(data) != num_stages - 1:
+        raise ValueError(f"cuts {short_repr(data)}: must be {num_stages - 1} whole numbers, one less than stages")
+    return tuple(data)
+
+
 def _block_from(data: Mapping[str, Any]) -> BlockLabels:
     types = {part: {k: tuple(Type.parse(t) for t in v) for k, v in data[part].items()} for part in ("ports", "results")}
     labels = {str(k): tuple(str(x) for x in v) for k, v in data["labels"].items()}
@@ -244,6 +287,7 @@ def _block_from(data: Mapping[str, Any]) -> BlockLabels:
 
 
 _ALIASES = {"dp": "dp_shard"}
+_CHOICES: Mapping[str, tuple[str, ...]] = {"schedule": tuple(SCHEDULES), "recompute": ("none", "full")}
 
 
 def degrees_from(data: Any, source: str = "plan") -> Degrees:
@@ -270,7 +314,11 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             rule = "" if value is None or isinstance(value, bool) else "must be true, false or null"
         elif name == "per_micro_batch":
             rule = "" if isinstance(value, bool) else "must be true or false"
-        elif value is None and name == "micro_batch":
+        elif name == "cut_at":
+            values[name], rule = _paths(value)
+        elif name in _CHOICES:
+            rule = "" if value in _CHOICES[name] else f"must be one of {', '.join(_CHOICES[name])}"
+        elif value is None and name in ("micro_batch", "recompute_blocks"):
             continue
         elif isinstance(value, bool) or not isinstance(value, int):
             rule = "must be a whole number"
@@ -285,6 +333,16 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
     if values.get("tp_dims") is not None:
         values["tp"] = prod(values["tp_dims"])
     return Degrees(**values)
+
+
+def _paths(value: Any) -> tuple[tuple[str, ...] | None, str]:
+    """Module paths, also as one text with commas between them."""
+    split = [path.strip() for path in value.split(",")] if isinstance(value, str) else value
+    if split is None:
+        return None, ""
+    if not isinstance(split, (list, tuple)) or not split or any(not isinstance(p, str) or not p for p in split):
+        return None, "must be module paths such as layers.2,layers.4"
+    return tuple(split), ""
 
 
 def _tensor_dims(value: Any, tp: Any) -> tuple[tuple[int, ...] | None, str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._local_tensor import (
     LocalTensor,
@@ -13,6 +14,7 @@ from torch.distributed._local_tensor import (
     enabled_local_tensor_mode,
     maybe_disable_local_tensor_mode,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
@@ -88,3 +90,18 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     """Shape and global offset of a DTensor's local part, FSDP2's strided shards included."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def finish_fsdp_backward(model: nn.Module) -> None:
+    """What FSDP2 does after a backward pass, for a module whose gradients were left whole by earlier ones.
+
+    As torch's pipeline stage does for its own FSDP module (torch.distributed.pipelining, `perform_reduce_grad`).
+    """
+    roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not roots:
+        return
+    state = roots[0]._get_fsdp_state()
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()

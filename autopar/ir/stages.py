@@ -1,0 +1,172 @@
+"""Pipeline stages: contiguous calls of a program, what they receive, send and run again.
+
+A value that a later stage uses is sent from stage to stage until the last one that uses it has it, or, where the plan
+says so, computed anew from the inputs by every stage that uses it: masks and position tables cost less than a message.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from autopar.errors import PlanError
+from autopar.ir.program import Block, CallSite, Program
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage: its calls by their index in the program, values by name.
+
+    `again` are calls of earlier stages that this one runs too, with the results that it keeps of them. `receives` and
+    `sends` are in the order of the messages. `parameters` are those that its calls take.
+    """
+
+    index: int
+    calls: tuple[int, ...]
+    again: Mapping[int, tuple[str, ...]]
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+def main_calls(program: Program) -> list[int]:
+    """Indices of the calls that a step runs forward and backward."""
+    return [index for index, call in enumerate(program.calls) if call.phase == "main"]
+
+
+def stages_of(program: Program, cuts: Sequence[int], recomputed: Sequence[str] = ()) -> tuple[Stage, ...]:
+    """The stages of a program whose main calls are cut before the given ones, numbered from 0.
+
+    `recomputed` are values that every stage after the one that makes them computes anew. Raises `PlanError` for an
+    empty stage, a cut outside the program, and a value that cannot be computed from inputs and constants.
+    """
+    calls = main_calls(program)
+    bounds = (0, *cuts, len(calls))
+    if any(stop <= start for start, stop in pairwise(bounds)):
+        raise PlanError(
+            f"cuts {list(cuts)} of {len(calls)} calls leave an empty stage; they must rise, from 1 to {len(calls) - 1}"
+        )
+    own = [calls[start:stop] for start, stop in pairwise(bounds)]
+    made = {result: s for s, indices in enumerate(own) for i in indices for result in program.calls[i].results}
+    _check_recomputed(program, recomputed, made)
+    again = [_again(program, s, own, made, recomputed) for s in range(len(own))]
+    last_use = _last_uses(program, own, made, frozenset(recomputed))
+    sent = [
+        tuple(value for value, source in made.items() if source <= s < last_use.get(value, -1)) for s in range(len(own))
+    ]
+    parameters = [
+        tuple(dict.fromkeys(a for i in indices for a in program.calls[i].arguments if a in program.parameters))
+        for indices in own
+    ]
+    return tuple(
+        Stage(
+            index=s,
+            calls=tuple(indices),
+            again=again[s],
+            receives=sent[s - 1] if s else (),
+            sends=sent[s],
+            parameters=tuple(str(name) for name in parameters[s]),
+        )
+        for s, indices in enumerate(own)
+    )
+
+
+def _last_uses(
+    program: Program, own: Sequence[Sequence[int]], made: Mapping[str, int], recomputed: frozenset[str]
+) -> dict[str, int]:
+    """The last stage that must be sent a value. The loss ends in the last stage, where the backward pass starts."""
+    found = {program.loss: len(own) - 1} if program.loss in made else {}
+    for s, indices in enumerate(own):
+        for i in indices:
+            for a in program.calls[i].arguments:
+                if isinstance(a, str) and a in made and a not in recomputed:
+                    found[a] = max(found.get(a, s), s)
+    return found
+
+
+def _again(
+    program: Program,
+    stage: int,
+    own: Sequence[Sequence[int]],
+    made: Mapping[str, int],
+    recomputed: Sequence[str],
+) -> dict[int, tuple[str, ...]]:
+    """Calls of earlier stages that make recomputed values which this stage uses, in order."""
+    wanted = {a for i in own[stage] for a in program.calls[i].arguments if a in recomputed and made[str(a)] < stage}
+    found: dict[int, tuple[str, ...]] = {}
+    for i in reversed([i for indices in own[:stage] for i in indices]):
+        call = program.calls[i]
+        kept = tuple(r for r in call.results if r in wanted)
+        if kept:
+            found[i] = kept
+            wanted |= {a for a in sources_of(program, call, kept) if a in made}
+    return dict(reversed(found.items()))
+
+
+def sources_of(program: Program, call: CallSite, results: Sequence[str]) -> tuple[str, ...]:
+    """The named arguments of a call that some of its results are computed from."""
+    block = program.blocks[call.block]
+    outputs = [o for o, r in zip(block.outputs, call.results, strict=True) if r in results]
+    needed = {node.name for node in ancestors(block, outputs)}
+    pairs = zip(block.ports, call.arguments, strict=True)
+    return tuple(a for port, a in pairs if port.name in needed and isinstance(a, str))
+
+
+def ancestors(block: Block, outputs: Sequence[str]) -> list["fx.Node"]:
+    """The nodes of a block that some of its outputs are computed from, those included, in order."""
+    needed: set[fx.Node] = set()
+    for node in reversed(list(block.graph.nodes)):
+        if node.name in outputs or not needed.isdisjoint(node.users):
+            needed.add(node)
+    return [node for node in block.graph.nodes if node in needed]
+
+
+def _check_recomputed(program: Program, recomputed: Sequence[str], made: Mapping[str, int]) -> None:
+    free = {info.name for info in program.inputs} | set(program.constants.results) | set(recomputed)
+    makers = {result: call for call in program.calls for result in call.results}
+    for value in recomputed:
+        if value not in made:
+            raise PlanError(f"recomputed value {value!r} is not made by any call; plan again for this model")
+        missing = [a for a in sources_of(program, makers[value], (value,)) if a not in free]
+        if missing:
+            raise PlanError(
+                f"value {value!r} cannot be computed anew by every stage: it takes {missing[0]!r}, which is neither an "
+                "input nor a constant; leave it out of `recomputed`, so that it is sent"
+            )
+
+
+def check_stages(program: Program, stages: Sequence[Stage]) -> None:
+    """Every call and parameter is placed exactly once, and every stage has what its calls take.
+
+    Parameters that calls of several stages take are placed in each of them: they are tied. Raises `PlanError`.
+    """
+    placed = [i for stage in stages for i in stage.calls]
+    if placed != main_calls(program):
+        lost = sorted(set(main_calls(program)) - set(placed))
+        twice = sorted({i for i in placed if placed.count(i) > 1})
+        named = ", ".join(program.calls[i].path for i in (*lost, *twice))
+        raise PlanError(f"the stages do not hold every call exactly once, in order: {named or 'order'}")
+    everywhere = {info.name for info in program.inputs} | set(program.constants.results) | set(program.updates)
+    everywhere |= {program.denominator} if program.denominator else set()
+    for stage in stages:
+        known = everywhere | set(stage.parameters) | set(stage.receives)
+        for i in sorted((*stage.again, *stage.calls)):
+            call = program.calls[i]
+            wanted = call.arguments if i in stage.calls else sources_of(program, call, stage.again[i])
+            missing = [a for a in wanted if isinstance(a, str) and a not in known]
+            if missing:
+                raise PlanError(f"stage {stage.index} runs {call.path!r}, but does not have {missing[0]!r}")
+            known |= set(call.results if i in stage.calls else stage.again[i])
+        absent = [value for value in stage.sends if value not in known]
+        if absent:
+            raise PlanError(f"stage {stage.index} must send {absent[0]!r}, but does not have it")
+    for before, after in pairwise(stages):
+        if before.sends != after.receives:
+            raise PlanError(f"stage {before.index} sends {before.sends}, stage {after.index} expects {after.receives}")
+    held = {name for stage in stages for name in stage.parameters}
+    lost_parameters = [name for name in program.parameters if name not in held]
+    if lost_parameters:
+        raise PlanError(f"parameter {lost_parameters[0]!r} is in no stage")

@@ -1,0 +1,255 @@
+"""Pipeline stages on torch.distributed.pipelining: its stages, messages and runtime of action lists.
+
+What is ours: which values cross (`autopar.ir.stages`), the order of actions (`autopar.ir.schedules`), micro-batches,
+whose inputs every stage takes from its own rank's batch, and when data-parallel ranks sum gradients:
+
+* schedules with whole backward passes follow the ZeRO stage in every micro-batch, as without a pipeline;
+* schedules that split the backward pass keep a stage's parameters gathered and its gradients whole until its last
+  action, because FSDP2 sums a gradient when the input's is there, which is before the weights' is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from autopar.errors import RuntimeInputError
+from autopar.ir.plan import Degrees
+from autopar.ir.program import Program
+from autopar.ir.schedules import Action, actions
+from autopar.ir.stages import Stage
+from autopar.rules.rule import TensorInfo
+from autopar.runtime import zero
+from autopar.runtime.compiled import Compiled
+from autopar.runtime.mesh import MeshDim
+from autopar.runtime.stage import StageModule
+
+Values = dict[str, Any]
+RunStage = Callable[[StageModule, Stage, Values, int], Values]  # module, stage, named values, micro-batch
+
+
+class _Submodule(nn.Module):
+    """What torch's stage calls: named values from messages and this rank's micro-batch, named values to messages.
+
+    The stage's module is not registered, so that torch leaves FSDP2 to us; its parameters are those of this moment.
+    """
+
+    def __init__(self, module: StageModule, stage: Stage, loss: str, is_last: bool) -> None:
+        super().__init__()
+        self._hidden = (module,)
+        self.stage, self.loss, self.is_last = stage, loss, is_last
+        self.run: Callable[[StageModule, Stage, Values, int], Values] | None = None
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self._hidden[0].parameters()
+
+    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert self.run is not None
+        values = dict(zip(self.stage.receives, received, strict=True))
+        found = self.run(self._hidden[0], self.stage, values, int(index))
+        if self.is_last:
+            return (found[self.loss],)
+        return tuple(found[name].contiguous() for name in self.stage.sends)
+
+
+class _TorchStage(PipelineStage):
+    """torch's stage with buffers for messages as long as they are needed, and our moments for sums over ranks."""
+
+    def __init__(self, submodule: _Submodule, *arguments: Any, degrees: Degrees, **options: Any) -> None:
+        super().__init__(submodule, *arguments, **options)
+        self.degrees = degrees
+        self.is_final = True  # whether this run of the schedule is the step's last
+        self.splits_backward = zero.splits_backward(degrees)
+
+    @property
+    def module(self) -> StageModule:
+        found: StageModule = self.submod._hidden[0]
+        return found
+
+    # Buffers: torch allocates those of all micro-batches at once and keeps them.
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for infos in self.args_recv_info.values():
+            _forget(infos)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        for infos in self.grad_recv_info.values():
+            _forget(infos)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        _allocate(self.grad_recv_info[mb_index], self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        out = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        _forget(self.args_recv_info[fwd_chunk_id])  # what backward needs of them autograd holds
+        return out
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+        if self.has_backward:
+            grads = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in grads)
+            if not self.is_last:
+                _forget(self.grad_recv_info[bwd_chunk_id])
+
+    # Sums over data-parallel ranks.
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        if self.splits_backward:
+            zero.hold_gradients(self.module)
+        else:
+            zero.before_backward(self.module, self.degrees, last=last_backward and self.is_final)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.splits_backward and self.is_final:
+            zero.sum_held_gradients(self.module)
+
+
+def _allocate(infos: Sequence[Any], device: torch.device) -> None:
+    for info in infos:
+        if info.tensor_meta is not None and not info.is_root_arg:
+            meta = info.tensor_meta
+            info.buffer = torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+
+
+def _forget(infos: Sequence[Any]) -> None:
+    for info in infos:
+        if not info.is_root_arg:
+            info.buffer = None
+
+
+class Pipeline:
+    """One rank's stages of a compiled program and the schedule that runs them.
+
+    `modules` are this rank's stages by number. Training takes `degrees.micro_batches` at once, evaluation one.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        stages: Sequence[Stage],
+        modules: Mapping[int, StageModule],
+        pipeline: MeshDim,
+        degrees: Degrees,
+        *,
+        trains: bool,
+    ) -> None:
+        self.stages, self.modules, self.loss = stages, modules, compiled.program.loss
+        self.no_loss = torch.zeros((), dtype=_infos(compiled.program)[self.loss].dtype, device=compiled.device)
+        self.count = degrees.micro_batches if trains else 1
+        order = (
+            actions(degrees.schedule, degrees.pp, degrees.virtual_stages, self.count)
+            if trains
+            else _there_and_back(degrees)
+        )
+        device = compiled.device
+        self._torch_stages = []
+        for number in sorted(modules):
+            stage = stages[number]
+            submodule = _Submodule(modules[number], stage, self.loss, number == len(stages) - 1)
+            sent = (self.loss,) if submodule.is_last else stage.sends
+            made = _TorchStage(
+                submodule,
+                number,
+                len(stages),
+                device,
+                input_args=_metas(compiled, stage.receives),
+                output_args=_metas(compiled, sent),
+                group=pipeline.group,
+                degrees=degrees,
+            )
+            self._torch_stages.append(made)
+        loss_fn = _same if trains else None
+        self._schedule = _PipelineScheduleRuntime(
+            list(self._torch_stages), self.count, loss_fn=loss_fn, scale_grads=False
+        )
+        self._schedule._prepare_schedule_with_comms({rank: _torch_actions(own) for rank, own in enumerate(order)})
+        if not trains:  # torch checks that every forward pass has its backward pass, but runs what is left here
+            lowered = self._schedule.pipeline_order_with_comms
+            for rank, own in lowered.items():
+                lowered[rank] = [a for a in own if a.computation_type.value in ("F", "SEND_F", "RECV_F")]
+
+    def step(self, run: RunStage, *, is_final: bool) -> torch.Tensor:
+        """Run the schedule forward and backward; the sum of the losses where the last stage is, else 0."""
+        self._set(run, is_final)
+        losses: list[torch.Tensor] = []
+        numbers = torch.arange(self.count)
+        self._schedule.step(index=numbers, target=numbers, losses=losses, return_outputs=False)
+        self._set(None, is_final)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self.no_loss.clone()
+
+    def evaluate(self, run: RunStage) -> None:
+        """Run one micro-batch forward."""
+        self._set(run, False)
+        self._schedule.eval(index=torch.arange(1), return_outputs=False)
+        for stage in self._torch_stages:
+            stage.clear_runtime_states()
+        self._set(None, False)
+
+    def _set(self, run: RunStage | None, is_final: bool) -> None:
+        for stage in self._torch_stages:
+            stage.submod.run, stage.is_final = run, is_final
+
+
+def _same(output: Any, target: Any) -> torch.Tensor:
+    """The loss is what the last stage returns."""
+    found: torch.Tensor = output[0]
+    return found
+
+
+def _there_and_back(degrees: Degrees) -> tuple[tuple[Action, ...], ...]:
+    """Per rank, the passes of one micro-batch."""
+    stages = range(degrees.num_stages)
+    every = [Action(stage, "F", 0) for stage in stages] + [Action(stage, "B", 0) for stage in reversed(stages)]
+    return tuple(tuple(a for a in every if degrees.rank_of_stage(a.stage) == rank) for rank in range(degrees.pp))
+
+
+def _torch_actions(order: Sequence[Action]) -> list[_Action | None]:
+    return [_Action.from_str(str(action)) for action in order]
+
+
+def _metas(compiled: Compiled, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+    """Local shapes and dtypes of values that cross stages, on meta."""
+    infos, found = _infos(compiled.program), []
+    for name in names:
+        info = infos[name]
+        shape = compiled.analysis.outer[name].local_shape(compiled.types[name], compiled.plan.mesh.degrees)
+        meta = torch.empty(shape, dtype=info.dtype, device="meta")
+        found.append(meta.requires_grad_(info.differentiable))
+    return tuple(found)
+
+
+def _infos(program: Program) -> dict[str, TensorInfo]:
+    """Shapes and dtypes of the values that leave blocks."""
+    found: dict[str, TensorInfo] = {}
+    for call in program.calls:
+        block = program.blocks[call.block]
+        by_name = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
+        pairs = zip(call.results, block.outputs, strict=True)
+        found |= {result: by_name[output] for result, output in pairs}
+    return found
+
+
+def refuse_compiling(degrees: Degrees) -> None:
+    """Raise `RuntimeInputError` where compiled blocks cannot run the schedule."""
+    if zero.splits_backward(degrees):
+        raise RuntimeInputError(
+            f"schedule {degrees.schedule} runs the backward pass in two parts, which torch.compile cannot; use 1f1b or "
+            "interleaved-1f1b, or do not compile"
+        )

@@ -1,0 +1,149 @@
+"""Where a program is cut into pipeline stages: the exact partition of its calls that makes the slowest stage fastest.
+
+Weights are the seconds of one rank for one micro-batch, forward and backward, under the labels. The partition of n
+contiguous calls into p stages that minimises the largest sum is found by dynamic programming in O(p·n²) (Bellman's
+recursion for linear partitioning); of equal ones, that with the smallest sum of squares, so that other stages are even
+too. Every stage holds a parameter that is trained, or its backward pass would have nothing to do.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.cost_model.compute import is_view, local_flops, memory_bytes_per_s, peak_flops_per_s
+from autopar.cost_model.coverage import works_of
+from autopar.errors import PlanError, did_you_mean
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.program import Program
+from autopar.ir.stages import ancestors, main_calls, sources_of, stages_of
+from autopar.trace.analysis import Analysis
+from autopar.trace.constants import is_random
+
+
+def choose_cuts(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
+) -> tuple[int, ...]:
+    """The main calls before which the program is cut. Raises `PlanError` where there are more stages than calls that
+    can make one."""
+    if degrees.cut_at is not None:
+        return cuts_at(program, degrees.cut_at)
+    seconds = dict.fromkeys(range(len(program.blocks)), 0.0)
+    for work in works_of(program, analysis, labels, degrees, cluster):
+        seconds[work.block] += work.seconds / (work.num_calls * degrees.num_micro_batches)
+    calls = [program.calls[i] for i in main_calls(program)]
+    trained = [
+        any(a in program.parameters and program.parameters[str(a)].requires_grad for a in call.arguments)
+        for call in calls
+    ]
+    if sum(trained) < degrees.num_stages:
+        raise PlanError(
+            f"{degrees.num_stages} pipeline stages need as many blocks with parameters that are trained, the model has "
+            f"{sum(trained)}; use fewer stages (pp {degrees.pp} × virtual_stages {degrees.virtual_stages})"
+        )
+    return partition([seconds[call.block] for call in calls], degrees.num_stages, can_be_alone=trained)
+
+
+def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bool] | None = None) -> tuple[int, ...]:
+    """Cuts of a sequence into contiguous parts with the smallest largest sum; every part has an element that can be
+    alone.
+
+    >>> partition([3, 1, 1, 1, 1, 1], 2)
+    (2,)
+    """
+    count = len(weights)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    anchors = np.concatenate([[0], np.cumsum(can_be_alone if can_be_alone is not None else [True] * count)])
+    part = sums[None, :] - sums[:, None]  # part[i, j] is the weight of elements i to j - 1
+    legal = anchors[None, :] - anchors[:, None] > 0
+    largest = np.where(legal[0], part[0], np.inf)
+    squares = np.where(legal[0], part[0] ** 2, np.inf)
+    starts = []
+    for _ in range(1, parts):
+        worst = np.where(legal, np.maximum(largest[:, None], part), np.inf)
+        best = worst.min(axis=0)
+        with np.errstate(invalid="ignore"):
+            spread = np.where(worst <= best * (1 + 1e-12), squares[:, None] + part**2, np.inf)
+        start = spread.argmin(axis=0)
+        starts.append(start)
+        largest, squares = best, spread.min(axis=0)
+    if not np.isfinite(largest[count]):
+        raise PlanError(f"{count} calls cannot be cut into {parts} stages")
+    cuts, stop = [], count
+    for start in reversed(starts):
+        stop = int(start[stop])
+        cuts.append(stop)
+    return tuple(reversed(cuts))
+
+
+def cuts_at(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
+    """The cuts before the first call of each module path. Raises `PlanError` naming an unknown path."""
+    calls = [program.calls[i] for i in main_calls(program)]
+    found = []
+    for path in paths:
+        at = next((k for k, call in enumerate(calls) if call.path == path or call.path.startswith(f"{path}.")), None)
+        if at is None:
+            known = sorted({call.path for call in calls})
+            raise PlanError(f"cut_at {path!r}: no block of the model has this path; {did_you_mean(path, known)}")
+        found.append(at)
+    if any(b <= a for a, b in zip((0, *found), found, strict=False)):
+        raise PlanError(
+            f"cut_at {', '.join(paths)}: these are calls {found} of the model; they must rise and leave no stage empty"
+        )
+    return tuple(found)
+
+
+def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[int, ...]:
+    """Cuts that leave every parameter where it is held: `stage_of` names the stages that hold it.
+
+    For a model captured again in eval mode or for another shape. A call without parameters stays with the one before.
+    Raises `PlanError` where the calls do not follow the stages.
+    """
+    found, stage = [], 0
+    for k, index in enumerate(main_calls(program)):
+        held = [stage_of[str(a)] for a in program.calls[index].arguments if a in stage_of]
+        common = set.intersection(*map(set, held)) if held else {stage}
+        later = sorted(s for s in common if s >= stage)
+        if not later:
+            raise PlanError(
+                f"captured again, {program.calls[index].path!r} takes parameters of pipeline stages "
+                f"{sorted({s for stages in held for s in stages})} in another order; run this mode without a pipeline"
+            )
+        found += [k] * (later[0] - stage)
+        stage = later[0]
+    if len(found) != num_stages - 1:
+        raise PlanError(f"captured again, the model uses {len(found) + 1} of {num_stages} pipeline stages")
+    return tuple(found)
+
+
+def values_to_recompute(
+    program: Program, analysis: Analysis, cuts: Sequence[int], degrees: Degrees, cluster: ClusterSpec
+) -> tuple[str, ...]:
+    """Values that cross stages and are cheaper to compute from the inputs than to send."""
+    free = {info.name for info in program.inputs} | set(program.constants.results)
+    makers = {result: call for call in program.calls for result in call.results}
+    crossing = dict.fromkeys(value for stage in stages_of(program, cuts) for value in stage.sends)
+    stride = degrees.dp * degrees.tp
+    link = cluster.link(0, stride) if stride < cluster.num_devices else None
+    found: list[str] = []
+    for value in crossing:
+        call = makers[value]
+        block = program.blocks[call.block]
+        output = block.outputs[call.results.index(value)]
+        nodes = [node for node in ancestors(block, [output]) if node.op == "call_function"]
+        is_free = all(a in free or a in found for a in sources_of(program, call, (value,)))
+        if value == program.loss or not is_free or any(is_random(node) for node in nodes):
+            continue
+        seconds = 0.0
+        for node in nodes:
+            bound, made = analysis.bounds[call.block][node.name], analysis.calls[call.block][node.name]
+            seconds += local_flops(bound.rule, {}) / peak_flops_per_s(cluster, made.output.dtype)
+            if not is_view(made):
+                infos = (*made.operands, made.output)
+                touched = sum(float(np.prod(info.shape)) * info.dtype.itemsize for info in infos)
+                seconds += touched / memory_bytes_per_s(cluster)
+        info = analysis.calls[call.block][output].output if output in analysis.calls[call.block] else None
+        size = 0.0 if info is None else float(np.prod(info.shape)) * info.dtype.itemsize
+        if info is not None and (link is None or seconds <= size / link.bytes_per_s + link.latency_s):
+            found.append(value)
+    return tuple(found)
