@@ -30,6 +30,8 @@ UNINITIALISED = {
     aten.new_empty.default: aten.new_zeros.default,
 }
 
+NEW = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
+
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
     """Inline `set_grad_enabled` and `autocast` regions; what a no-grad region yields is marked so."""
@@ -105,6 +107,22 @@ def spell_plainly(graph: fx.Graph) -> None:
         elif node.target in UNINITIALISED:
             node.target = UNINITIALISED[node.target]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
+        if node.target in NEW:
+            _fill_without_operand(node)
+
+
+def _fill_without_operand(node: fx.Node) -> None:
+    """``x.new_zeros(shape)``: of x it needs dtype and device, and where it has x's shape, it has x's axes."""
+    shape, value = list(_value(node).shape), NEW[node.target]
+    fill = arg(node, 2) if value is None else value
+    if isinstance(fill, fx.Node):
+        return
+    dtype = node.kwargs.get("dtype") or _value(arg(node, 0)).dtype
+    kwargs = {"dtype": dtype, "device": node.kwargs.get("device") or _value(arg(node, 0)).device}
+    if shape == list(_value(arg(node, 0)).shape):
+        node.target, node.args, node.kwargs = aten.full_like.default, (arg(node, 0), fill), {"dtype": dtype}
+    else:
+        node.target, node.args, node.kwargs = aten.full.default, (shape, fill), kwargs
 
 
 def flat_addmm_to_linear(graph: fx.Graph) -> None:

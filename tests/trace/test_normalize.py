@@ -54,6 +54,16 @@ BODIES = {
 }
 
 
+def shifted(y: torch.Tensor) -> torch.Tensor:
+    """As encoder-decoder models shift their targets to the right."""
+    out = y.new_zeros(y.shape)
+    out[..., 1:] = y[..., :-1].clone()
+    return out + y.new_full((6,), 0.5) + y.new_ones(len(y), 1)
+
+
+BODIES["new tensors"] = shifted
+
+
 def operators(graph: fx.Graph) -> list[Any]:
     return [n.target for n in graph.nodes if n.op == "call_function"]
 
@@ -102,3 +112,8 @@ def test_a_mean_loss_is_a_sum_over_a_count(ignored: int) -> None:
     values = run_reference(program, dict(model.named_parameters()), inputs, buffers)
     torch.testing.assert_close(values[program.loss].double(), model(**inputs).loss.double(), rtol=1e-5, atol=1e-5)
     assert int(values[program.denominator]) == int((inputs["labels"][:, 1:] != -100).sum())
+
+
+def test_new_tensors_do_not_couple_samples() -> None:
+    program = trace(Model(shifted), {"x": torch.zeros(4, 6)})
+    assert program.mixes_batch is None
