@@ -38,6 +38,10 @@ def resolve_degrees(
         problems += more
     resolved, more = _split_in_time(asked, local_batch, given)
     problems += more
+    if resolved.num_micro_batches > 1 and (resolved.micro_batch or 0) * resolved.dp == 1:
+        rule = "leaves one sequence in a global micro-batch, whose batch dimension cannot be told from a broadcast one"
+        hint = f"use micro_batch {DEFAULT_MICRO_BATCH} with fewer micro-batches, or more data-parallel ranks"
+        problems.append(Problem(path="micro_batch", value=1, rule=rule, suggestion=hint))
     if resolved.pp > 1 and not problems:
         problems = schedule_problems(resolved.schedule, resolved.pp, resolved.virtual_stages, resolved.micro_batches)
     if problems:

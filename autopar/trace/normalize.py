@@ -114,7 +114,7 @@ def spell_plainly(graph: fx.Graph) -> None:
 def _fill_without_operand(node: fx.Node) -> None:
     """``x.new_zeros(shape)``: of x it needs dtype and device, and where it has x's shape, it has x's axes."""
     shape, value = list(_value(node).shape), NEW[node.target]
-    fill = arg(node, 2) if value is None else value
+    fill = node.args[2] if value is None else value
     if isinstance(fill, fx.Node):
         return
     dtype = node.kwargs.get("dtype") or _value(arg(node, 0)).dtype
