@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -125,12 +125,12 @@ def verify(
     if not has_dropout and (count == 1 or decided.degrees.per_micro_batch):
         captured = against_model(model, source, split_micro_batches(program, data[0], count), reference)
     on_progress(f"the same steps on {world_size} ranks")
-    arguments = (job, decided.to_json())
+    arguments, describe = (job, decided.to_json()), partial(rank_name, decided.degrees)
     if ranks is not None:
-        parts: list[Steps | None] = ranks.run("autopar.verification:rank_steps", *arguments)
+        parts: list[Steps | None] = ranks.run("autopar.verification:rank_steps", *arguments, describe=describe)
     else:
         with Ranks(world_size, timeout_s=timeout_s) as world:
-            parts = world.run("autopar.verification:rank_steps", *arguments)
+            parts = world.run("autopar.verification:rank_steps", *arguments, describe=describe)
     found = of_all_stages([part for part in parts if part is not None])
     quantities, notes = compare(reference, found, TOLERANCES[dtype], steps)
     if has_dropout:
@@ -149,6 +149,14 @@ def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
     given = {k: v for k, v in dict(wish or {}).items() if v is not None}
     degrees_from(given, "options")
     return given
+
+
+def rank_name(degrees: Degrees, rank: int) -> str:
+    """A rank and the pipeline stages that it holds: ``rank 3 (pipeline stages 1 and 2)``."""
+    at = rank // (degrees.world_size // degrees.pp)
+    held = [str(stage) for stage in range(degrees.num_stages) if degrees.rank_of_stage(stage) == at]
+    stages = f" (pipeline stage{'s' * (len(held) > 1)} {' and '.join(held)})" if degrees.pp > 1 else ""
+    return f"rank {rank}{stages}"
 
 
 @lru_cache(maxsize=4)

@@ -1,18 +1,22 @@
 """Local ranks: processes started once from a server that has torch loaded, fed with functions to run together.
 
-The first rank that raises ends all of them, and its error is the one that is shown. No port is fixed: ranks meet
-through a file in a private folder.
+The first rank that raises ends all of them, and its error is the one that is shown. Of ranks that wait for one that
+does not answer, that one is named, with what it is doing. No port is fixed: ranks meet through a file in a private
+folder.
 """
 
+import faulthandler
 import importlib
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +26,10 @@ DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 GATHER_S = 1.0  # how long the failures of other ranks are waited for, to tell which came first
 DIED = 0.0  # in place of the time of a failure: the process is gone
+STACK_S = 2.0  # how long a rank that does not answer may take to write where it is
+STACK_LINES = 8
+TIMED_OUT = ("timed out", "timeout", "Timed out")
+Describe = Callable[[int], str]
 Failure = tuple[float, str, str, str]  # when, "user" or "bug", message, traceback
 # loaded once by the server that ranks are forked from; a module that is not installed is passed over
 PRELOADED = (
@@ -45,6 +53,8 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: boo
     level = "DETAIL" if checked else "OFF"
     os.environ.update(TORCH_DISTRIBUTED_DEBUG=level, RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    stack = os.open(stack_file(os.path.dirname(store), rank), os.O_CREAT | os.O_WRONLY)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     try:
         dist.init_process_group(
             "gloo",
@@ -63,9 +73,15 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: boo
         pass
     except BaseException as error:
         kind = "user" if isinstance(error, AutoparError) else "bug"
-        pipe.send(("failed", (time.time(), kind, f"{type(error).__name__}: {error}", traceback.format_exc())))
+        text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        pipe.send(("failed", (time.time(), kind, text, traceback.format_exc())))
         os._exit(1)  # no collective teardown: the others are ended by the parent
     os._exit(0)
+
+
+def stack_file(folder: str, rank: int) -> str:
+    """Where a rank writes its Python stack when it is asked to."""
+    return os.path.join(folder, f"stack-{rank}")
 
 
 class Ranks:
@@ -93,29 +109,29 @@ class Ranks:
             self._processes.append(process)
         self._collect("ready")
 
-    def run(self, target: str, *arguments: Any) -> list[Any]:
+    def run(self, target: str, *arguments: Any, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
         """Run ``module:function(rank, *arguments)`` on every rank; results in rank order.
 
-        Raises `RankError` with the first rank's error and traceback; the world is then gone.
+        Raises `RankError` with the first rank's error and traceback; the world is then gone. `describe` names a rank
+        in it.
         """
         for pipe in self._pipes:
             pipe.send((target, arguments))
-        return self._collect("done")
+        return self._collect("done", describe)
 
-    def _collect(self, wanted: str) -> list[Any]:
+    def _collect(self, wanted: str, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
         results: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout_s
         while len(results) < self.world_size:
             waiting: dict[Any, int] = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.close()
-                raise RankError(f"ranks {sorted(waiting.values())} did not answer within {self.timeout_s:.0f} s")
+                self._fail_silent(sorted(waiting.values()), describe)
             for pipe in ready:
                 rank = waiting[pipe]
                 kind, value = self._receive(rank)
                 if kind == "failed":
-                    self._fail(self._first_cause(rank, value, waiting.values()))
+                    self._fail(rank, value, waiting.values(), describe)
                 assert kind == wanted, (kind, wanted)
                 results[rank] = value
         return [results[rank] for rank in range(self.world_size)]
@@ -129,11 +145,8 @@ class Ranks:
             code = self._processes[rank].exitcode
             return "failed", (DIED, "bug", f"the process ended with exit code {code}", "")
 
-    def _first_cause(self, rank: int, value: Failure, waiting: Iterable[int]) -> tuple[int, Failure]:
-        """A failing rank breaks the connections of others: of all failures that arrive together, the first.
-
-        A process that died counts as first: whoever raised an exception may have done so because of that.
-        """
+    def _failures(self, rank: int, value: Failure, waiting: Collection[int]) -> dict[int, Failure]:
+        """A failing rank breaks the connections of others: all failures that arrive together."""
         failures = {rank: value}
         others: dict[Any, int] = {self._pipes[r]: r for r in waiting if r != rank}
         deadline = time.monotonic() + GATHER_S
@@ -146,14 +159,38 @@ class Ranks:
                 kind, value = self._receive(other)
                 if kind == "failed":
                     failures[other] = value
-        first = min(failures, key=lambda r: failures[r][0])
-        return first, failures[first]
+        return failures
 
-    def _fail(self, cause: tuple[int, Failure]) -> None:
-        rank, (_, kind, message, trace) = cause
+    def _fail(self, rank: int, value: Failure, waiting: Collection[int], describe: Describe) -> None:
+        """End all ranks and show the first cause: a process that died, one that does not answer, the first error."""
+        failures = self._failures(rank, value, waiting)
+        first = min(failures, key=lambda r: failures[r][0])
+        when, kind, message, trace = failures[first]
+        silent = sorted(set(waiting) - set(failures))
+        if silent and when != DIED and any(word in message for word in TIMED_OUT):
+            self._fail_silent(silent, describe, f"; {describe(first)} waited for it: {message.splitlines()[0]}")
         self.close()
-        text = f"rank {rank} failed: {message}"
-        raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=rank)
+        text = f"{describe(first)} failed: {message}"
+        raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=first)
+
+    def _fail_silent(self, ranks: Sequence[int], describe: Describe, why: str = "") -> None:
+        """End all ranks; some do not answer, and are asked where they are."""
+        stacks = {rank: self._stack(rank) for rank in ranks}
+        self.close()
+        named = " and ".join(describe(rank) for rank in ranks)
+        shown = "".join(f"\n\n{describe(rank)} is at\n{stack}" for rank, stack in stacks.items() if stack)
+        raise RankError(f"{named} did not answer within {self.timeout_s:.0f} s{why}{shown}", rank=ranks[0])
+
+    def _stack(self, rank: int) -> str:
+        """The innermost lines of a rank's Python stack; empty where it cannot run at all."""
+        process, path = self._processes[rank], stack_file(self._folder.name, rank)
+        deadline = time.monotonic() + STACK_S
+        if process.is_alive() and os.path.exists(path):
+            os.kill(process.pid, signal.SIGUSR1)
+            while not os.path.getsize(path) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        text = Path(path).read_text() if os.path.exists(path) else ""
+        return "\n".join(text.splitlines()[: 1 + STACK_LINES])
 
     @property
     def is_open(self) -> bool:

@@ -8,7 +8,8 @@ whose inputs every stage takes from its own rank's batch, and when data-parallel
   action, because FSDP2 sums a gradient when the input's is there, which is before the weights' is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -187,24 +188,56 @@ class Pipeline:
 
     def step(self, run: RunStage, *, is_final: bool) -> torch.Tensor:
         """Run the schedule forward and backward; the sum of the losses where the last stage is, else 0."""
-        self._set(run, is_final)
         losses: list[torch.Tensor] = []
         numbers = torch.arange(self.count)
-        self._schedule.step(index=numbers, target=numbers, losses=losses, return_outputs=False)
-        self._set(None, is_final)
+        with self._running(run, is_final):
+            self._schedule.step(index=numbers, target=numbers, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self.no_loss.clone()
 
     def evaluate(self, run: RunStage) -> None:
         """Run one micro-batch forward."""
-        self._set(run, False)
-        self._schedule.eval(index=torch.arange(1), return_outputs=False)
+        with self._running(run, False):
+            self._schedule.eval(index=torch.arange(1), return_outputs=False)
         for stage in self._torch_stages:
             stage.clear_runtime_states()
-        self._set(None, False)
 
-    def _set(self, run: RunStage | None, is_final: bool) -> None:
+    @contextmanager
+    def _running(self, run: RunStage, is_final: bool) -> Iterator[None]:
+        """The stages set to `run`; an error says which stage and micro-batch it is of."""
         for stage in self._torch_stages:
             stage.submod.run, stage.is_final = run, is_final
+        try:
+            yield
+        except Exception as error:
+            cause = (
+                error.__cause__ if isinstance(error.__cause__, Exception) else error
+            )  # torch wraps what a stage raises
+            cause.add_note(where(error))
+            raise cause from None
+        finally:
+            for stage in self._torch_stages:
+                stage.submod.run = None
+
+
+_PASSES = {"F": "forward pass", "B": "backward pass", "I": "backward pass", "W": "backward pass of weights"}
+
+
+def where(error: BaseException) -> str:
+    """What a rank's pipeline was doing when an error was raised, from the action in torch's frames."""
+    trace, action, is_waiting = error.__traceback__, None, False
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "_perform_action":
+            action = frame.f_locals.get("action")
+        is_waiting |= frame.f_code.co_name == "_wait_batch_p2p"
+        trace = trace.tb_next
+    if action is None:
+        return "while the pipeline waited for its last messages" if is_waiting else "outside the stages of the pipeline"
+    kind, stage = action.computation_type.value, action.stage_index
+    name = _PASSES.get(kind, kind)
+    other = stage - 1 if kind == "F" else stage + 1
+    waiting = f", waiting for stage {other}" if is_waiting else ""
+    return f"in pipeline stage {stage}, {name} of micro-batch {action.microbatch_index}{waiting}"
 
 
 def _same(output: Any, target: Any) -> torch.Tensor:
