@@ -289,7 +289,22 @@ class ParallelModel(nn.Module):
             raise unfit(["it is too short to run, and captured anew its samples cannot be ignored"])
         if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
-        return compiled, [{n: t.to(self.device) for n, t in piece.items()} for piece in pieces], is_padded
+        read = self._inputs_read(compiled)
+        return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+
+    def _inputs_read(self, compiled: Compiled) -> set[str]:
+        """The inputs that this rank's stages read, for the loss's denominator too."""
+        program, stages = compiled.program, self.stages_in(compiled)
+        own = [program.calls[i] for s in self._stage_modules() for i in (*stages[s].calls, *stages[s].again)]
+        if self._needs_denominator(compiled):
+            own += [call for call in program.calls if call.phase == "denominator"]
+        return {a for call in own for a in call.arguments if isinstance(a, str)}
+
+    def _needs_denominator(self, compiled: Compiled) -> bool:
+        """Whether this rank's stages divide by the loss's denominator."""
+        program, stages = compiled.program, self.stages_in(compiled)
+        calls = (program.calls[i] for s in self._stage_modules() for i in stages[s].calls)
+        return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
 
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
         """One step's loss and gradients; returns the loss of the global batch, equal on every rank: where the plan says
@@ -387,7 +402,7 @@ class ParallelModel(nn.Module):
     def _denominators(self, compiled: Compiled, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
         """What the loss of each micro-batch is divided by, by name: the sum over all of them, or its own."""
         name = compiled.program.denominator
-        if name is None:
+        if name is None or not self._needs_denominator(compiled):
             return [{} for _ in micro_batches]
         own = [compiled.denominator(values) for values in micro_batches]
         if not self.plan.degrees.per_micro_batch:
@@ -434,7 +449,7 @@ class ParallelModel(nn.Module):
         """
         compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
         program = compiled.program
-        if program.denominator is not None:
+        if program.denominator is not None and self._needs_denominator(compiled):
             values[program.denominator] = compiled.denominator(values)
         compiled.code_modules(outputs=True)
         self._streams.training = not self.training  # what a model in eval mode still draws is meant

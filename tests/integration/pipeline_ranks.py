@@ -1,0 +1,125 @@
+"""What ranks run in tests of pipelines: `Ranks.run("pipeline_ranks:name", ...)`."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from data_ranks import LENGTH, made, own_rows
+from integration_models import Wanted
+from integration_ranks import model_of
+
+from autopar.ir.plan import Plan
+from autopar.runtime.module import ParallelModel
+from autopar.runtime.pipeline import _TorchStage
+from autopar.runtime.verify import _whole, batches, this_ranks_part
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+
+
+def whole_everywhere(state: Mapping[str, Mapping[str, Any]]) -> State:
+    """The whole state of all stages, on every rank; copies of tied parameters must be equal."""
+    own = {part: {name: _whole(value).clone() for name, value in values.items()} for part, values in state.items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    found: State = {part: {} for part in own}
+    for one in every:
+        for part, values in one.items():
+            for name, value in values.items():
+                assert torch.equal(found[part].setdefault(name, value), value), (part, name)
+    return found
+
+
+def trained(wanted: Wanted, plan: Plan, seed: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """A model and its optimizer after one step of AdamW."""
+    model, program = model_of(wanted, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = batches(program, plan.degrees, 1, seed, wanted.vocabulary)[0]
+    model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved_and_loaded(
+    rank: int, saving: tuple[Wanted, Plan], loading: Sequence[tuple[Wanted, Plan]], folder: str
+) -> list[list[str]]:
+    """Save under one plan; under each of the others, what is not bit-equal after loading."""
+    state = state_of(*trained(*saving, seed=0))
+    saved = whole_everywhere(state)
+    dcp.save(state, checkpoint_id=folder)
+    found = []
+    for wanted, plan in loading:
+        state = state_of(*trained(wanted, plan, seed=1))  # other values, which loading must replace
+        dcp.load(state, checkpoint_id=folder)
+        loaded = whole_everywhere(state)
+        assert {part: values.keys() for part, values in loaded.items()} == {p: v.keys() for p, v in saved.items()}
+        differing = [n for p, values in saved.items() for n, v in values.items() if not torch.equal(loaded[p][n], v)]
+        found.append(differing)
+    return found
+
+
+def live_micro_batches(rank: int, world_size: int, wish: Mapping[str, Any], local: int) -> int:
+    """The most micro-batches whose activations this rank held at once in a step, over all its stages."""
+    parallel, _ = made(world_size, wish, local)
+    stages: dict[int, _TorchStage] = {}
+    most = 0
+    forward = _TorchStage.forward_one_chunk
+
+    def counting(stage: _TorchStage, *arguments: Any, **options: Any) -> Any:
+        nonlocal most
+        out = forward(stage, *arguments, **options)
+        stages[stage.stage_index] = stage
+        most = max(most, sum(len(s.fwd_cache.keys() | s.backward_state.keys()) for s in stages.values()))
+        return out
+
+    own, _ = own_rows(parallel, (local,) * parallel.plan.degrees.dp, LENGTH, 0)
+    with mock.patch.object(_TorchStage, "forward_one_chunk", counting):
+        parallel.forward_backward(own)
+    return most
+
+
+def with_dropout(rank: int, world_size: int, wish: Mapping[str, Any], local: int) -> dict[str, torch.Tensor]:
+    """This rank's gradients of one step with dropout, by name; the same draws whatever the plan's stages."""
+    parallel, _ = made(world_size, wish, local, dropout=0.4)
+    own, _ = own_rows(parallel, (local,) * parallel.plan.degrees.dp, LENGTH, 0)
+    parallel.forward_backward(own)
+    return parallel.whole_gradients()
+
+
+def faulty_step(rank: int, world_size: int, wish: Mapping[str, Any], who: int, fault: str, folder: str) -> None:
+    """Two steps; in the second a stage of rank `who` raises, is killed, stops or sleeps in its second micro-batch."""
+    parallel, _ = made(world_size, wish, 4)
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    own, _ = own_rows(parallel, (4,) * parallel.plan.degrees.dp, LENGTH, 0)
+    parallel.forward_backward(own)
+    if rank == who:
+        parallel.segments[-1].register_forward_pre_hook(planted(fault))
+    parallel.forward_backward(own)
+
+
+def planted(fault: str) -> Any:
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < 2:
+            return
+        if fault == "raise":
+            raise ValueError("a planted fault")
+        if fault == "sleep":
+            time.sleep(1000)
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+
+    return fail

@@ -1,0 +1,135 @@
+"""Pipelines over gloo ranks against one device, float64: schedules, ties, all dimensions together, any data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.ir.schedules import actions, live_micro_batches
+from autopar.runtime.launch import Ranks
+from autopar.verification import Report, verify
+
+pytestmark = pytest.mark.timeout(240)
+TOLERANCE = 1e-9
+Worlds = Callable[[int], Ranks]
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev")
+
+
+def verified(spec: str, worlds: Worlds, batch: int, *, layers: int = 4, **wish: Any) -> Report:
+    size = wish["pp"] * wish.get("tp", 1) * wish.get("dp", 1)
+    report = verify(
+        spec, world_size=size, degrees=wish, layers=layers, hidden=64, seq_len=16, batch=batch, ranks=worlds(size)
+    )
+    errors = {q.name: (q.max_error, q.where) for q in report.quantities}
+    assert report.passed and max(q.max_error for q in report.quantities if "captured" not in q.name) < TOLERANCE, errors
+    return report
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str, worlds: Worlds) -> None:
+    """Four stages on two ranks, or two; the table is tied to the logits and lies on both ranks, or twice on one."""
+    report = verified("gpt2", worlds, 8, pp=2, schedule=schedule, micro_batches=4)
+    stages = 1 + len(report.plan["cuts"])
+    assert stages == (2 if schedule in ("gpipe", "1f1b", "interleaved-zero-bubble") else 4)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    (
+        {"tp": 2, "sequence_parallel": True},
+        {"dp": 2, "zero": 0},
+        {"dp": 2, "zero": 1, "recompute": "full"},
+        {"dp": 2, "zero": 2, "accumulate": 2, "micro_batches": 2},
+        {"dp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full", "recompute_blocks": 1},
+        {"dp": 2, "zero": 2, "schedule": "zbv-zero-bubble", "accumulate": 2, "micro_batches": 2},
+        {"dp": 2, "zero": 3, "schedule": "dualpipev", "recompute": "full"},
+        {"tp": 2, "schedule": "interleaved-zero-bubble", "virtual_stages": 2},
+    ),
+    ids=str,
+)
+def test_with_other_dimensions(wish: dict[str, Any], worlds: Worlds) -> None:
+    verified("gpt2", worlds, 8, pp=2, **wish)
+
+
+def test_all_dimensions_together(worlds: Worlds) -> None:
+    wish = {"tp": 2, "pp": 2, "dp": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"}
+    verified("llama3-8b", worlds, 4, layers=2, micro_batches=2, **wish)
+
+
+@pytest.mark.parametrize("spec, layers", (("t5-large", 3), ("bert-large", 4), ("vit-l-16", 4)))
+def test_other_models_on_four_stages(spec: str, layers: int, worlds: Worlds) -> None:
+    """T5's encoder output goes to every layer of the decoder, its masks are made anew by every stage."""
+    verified(spec, worlds, 4, layers=layers, pp=4, micro_batches=2)
+
+
+def test_experts_and_uneven_cuts(worlds: Worlds) -> None:
+    """A balance loss looks at all samples at once, so micro-batches count by themselves."""
+    wish = {"pp": 2, "micro_batches": 2, "per_micro_batch": True, "cut_at": "model.layers.1"}
+    report = verified("mixtral-8x7b", worlds, 4, layers=3, **wish)
+    assert report.plan["cuts"] != [2]
+
+
+FULL_SHORT_EMPTY = [((4, 4), 8), ((3, 1), 8), ((2, 0), 8)]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    (
+        {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2},
+        {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 4, "schedule": "zbv-zero-bubble"},
+        {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2, "accumulate": 2, "schedule": "gpipe"},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("tied", (False, True))
+def test_batches_and_parameters_of_every_kind(wish: dict[str, Any], tied: bool, four_ranks: Ranks) -> None:
+    """A full batch, a padded one, one that is empty on some ranks; frozen, unused, scalar, empty and tied parameters;
+    two optimizer groups."""
+    wish = wish | ({"cut_at": "layers.0,layers.1,head"} if wish.get("schedule") == "zbv-zero-bubble" else {})
+    found = four_ranks.run("data_ranks:training_anyhow", 4, wish, FULL_SHORT_EMPTY, {"tied": tied})
+    assert max(max(rank.values()) for rank in found) < TOLERANCE, found
+
+
+def test_other_shapes_and_eval_mode(four_ranks: Ranks) -> None:
+    """Captured again, the model is cut where its parameters are."""
+    wish = {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2}
+    steps = [((4, 4), 8), ((4, 4), 12), ((2, 4), 4)]
+    found = four_ranks.run("data_ranks:training_anyhow", 4, wish, steps, {})
+    assert max(max(rank.values()) for rank in found) < TOLERANCE, found
+    found = four_ranks.run("data_ranks:evaluations", 4, wish, False)
+    assert max(max(rank.values()) for rank in found) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "interleaved-1f1b", "zbv-zero-bubble"))
+def test_memory_follows_the_schedule(schedule: str, two_ranks: Ranks) -> None:
+    """Micro-batches whose activations a rank holds, counted while they run: as the list of actions says."""
+    cuts = {} if schedule in ("gpipe", "1f1b") else {"cut_at": "layers.0,layers.1,head"}
+    wish = {"pp": 2, "micro_batches": 4, "schedule": schedule, **cuts}
+    stages = 1 if not cuts else 2
+    wanted = [live_micro_batches(order) for order in actions(schedule, 2, stages, 4)]
+    assert two_ranks.run("pipeline_ranks:live_micro_batches", 2, wish, 8) == wanted
+
+
+def test_recomputation_draws_the_same_numbers(two_ranks: Ranks) -> None:
+    """Dropout in stages, with and without recomputation, and without stages: one and the same gradients."""
+    wishes: list[dict[str, Any]] = [
+        {"pp": 2, "micro_batches": 2},
+        {"pp": 2, "micro_batches": 2, "recompute": "full"},
+        {"pp": 2, "micro_batches": 2, "schedule": "interleaved-zero-bubble", "recompute": "full"},
+    ]
+    found = []
+    for wish in wishes:
+        parts = two_ranks.run("pipeline_ranks:with_dropout", 2, wish, 4)
+        found.append({name: gradient for part in parts for name, gradient in part.items()})
+    (alone,) = worlds_of_one(wishes[0])
+    for gradients in found:
+        assert gradients.keys() == alone.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, alone[name], rtol=1e-10, atol=1e-12)
+    assert any(bool(gradient.abs().max() > 1e-3) for gradient in alone.values() if gradient.numel())
+
+
+def worlds_of_one(wish: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    with Ranks(1, timeout_s=100) as world:
+        return world.run("pipeline_ranks:with_dropout", 1, {"tp": 1, "accumulate": wish["micro_batches"]}, 4)
