@@ -18,10 +18,13 @@ from autopar.ir.explanation import as_text
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Dims, Kind, Type
-from autopar.ir.summary import BlockSummary, ParameterSummary, Summary, Traffic, WithoutRule
+from autopar.ir.stages import stages_of
+from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
 from autopar.runtime.codegen import generate
+from autopar.runtime.one_process import boundary_types
+from autopar.search.cuts import block_seconds
 from autopar.trace.analysis import Analysis, analyse
-from autopar.trace.nodes import operator_name
+from autopar.trace.nodes import operator_name, value_infos
 
 _CONVERSIONS: Mapping[str, tuple[Kind, Kind]] = {
     "invariant_to_replicate": ("I", "R"),
@@ -55,6 +58,7 @@ def summarise(program: Program, analysis: Analysis, plan: Plan, cluster: Cluster
         parameters=tuple(_parameters(program, plan)),
         blocks=tuple(_block(program, analysis, plan, index) for index in range(len(program.blocks))),
         once_a_step=tuple(_once_a_step(program, plan)),
+        stages=tuple(_stages(program, analysis, plan, cluster)) if plan.degrees.pp > 1 else (),
     )
 
 
@@ -246,6 +250,28 @@ def _loss_sends(
     tokens = prod(target.shape) * logits.dtype.itemsize / others
     for count in (1, 2):
         yield dim, "forward", "all_reduce", round(sent_bytes("all_reduce", count * tokens, plan.mesh.degree_of(dim)))
+
+
+# ---- stages ----
+
+
+def _stages(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Iterator[StageSummary]:
+    types = boundary_types(program, plan.blocks)
+    seconds = block_seconds(program, analysis, plan.blocks, plan.degrees, cluster)
+    infos = value_infos(program)
+    for stage in stages_of(program, plan.cuts, plan.recomputed):
+        calls = [program.calls[i] for i in stage.calls]
+        shapes = {v: analysis.outer[v].local_shape(types[v], plan.mesh.degrees) for v in stage.sends}
+        yield StageSummary(
+            rank=plan.degrees.rank_of_stage(stage.index),
+            first=calls[0].path,
+            last=calls[-1].path,
+            num_calls=len(calls),
+            seconds=sum(seconds[call.block] for call in calls),
+            num_parameters=sum(program.parameters[name].num_elements for name in stage.parameters),
+            sent_bytes=sum(prod(shape) * infos[v].dtype.itemsize for v, shape in shapes.items()),
+            recomputed=tuple(value for values in stage.again.values() for value in values),
+        )
 
 
 # ---- what happens once ----

@@ -19,14 +19,13 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Degrees
-from autopar.ir.program import Program
 from autopar.ir.schedules import Action, actions
 from autopar.ir.stages import Stage
-from autopar.rules.rule import TensorInfo
 from autopar.runtime import zero
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.mesh import MeshDim
 from autopar.runtime.stage import StageModule
+from autopar.trace.nodes import value_infos
 
 Values = dict[str, Any]
 RunStage = Callable[[StageModule, Stage, Values, int], Values]  # module, stage, named values, micro-batch
@@ -152,7 +151,7 @@ class Pipeline:
         trains: bool,
     ) -> None:
         self.stages, self.modules, self.loss = stages, modules, compiled.program.loss
-        self.no_loss = torch.zeros((), dtype=_infos(compiled.program)[self.loss].dtype, device=compiled.device)
+        self.no_loss = torch.zeros((), dtype=value_infos(compiled.program)[self.loss].dtype, device=compiled.device)
         self.count = degrees.micro_batches if trains else 1
         order = (
             actions(degrees.schedule, degrees.pp, degrees.virtual_stages, self.count)
@@ -259,24 +258,13 @@ def _torch_actions(order: Sequence[Action]) -> list[_Action | None]:
 
 def _metas(compiled: Compiled, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
     """Local shapes and dtypes of values that cross stages, on meta."""
-    infos, found = _infos(compiled.program), []
+    infos, found = value_infos(compiled.program), []
     for name in names:
         info = infos[name]
         shape = compiled.analysis.outer[name].local_shape(compiled.types[name], compiled.plan.mesh.degrees)
         meta = torch.empty(shape, dtype=info.dtype, device="meta")
         found.append(meta.requires_grad_(info.differentiable))
     return tuple(found)
-
-
-def _infos(program: Program) -> dict[str, TensorInfo]:
-    """Shapes and dtypes of the values that leave blocks."""
-    found: dict[str, TensorInfo] = {}
-    for call in program.calls:
-        block = program.blocks[call.block]
-        by_name = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
-        pairs = zip(call.results, block.outputs, strict=True)
-        found |= {result: by_name[output] for result, output in pairs}
-    return found
 
 
 def refuse_compiling(degrees: Degrees) -> None:

@@ -28,9 +28,7 @@ def choose_cuts(
     can make one."""
     if degrees.cut_at is not None:
         return cuts_at(program, degrees.cut_at)
-    seconds = dict.fromkeys(range(len(program.blocks)), 0.0)
-    for work in works_of(program, analysis, labels, degrees, cluster):
-        seconds[work.block] += work.seconds / (work.num_calls * degrees.num_micro_batches)
+    seconds = block_seconds(program, analysis, labels, degrees, cluster)
     calls = [program.calls[i] for i in main_calls(program)]
     trained = [
         any(a in program.parameters and program.parameters[str(a)].requires_grad for a in call.arguments)
@@ -42,6 +40,16 @@ def choose_cuts(
             f"{sum(trained)}; use fewer stages (pp {degrees.pp} × virtual_stages {degrees.virtual_stages})"
         )
     return partition([seconds[call.block] for call in calls], degrees.num_stages, can_be_alone=trained)
+
+
+def block_seconds(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
+) -> dict[int, float]:
+    """Seconds of one rank for one call of each distinct block, forward and backward, at the device's peak."""
+    seconds = dict.fromkeys(range(len(program.blocks)), 0.0)
+    for work in works_of(program, analysis, labels, degrees, cluster):
+        seconds[work.block] += work.seconds / (work.num_calls * degrees.num_micro_batches)
+    return seconds
 
 
 def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bool] | None = None) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autopar.ir.schedules import actions
 from autopar.ir.summary import BlockSummary, Summary
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def sections(plan: "Plan") -> list[Section]:
     """What there is to say about a plan; operators without a rule come first."""
     found = [_header(plan)]
     if plan.summary is not None:
-        found = [_without_rule(plan.summary), *found, _parameters(plan), *_traffic(plan), _once_a_step(plan.summary)]
+        found = [_without_rule(plan.summary), *found, *_stages(plan), _parameters(plan), *_traffic(plan)]
+        found.append(_once_a_step(plan.summary))
     else:
         found.append(Section(title="Labels", lines=tuple(_bare(plan))))
     if plan.notes:
@@ -130,6 +132,46 @@ def _counts(block: BlockSummary, dim: str, when: str) -> str:
         return "nothing"
     words = [f"{t.count} {_VERBS.get(t.collective, t.collective)}{'s' * (t.count > 1)}" for t in found]
     return f"{', '.join(words)} ({readable_bytes(sum(t.sent_bytes for t in found))})"
+
+
+MAX_RANKS, MAX_ACTIONS = 8, 24  # whose order is shown, and how much of it
+
+
+def _stages(plan: "Plan") -> list[Section]:
+    """The stages of a pipeline, and the order in which the ranks run them."""
+    degrees = plan.degrees
+    if plan.summary is None or degrees.pp == 1:
+        return []
+    rows = []
+    for number, stage in enumerate(plan.summary.stages):
+        calls = stage.first if stage.num_calls == 1 else f"{stage.first} … {stage.last}"
+        rows.append(
+            (
+                str(number),
+                str(stage.rank),
+                f"{stage.num_calls}: {calls}",
+                f"{stage.num_parameters:,}",
+                readable_seconds(stage.seconds),
+                readable_bytes(stage.sent_bytes) if number < len(plan.summary.stages) - 1 else "",
+                ", ".join(stage.recomputed),
+            )
+        )
+    columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "makes anew")
+    title = "Pipeline stages (time is one rank's at the device's peak for a micro-batch, forward and backward)"
+    recomputed = "" if degrees.recompute == "none" else f", recompute {degrees.recompute}"
+    if degrees.recompute_blocks is not None:
+        recomputed += f" in {degrees.recompute_blocks} blocks of a stage"
+    lines = [f"schedule {degrees.schedule}, {degrees.micro_batches} micro-batches{recomputed}"]
+    for rank, order in enumerate(
+        actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
+        if degrees.pp <= MAX_RANKS
+        else ()
+    ):
+        shown = " ".join(str(action) for action in order[:MAX_ACTIONS])
+        lines.append(f"rank {rank}: {shown}{' …' * (len(order) > MAX_ACTIONS)}")
+    return [Section(title=title, lines=(lines[0],), columns=columns, rows=tuple(rows))] + [
+        Section(title="Order of actions (stage, pass, micro-batch)", lines=tuple(lines[1:]))
+    ] * (len(lines) > 1)
 
 
 def _once_a_step(summary: Summary) -> Section:

@@ -4,7 +4,7 @@ A summary decides nothing. A plan without one, written by hand, runs all the sam
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from autopar.errors import PlanError, did_you_mean
@@ -58,6 +58,21 @@ class WithoutRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageSummary:
+    """A pipeline stage: its rank, first and last call, seconds of one rank and micro-batch, forward and backward,
+    parameters of the model, and bytes that one rank sends to the next stage for a micro-batch."""
+
+    rank: int
+    first: str
+    last: str
+    num_calls: int
+    seconds: float
+    num_parameters: int
+    sent_bytes: int
+    recomputed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Everything that `Plan.explain` says beyond the plan itself."""
 
@@ -65,6 +80,7 @@ class Summary:
     parameters: tuple[ParameterSummary, ...]
     blocks: tuple[BlockSummary, ...]
     once_a_step: tuple[str, ...]
+    stages: tuple[StageSummary, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -83,6 +99,9 @@ class Summary:
                 ),
                 blocks=tuple(_block(d, f"{source}: blocks") for d in top["blocks"]),
                 once_a_step=tuple(str(line) for line in top["once_a_step"]),
+                stages=tuple(
+                    _made(StageSummary, d, f"{source}: stages", recomputed=tuple) for d in top.get("stages", ())
+                ),
             )
         except (TypeError, ValueError) as error:
             raise PlanError(f"{source}: {error}; write the plan again with `autopar plan`") from error
@@ -113,7 +132,8 @@ def _checked(data: Any, kind: Any, source: str) -> Mapping[str, Any]:
     for key in data:
         if key not in known:
             raise PlanError(f"{source}: unknown key {key!r}; {did_you_mean(str(key), known)}")
-    missing = [name for name in known if name not in data]
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    missing = [name for name in known if name not in data and name not in optional]
     if missing:
         raise PlanError(f"{source}: missing {missing}")
     return data

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.program import Program
+from autopar.rules.rule import TensorInfo
+
 
 def arg(node: fx.Node, index: int) -> fx.Node:
     """The positional argument at `index`, which must be a node."""
@@ -62,3 +65,14 @@ def operator_name(node: fx.Node) -> str:
     """Name of the function that a node calls, for ATen operators without overload."""
     target = function(node)
     return str(target._opname if hasattr(target, "_opname") else target.__name__)
+
+
+def value_infos(program: Program) -> dict[str, TensorInfo]:
+    """Shapes and dtypes of the values that leave a program's blocks, by name."""
+    found: dict[str, TensorInfo] = {}
+    for call in program.calls:
+        block = program.blocks[call.block]
+        by_name = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
+        pairs = zip(call.results, block.outputs, strict=True)
+        found |= {result: by_name[output] for result, output in pairs}
+    return found
