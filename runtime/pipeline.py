@@ -37,10 +37,10 @@ class _Submodule(nn.Module):
     The stage's module is not registered, so that torch leaves FSDP2 to us; its parameters are those of this moment.
     """
 
-    def __init__(self, module: StageModule, stage: Stage, loss: str, is_last: bool) -> None:
+    def __init__(self, module: StageModule, stage: Stage, loss: str, is_last: bool, detaches: bool) -> None:
         super().__init__()
         self._hidden = (module,)
-        self.stage, self.loss, self.is_last = stage, loss, is_last
+        self.stage, self.loss, self.is_last, self.detaches = stage, loss, is_last, detaches
         self.run: Callable[[StageModule, Stage, Values, int], Values] | None = None
 
     def parameters(self, recurse: bool = True) -> Any:
@@ -52,7 +52,9 @@ class _Submodule(nn.Module):
         found = self.run(self._hidden[0], self.stage, values, int(index))
         if self.is_last:
             return (found[self.loss],)
-        return tuple(found[name].contiguous() for name in self.stage.sends)
+        sent = [found[name].contiguous() for name in self.stage.sends]
+        # a backward pass in parts detaches in place what was sent, which views and what was received must survive
+        return tuple(v.clone() if self.detaches and (v._is_view() or v.is_leaf) else v for v in sent)
 
 
 class _TorchStage(PipelineStage):
@@ -162,8 +164,9 @@ class Pipeline:
         self._torch_stages = []
         for number in sorted(modules):
             stage = stages[number]
-            submodule = _Submodule(modules[number], stage, self.loss, number == len(stages) - 1)
-            sent = (self.loss,) if submodule.is_last else stage.sends
+            is_last, detaches = number == len(stages) - 1, zero.splits_backward(degrees)
+            submodule = _Submodule(modules[number], stage, self.loss, is_last, detaches)
+            sent = (self.loss,) if is_last else stage.sends
             made = _TorchStage(
                 submodule,
                 number,

@@ -113,9 +113,10 @@ def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_sta
         common = set.intersection(*map(set, held)) if held else {stage}
         later = sorted(s for s in common if s >= stage)
         if not later:
+            names = [str(a) for a in program.calls[index].arguments if a in stage_of and stage not in stage_of[str(a)]]
             raise PlanError(
-                f"captured again, {program.calls[index].path!r} takes parameters of pipeline stages "
-                f"{sorted({s for stages in held for s in stages})} in another order; run this mode without a pipeline"
+                f"captured again, {program.calls[index].path!r} of pipeline stage {stage} takes {names[0]!r}, which "
+                f"stage {stage_of[names[0]][0]} holds; run this mode or shape without a pipeline"
             )
         found += [k] * (later[0] - stage)
         stage = later[0]

@@ -33,7 +33,7 @@ class Tokens(nn.Module):
     """`masked` targets can be ignored; `weighted` takes labels for weights of the places, zero among them; with `drops`
     training skips the second layer; `tied` shares one table.
 
-    A gain is used in training only, a temperature in evaluation only.
+    A gain is used in training only, and if `warm` a temperature in evaluation only.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class Tokens(nn.Module):
         weighted: bool = False,
         drops: bool = False,
         tied: bool = False,
+        warm: bool = True,
     ) -> None:
         super().__init__()
-        self.masked, self.weighted, self.drops = masked, weighted, drops
+        self.masked, self.weighted, self.drops, self.warm = masked, weighted, drops, warm
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Parameter(torch.empty(MAX_LENGTH, HIDDEN))
         self.unused = nn.Linear(3, 5)
@@ -66,7 +67,7 @@ class Tokens(nn.Module):
             if not (self.training and self.drops and index):
                 x = layer(x)
         x = x + self.pruned(x)
-        x = self.frozen(x) * (self.gain if self.training else self.temperature) * self.scale
+        x = self.frozen(x) * (self.gain if self.training or not self.warm else self.temperature) * self.scale
         logits = self.head(x)
         if self.weighted:
             weights = labels.to(logits.dtype)

@@ -195,9 +195,9 @@ def iterated(rank: int, world_size: int, wish: Mapping[str, Any], lengths: Seque
     return seen, ""
 
 
-def evaluations(rank: int, world_size: int, wish: Mapping[str, Any], drops: bool = True) -> dict[str, float]:
+def evaluations(rank: int, world_size: int, wish: Mapping[str, Any], **options: Any) -> dict[str, float]:
     """Errors of evaluation in eval mode: a full batch, short ones, another length; then of a training step."""
-    parallel, reference = made(world_size, wish, 2, dropout=0.4, drops=drops)
+    parallel, reference = made(world_size, wish, 2, dropout=0.4, **{"drops": True, **options})
     worst: dict[str, float] = {}
     cases = {"full": ((2, 2), LENGTH), "equal": ((1, 1), LENGTH), "unequal": ((2, 1), LENGTH), "long": ((2, 2), 12)}
     parallel.eval()
@@ -231,6 +231,18 @@ def evaluations(rank: int, world_size: int, wish: Mapping[str, Any], drops: bool
     worst["step in eval mode"] = error(parallel.forward_backward(own), reference(**every)["loss"].detach(), 0.0)
     worst["gradients in eval mode"] = gradient_error(parallel, reference)
     return worst
+
+
+def evaluations_in_stages(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, float]:
+    return evaluations(rank, world_size, wish, drops=False, warm=False)
+
+
+def refused_evaluation(rank: int, world_size: int, wish: Mapping[str, Any]) -> str:
+    """The message where eval mode takes a parameter that another stage holds."""
+    parallel, _ = made(world_size, wish, 2)
+    parallel.eval()
+    own, _ = own_rows(parallel, (2,) * parallel.plan.degrees.dp, LENGTH, 0)
+    return message(lambda: parallel.evaluate(own))
 
 
 def recomputed(rank: int, world_size: int, wish: Mapping[str, Any]) -> float:

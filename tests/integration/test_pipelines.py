@@ -65,9 +65,9 @@ def test_other_models_on_four_stages(spec: str, layers: int, worlds: Worlds) -> 
 
 def test_experts_and_uneven_cuts(worlds: Worlds) -> None:
     """A balance loss looks at all samples at once, so micro-batches count by themselves."""
-    wish = {"pp": 2, "micro_batches": 2, "per_micro_batch": True, "cut_at": "model.layers.1"}
+    wish = {"pp": 2, "micro_batches": 2, "per_micro_batch": True, "cut_at": "model.layers.2"}
     report = verified("mixtral-8x7b", worlds, 4, layers=3, **wish)
-    assert report.plan["cuts"] != [2]
+    assert report.plan["cuts"] == [3]
 
 
 FULL_SHORT_EMPTY = [((4, 4), 8), ((3, 1), 8), ((2, 0), 8)]
@@ -86,7 +86,7 @@ FULL_SHORT_EMPTY = [((4, 4), 8), ((3, 1), 8), ((2, 0), 8)]
 def test_batches_and_parameters_of_every_kind(wish: dict[str, Any], tied: bool, four_ranks: Ranks) -> None:
     """A full batch, a padded one, one that is empty on some ranks; frozen, unused, scalar, empty and tied parameters;
     two optimizer groups."""
-    wish = wish | ({"cut_at": "layers.0,layers.1,head"} if wish.get("schedule") == "zbv-zero-bubble" else {})
+    wish = wish | ({"cut_at": "layers.0,layers.1,epilogue"} if wish.get("schedule") == "zbv-zero-bubble" else {})
     found = four_ranks.run("data_ranks:training_anyhow", 4, wish, FULL_SHORT_EMPTY, {"tied": tied})
     assert max(max(rank.values()) for rank in found) < TOLERANCE, found
 
@@ -97,14 +97,17 @@ def test_other_shapes_and_eval_mode(four_ranks: Ranks) -> None:
     steps = [((4, 4), 8), ((4, 4), 12), ((2, 4), 4)]
     found = four_ranks.run("data_ranks:training_anyhow", 4, wish, steps, {})
     assert max(max(rank.values()) for rank in found) < TOLERANCE, found
-    found = four_ranks.run("data_ranks:evaluations", 4, wish, False)
+    wish = wish | {"micro_batches": 1}
+    found = four_ranks.run("data_ranks:evaluations_in_stages", 4, wish)
     assert max(max(rank.values()) for rank in found) < TOLERANCE, found
+    for text in four_ranks.run("data_ranks:refused_evaluation", 4, wish):
+        assert "'epilogue' of pipeline stage 1 takes 'temperature', which stage 0 holds" in text, text
 
 
 @pytest.mark.parametrize("schedule", ("gpipe", "1f1b", "interleaved-1f1b", "zbv-zero-bubble"))
 def test_memory_follows_the_schedule(schedule: str, two_ranks: Ranks) -> None:
     """Micro-batches whose activations a rank holds, counted while they run: as the list of actions says."""
-    cuts = {} if schedule in ("gpipe", "1f1b") else {"cut_at": "layers.0,layers.1,head"}
+    cuts = {} if schedule in ("gpipe", "1f1b") else {"cut_at": "layers.0,layers.1,epilogue"}
     wish = {"pp": 2, "micro_batches": 4, "schedule": schedule, **cuts}
     stages = 1 if not cuts else 2
     wanted = [live_micro_batches(order) for order in actions(schedule, 2, stages, 4)]

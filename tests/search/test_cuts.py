@@ -80,5 +80,5 @@ def test_cuts_that_keep_parameters() -> None:
     again = stages_of(program, cuts_like(program, placed, 4), plan.recomputed)
     assert [s.parameters for s in again] == [s.parameters for s in stages]
     swapped = {name: tuple(3 - s for s in held) for name, held in placed.items()}
-    with pytest.raises(PlanError, match="another order"):
+    with pytest.raises(PlanError, match=r"which stage . holds"):
         cuts_like(program, swapped, 4)
