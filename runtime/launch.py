@@ -26,6 +26,7 @@ DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 GATHER_S = 1.0  # how long the failures of other ranks are waited for, to tell which came first
 DIED = 0.0  # in place of the time of a failure: the process is gone
+LATE_S = 8.0  # what ranks may have done before one stopped answering and the others began to wait for it
 STACK_S = 2.0  # how long a rank that does not answer may take to write where it is
 STACK_LINES = 8
 TIMED_OUT = ("timed out", "timeout", "Timed out")
@@ -121,7 +122,7 @@ class Ranks:
 
     def _collect(self, wanted: str, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + self.timeout_s + LATE_S
         while len(results) < self.world_size:
             waiting: dict[Any, int] = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
