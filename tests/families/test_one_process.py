@@ -23,6 +23,8 @@ MESHES = {
     "tp=2 dp=2 sequence": Degrees(tp=2, dp_shard=2, sequence_parallel=True),
     "dp=4": Degrees(dp_shard=4),
 }
+# a contrastive loss pairs all samples, batch norm has statistics of them
+MIXING = ("clip", "resnet")
 
 
 @cache
@@ -56,6 +58,11 @@ def test_the_capture_is_the_model(family: str) -> None:
     gradients = joined(case.program, trained)
     assert found.keys() == gradients.keys()
     assert max(error(grad, gradients[name], scale) for name, grad in found.items()) < TOLERANCES["float32"]
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_all_families_but_two_may_accumulate(family: str) -> None:
+    assert (the_case(family).program.mixes_batch is not None) == (family in MIXING)
 
 
 @pytest.mark.parametrize("family", zoo.TRANSFORMERS)
