@@ -121,8 +121,8 @@ PAGE = """# Equivalence
 Three AdamW steps of every family on gloo ranks against one device, in float64 with random weights. Each cell is the
 worst error of loss, outputs, every gradient, clip norm and weights, by the measure of [semantics](semantics.md); the
 tolerance is {tolerance:.0e}. Models are the presets of each family shrunk to two layers, and plain torch networks
-(`tests/families`). Errors near 1e-10 are of the biases of attention's keys, whose gradients are zero but for rounding. A
-refusal is what a user would be told.
+(`tests/families`). Errors near 1e-10 are of the biases of attention's keys, whose gradients are zero but for rounding.
+A refusal is what a user would be told.
 
 {rows}
 
