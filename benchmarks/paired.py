@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,23 @@ def race(rank: int, module: str, names: list[str], world_size: int, rounds: int)
     steps = {name: programs[name](world_size) for name in names}
     losses = {name: [_number(step())] for name, step in steps.items()}
     return timed(steps, rounds), losses
+
+
+def by_autopar(
+    model: torch.nn.Module, data: Mapping[str, torch.Tensor], plan: Mapping[str, Any], *, compiled: bool = False
+) -> Step:
+    """Forward and backward of autopar's program under a plan for all ranks."""
+    import autopar
+
+    found = autopar.parallelize(model, f"{dist.get_world_size()}xcpu", example_inputs=data, plan=plan)
+    if compiled:
+        found.compile()
+
+    def step() -> torch.Tensor:
+        found.zero_grad()
+        return found.forward_backward(data)
+
+    return step
 
 
 def _number(value: torch.Tensor) -> float:

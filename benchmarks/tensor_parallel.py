@@ -8,7 +8,7 @@ step, the ratio of paired rounds with its interval, and the peak of resident mem
 from typing import Any
 
 import torch
-from paired import Programs, Step, main
+from paired import Programs, Step, by_autopar, main
 from torch.distributed.device_mesh import init_device_mesh
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "vocab_size": 8192}
@@ -66,27 +66,14 @@ def by_hand(world_size: int) -> Step:
     return step
 
 
-def by_autopar(world_size: int, *, compiled: bool = False) -> Step:
-    import autopar
-
-    data = batch()
-    cluster = f"{world_size}xcpu"
-    plan = {"tp": world_size, "dp": 1, "sequence_parallel": False}
-    found = autopar.parallelize(model(), cluster, example_inputs=data, plan=plan)
-    if compiled:
-        found.compile()
-
-    def step() -> torch.Tensor:
-        found.zero_grad()
-        return found.forward_backward(data)
-
-    return step
+def split(world_size: int, *, compiled: bool = False) -> Step:
+    return by_autopar(model(), batch(), {"tp": world_size, "dp": 1, "sequence_parallel": False}, compiled=compiled)
 
 
 PROGRAMS: Programs = {
     "DTensor": by_hand,
-    "autopar": by_autopar,
-    "autopar compiled": lambda world_size: by_autopar(world_size, compiled=True),
+    "autopar": split,
+    "autopar compiled": lambda world_size: split(world_size, compiled=True),
 }
 
 

@@ -8,7 +8,7 @@ resident memory in a step, each in a world of its own.
 from typing import Any
 
 import torch
-from paired import Programs, Step, main
+from paired import Programs, Step, by_autopar, main
 from tensor_parallel import batch, model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -47,27 +47,17 @@ def by_hand(world_size: int) -> Step:
     return step
 
 
-def by_autopar(world_size: int, *, compiled: bool = False) -> Step:
-    import autopar
-
+def sharded(world_size: int, *, compiled: bool = False) -> Step:
     pieces = data()
     whole = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     plan = {"dp": world_size, "zero": 3, "accumulate": MICRO_BATCHES}
-    found = autopar.parallelize(model(), f"{world_size}xcpu", example_inputs=whole, plan=plan)
-    if compiled:
-        found.compile()
-
-    def step() -> torch.Tensor:
-        found.zero_grad()
-        return found.forward_backward(whole)
-
-    return step
+    return by_autopar(model(), whole, plan, compiled=compiled)
 
 
 PROGRAMS: Programs = {
     "FSDP2": by_hand,
-    "autopar": by_autopar,
-    "autopar compiled": lambda world_size: by_autopar(world_size, compiled=True),
+    "autopar": sharded,
+    "autopar compiled": lambda world_size: sharded(world_size, compiled=True),
 }
 
 if __name__ == "__main__":

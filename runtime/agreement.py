@@ -6,7 +6,9 @@ for another in a collective that the other never enters.
 
 The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host whatever the backend, and a
 checksum of the inputs. Of an input above 2 MiB an evenly spread part is read, so a difference in a few elements may
-be missed. Inputs that lie on a GPU already are read back for it; pass them on CPU to avoid that.
+be missed. Inputs that lie on a GPU already are read back for it; pass them on CPU to avoid that. On 2 gloo ranks of 2
+shared CPU cores it took 1.0 ms for 8 × 1,024 token ids, 3.1 ms for 32 images (least of 15 rounds, torch 2.13,
+2026-11-21, `benchmarks/agreement.py`).
 """
 
 import hashlib

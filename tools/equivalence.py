@@ -96,8 +96,8 @@ def cell(family: str, wish: Mapping[str, Any], open_worlds: Worlds) -> tuple[str
 
 
 def _reason(message: str) -> str:
-    """The first lines of a message as one cell."""
-    return " ".join(message.split())[:160].replace("|", "/")
+    """What a message says is wrong, as one cell, without the remedies behind it."""
+    return " ".join(message.split()).partition("; ")[0][:200].replace("|", "/")
 
 
 def table(families: Sequence[str], say: Callable[[str], None]) -> tuple[list[str], int]:
@@ -121,7 +121,8 @@ PAGE = """# Equivalence
 Three AdamW steps of every family on gloo ranks against one device, in float64 with random weights. Each cell is the
 worst error of loss, outputs, every gradient, clip norm and weights, by the measure of [semantics](semantics.md); the
 tolerance is {tolerance:.0e}. Models are the presets of each family shrunk to two layers, and plain torch networks
-(`tests/families`). A refusal is what a user would be told.
+(`tests/families`). Errors near 1e-10 are of the biases of attention's keys, whose gradients are zero but for rounding.
+A refusal is what a user would be told.
 
 {rows}
 

@@ -193,8 +193,16 @@ def _(d: Draw) -> Arguments:
 
 
 sampler(aten.zeros.default, aten.ones.default)(lambda d: (d.sizes(1, 3),))
-sampler(aten.new_zeros.default, aten.new_ones.default)(lambda d: (d.real(*d.sizes(1, 2)), d.sizes(1, 3)))
-sampler(aten.new_full.default)(lambda d: (d.real(*d.sizes(1, 2)), d.sizes(1, 3), -1.0))
+
+
+def _like_or_not(d: Draw) -> tuple[torch.Tensor, list[int]]:
+    """A tensor, and its shape or another."""
+    shape = d.sizes(1, 3)
+    return d.real(*shape) if d.yes() else d.real(*d.sizes(1, 2)), shape
+
+
+sampler(aten.new_zeros.default, aten.new_ones.default)(_like_or_not)
+sampler(aten.new_full.default)(lambda d: (*_like_or_not(d), -1.0))
 sampler(aten.zeros_like.default, aten.ones_like.default)(one_tensor())
 sampler(aten.full_like.default)(one_tensor(-1.0))
 sampler(aten.arange.default)(lambda d: (d.split(),))

@@ -9,7 +9,10 @@ from autopar.rules.rule import Call, Local, Rule, Step
 
 
 def _sized(call: Call, position: int) -> Rule:
-    """Every element is the same, so any dimension of the output may be split; operands only lend dtype and device."""
+    """Every element is the same, so any dimension of the output may be split; operands only lend dtype and device.
+
+    An operand of the output's shape shares its factors: what is created beside the samples has their batch axis.
+    """
 
     def emit(call: Call, local: Local) -> tuple[Step, ...]:
         arguments: list[Any] = list(call.args)
@@ -18,9 +21,12 @@ def _sized(call: Call, position: int) -> Rule:
 
     if len(call.args) <= position:
         raise RuleError("a shape given by name")
+    output = dims(call.output.shape)
+    if call.operands and all(operand.shape == call.output.shape for operand in call.operands):
+        return rule_from(call, [output for _ in call.operands], output, emit=emit)
     inputs = [dims(operand.shape, f"x{k}.") for k, operand in enumerate(call.operands)]
     whole = {f for spec in inputs for dim in spec for f in dim}
-    return rule_from(call, inputs, dims(call.output.shape), whole=whole, emit=emit)
+    return rule_from(call, inputs, output, whole=whole, emit=emit)
 
 
 @rule(aten.full.default, aten.zeros.default, aten.ones.default)
