@@ -54,7 +54,7 @@ class ByteModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """torch's own are too large for an embedding that is the last projection too. Weights on meta are made by it."""
+        """Weights on meta are made by it too. torch's own embedding is too large for a last projection."""
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

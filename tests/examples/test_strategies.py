@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 SMALL = ["--layers", "2", "--width", "32", "--seq-len", "16"]
 CHECKED = re.compile(r"first step: loss [\d.]+, on one device [\d.]+, difference ([\de.+-]+)")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 
 def run(name: str, folder: Path, *options: str, steps: int = 6) -> str:
