@@ -94,6 +94,9 @@ def train_steps(
     The first of them is compared with that of `check`, the unmodified model. Ends the script where they differ.
     """
     dp = parallel.rank_mesh.dims["dp"]  # ranks that differ only in tp or pp read the same text
+    expected = None
+    if check is not None and dist.get_rank() == 0:  # the one rank that holds the whole model for a moment
+        expected = loss_of(on_one_device(check), text.batch(0))
     losses: list[float] = []
     for step in range(steps):
         started = time.perf_counter()
@@ -104,19 +107,22 @@ def train_steps(
         losses.append(loss.item())
         if step % 5 == 0 or step == steps - 1:
             say(f"step {step:3}  loss {losses[-1]:.4f}  {time.perf_counter() - started:.2f} s")
-        if step == 0 and check is not None:
-            check_loss("first step", losses[0], check, text.batch(0))
+        if step == 0 and expected is not None:
+            compare("first step", losses[0], expected)
     return losses
 
 
-def check_loss(what: str, loss: float, plain: nn.Module, batch: Batch) -> None:
-    """Compare a loss with that of the unmodified model on the whole batch, on the first rank."""
-    if dist.get_rank() == 0:
-        with torch.no_grad():
-            expected = float(plain(**batch)["loss"])
-        say(f"{what}: loss {loss:.6f}, on one device {expected:.6f}, difference {abs(loss - expected):.1e}")
-        if not abs(loss - expected) <= TOLERANCE:
-            sys.exit(f"{what}: the parallel run differs from the single-device run")
+@torch.no_grad()
+def loss_of(plain: nn.Module, batch: Batch) -> float:
+    """The loss of an unmodified model."""
+    return float(plain(**batch)["loss"])
+
+
+def compare(what: str, loss: float, expected: float) -> None:
+    """Say how far a loss is from that of one device, and end the script where it is too far."""
+    print(f"{what}: loss {loss:.6f}, on one device {expected:.6f}, difference {abs(loss - expected):.1e}", flush=True)
+    if not abs(loss - expected) <= TOLERANCE:
+        sys.exit(f"{what}: the parallel run differs from the single-device run")
 
 
 def explained(parallel: ParallelModel, *titles: str) -> str:

@@ -24,7 +24,6 @@ from common import (
     held_out_loss,
     local_bytes,
     make_moments,
-    on_one_device,
     on_ranks,
     parser,
     say,
@@ -59,7 +58,7 @@ def train(options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     say(explained(parallel, "Plan for", "Once per step"))
     if options.load is None:
-        train_steps(parallel, optimizer, text, options.steps, on_one_device(model))
+        train_steps(parallel, optimizer, text, options.steps, model)
     else:
         make_moments(optimizer)
         dcp.load(state_of(parallel, optimizer), checkpoint_id=options.load)  # in place, under any plan

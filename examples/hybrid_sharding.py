@@ -10,7 +10,7 @@ import argparse
 
 import torch
 from byte_model import ByteModel
-from common import SEED, Text, explained, local_bytes, on_one_device, on_ranks, parser, say, train_steps
+from common import SEED, Text, explained, local_bytes, on_ranks, parser, say, train_steps
 
 import autopar
 
@@ -39,7 +39,7 @@ def train(options: argparse.Namespace) -> None:
     mesh = parallel.rank_mesh.device_mesh["dp_replicate", "dp_shard"]
     say(f"groups that hold the whole state between them: {mesh.mesh.tolist()}")
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    train_steps(parallel, optimizer, text, options.steps, on_one_device(model))
+    train_steps(parallel, optimizer, text, options.steps, model)
     whole = local_bytes(model.parameters())
     say(f"rank 0 holds {local_bytes(parallel.parameters()):,} of {whole:,} bytes of parameters")
 

@@ -18,7 +18,6 @@ from common import (
     Text,
     explained,
     held_out_loss,
-    on_one_device,
     on_ranks,
     parser,
     say,
@@ -69,7 +68,7 @@ def train(options: argparse.Namespace) -> None:
     say(explained(parallel))
     show_stages(parallel)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    train_steps(parallel, optimizer, text, options.steps, on_one_device(model))
+    train_steps(parallel, optimizer, text, options.steps, model)
     say(f"held-out loss {held_out_loss(parallel, text):.4f}")
 
 

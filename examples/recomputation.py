@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from byte_model import ByteModel
-from common import SEED, Text, explained, local_parts, on_one_device, on_ranks, parser, say, train_steps
+from common import SEED, Text, explained, local_parts, on_ranks, parser, say, train_steps
 
 import autopar
 
@@ -53,7 +53,7 @@ def one_run(options: argparse.Namespace, wish: dict[str, Any]) -> tuple[list[flo
     )
     say(explained(parallel))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    train_steps(parallel, optimizer, text, 1, on_one_device(model))  # the first step makes buffers and groups
+    train_steps(parallel, optimizer, text, 1, model)  # the first step makes buffers and groups
     started = time.perf_counter()
     kept = Kept(parallel.parameters())
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held.tensor):

@@ -10,7 +10,7 @@ nothing large is held twice: the all-reduces become all-gathers and reduce-scatt
 import argparse
 
 import torch
-from common import SEED, Text, explained, on_one_device, on_ranks, parser, say, train_steps
+from common import SEED, Text, explained, on_ranks, parser, say, train_steps
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
@@ -50,7 +50,7 @@ def train(options: argparse.Namespace) -> None:
     if options.code:
         say(parallel.code("model.layers.0"))  # what runs, every collective visible
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    train_steps(parallel, optimizer, text, options.steps, on_one_device(model))
+    train_steps(parallel, optimizer, text, options.steps, model)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ from common import (
     HELD_OUT,
     SEED,
     Text,
-    check_loss,
+    compare,
     explained,
     held_out_loss,
+    loss_of,
     on_one_device,
     on_ranks,
     parser,
@@ -62,7 +63,7 @@ def train(options: argparse.Namespace) -> None:
     )
     say(explained(parallel, "Plan for", "How parameters", "Once per step"))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    train_steps(parallel, optimizer, text, options.steps, on_one_device(model))
+    train_steps(parallel, optimizer, text, options.steps, model)
 
     loss = held_out_loss(parallel, text)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +75,7 @@ def train(options: argparse.Namespace) -> None:
             state = plain.state_dict()
             dcp.load({"model": state}, checkpoint_id=where[0], no_dist=True)
             plain.load_state_dict(state)
-            check_loss("held-out text, from the saved state", loss, plain, text.batch(HELD_OUT))
+            compare("held-out text, from the saved state", loss, loss_of(plain, text.batch(HELD_OUT)))
         dist.barrier()  # the folder stays until it has been read
 
 

@@ -77,7 +77,7 @@ def test_pipeline_parallel(tmp_path: Path, schedule: str, last_rank: str) -> Non
 
 
 def test_recomputation(tmp_path: Path) -> None:
-    shown = run("recomputation", tmp_path)
+    shown = run("recomputation", tmp_path, "--layers", "4", "--width", "64")
     assert_learns(shown)
     kept, again = (float(found) for found in re.findall(r"at most ([\d.]+) MB for the backward pass", shown))
     assert again < 0.6 * kept
