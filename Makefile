@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PLAN   ?= 2d
 PYTEST_ARGS ?=
 WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile  # a file's tests share models and worlds of ranks
 
@@ -10,6 +11,7 @@ WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile  # a file's t
 
 help:
 	@echo "make demo     train a small Llama-style model on four CPU ranks, compared with one device"
+	@echo "make demo PLAN=3d     the same on eight ranks: pipeline × tensor × data parallelism"
 	@echo "make test     run the tests (PYTEST_ARGS='-k name' selects some)"
 	@echo "make verify-all     every family on every mesh over gloo ranks; writes docs/equivalence.md"
 	@echo "make lint types layers sizes     the static checks; make format rewrites the files"
@@ -19,7 +21,7 @@ setup:
 	@$(PYTHON) tools/setup_env.py --venv $(VENV) --extras dev
 
 demo: setup
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py --plan $(PLAN)
 
 test: setup
 	@$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)

@@ -1,39 +1,60 @@
-"""Train a Llama-style model of about 10 million parameters on four CPU ranks, and check it against one device.
+"""Train a Llama-style model of about 10 million parameters on several CPU ranks, and check it against one device.
 
-    python examples/demo.py            (or: make demo)
+    python examples/demo.py                 (or: make demo)            4 ranks: tp 2 × dp 2, ZeRO-3
+    python examples/demo.py --plan 3d       (or: make demo PLAN=3d)    8 ranks: pp 2 × tp 2 × dp 2, ZeRO-3, 1F1B
 
-It starts four ranks under torchrun by itself: tensor parallelism 2, data parallelism 2, ZeRO-3. The text is the source
-of Python's standard library, byte by byte. The first steps are repeated on one device with the unmodified model.
+It starts its ranks under torchrun by itself. The text is the source of Python's standard library, byte by byte. The
+first steps are repeated on one device with the unmodified model.
 """
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TP, DP = 2, 2
-TOLERANCE = 1e-5  # of the loss, float32
-LEARNING_RATE, WARMUP_STEPS, MAX_NORM, SEED = 1e-3, 10, 1.0, 0
-MAX_TEXT_BYTES = 4_000_000
+import torch
+import torch.distributed as dist
+from common import MAX_NORM, SEED, TOLERANCE, Batch, Text, on_one_device, on_ranks
+from torch import nn
+
+import autopar
+
+LEARNING_RATE, WARMUP_STEPS = 1e-3, 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Degrees of the mesh, and how many steps of them two CPU cores make in some two minutes."""
+
+    words: str
+    num_ranks: int
+    plan: dict[str, Any]
+    steps: int
+
+
+PLANS = {
+    "2d": Choice(words="four ranks: tp 2 × dp 2, ZeRO-3", num_ranks=4, plan={"tp": 2, "dp": 2, "zero": 3}, steps=60),
+    "3d": Choice(
+        words="eight ranks: pp 2 × tp 2 × dp 2, ZeRO-3",
+        num_ranks=8,
+        plan={"pp": 2, "tp": 2, "dp": 2, "zero": 3, "schedule": "1f1b", "micro_batches": 2},
+        steps=30,
+    ),
+}
 
 
 def main() -> None:
     options = arguments()
-    if "RANK" in os.environ:
-        train(options)
-    else:
-        sys.exit(start_ranks())
+    on_ranks(PLANS[options.plan].num_ranks, lambda: train(options))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--plan", choices=tuple(PLANS), default="2d", help="what is split (default: 2d)")
+    parser.add_argument("--steps", type=int, help="(default: what two cores make in some two minutes)")
     parser.add_argument("--check-steps", type=int, default=5, help="steps that are repeated on one device")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=384)
@@ -43,56 +64,43 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_ranks() -> int:
-    """This script again, once per rank; torchrun picks a free port."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(TP * DP)]
-    quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "TORCH_LOGS": "-dtensor"}
-    print(f"starting {TP * DP} ranks", flush=True)
-    return subprocess.run([*launcher, os.path.abspath(__file__), *sys.argv[1:]], env=quiet | os.environ).returncode
-
-
 def train(options: argparse.Namespace) -> None:
     """What every rank does."""
-    import torch
-    import torch.distributed as dist
-
-    import autopar
-
+    choice = PLANS[options.plan]
+    steps = options.steps or choice.steps
     model = build_model(options)
-    text = Text(options.batch, options.seq_len)
+    parts = choice.plan["dp"]
+    text = Text(parts * options.batch, options.seq_len)
     parallel = autopar.parallelize(  # the model is on meta: every rank makes its own shards, from one seed
-        model, f"{TP * DP}xcpu", example_inputs=text.batch(0, 0), plan={"tp": TP, "dp": DP, "zero": 3}, seed=SEED
+        model, f"{choice.num_ranks}xcpu", example_inputs=text.batch(0, 0, parts), plan=choice.plan, seed=SEED
     )
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
     schedule = warm_up(optimizer)
-    dp_rank = parallel.rank_mesh.dims["dp"].coordinate  # ranks that differ only in tp read the same text
+    dp = parallel.rank_mesh.dims["dp"]  # ranks that differ only in tp or pp read the same text
     show = dist.get_rank() == 0
     reference = SingleDevice(model) if show else None
-    curve = Curve(tokens_per_step=DP * options.batch * options.seq_len)
+    curve = Curve(tokens_per_step=text.sequences * text.seq_len)
     if show:
         print(f"\n{sum(p.numel() for p in model.parameters()):,} parameters, {text.size:,} bytes of text\n")
         print(parallel.plan.explain(), end="\n\n", flush=True)
-    with progress_bar(options.steps, show) as advance:
-        for step in range(options.steps):
+    with progress_bar(steps, show) as advance:
+        for step in range(steps):
             started = time.perf_counter()
-            loss = parallel.forward_backward(text.batch(step, dp_rank))
+            loss = parallel.forward_backward(text.batch(step, dp.coordinate, dp.degree))
             parallel.clip_grad_norm_(MAX_NORM)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             curve.add(loss.item(), time.perf_counter() - started)
             if reference is not None and step < options.check_steps:
-                curve.reference.append(reference.step(text.global_batch(step)))
+                curve.reference.append(reference.step(text.batch(step)))
             advance(curve)
     if show:
         finish(curve, options)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def build_model(options: argparse.Namespace) -> Any:
+def build_model(options: argparse.Namespace) -> nn.Module:
     """A Llama over bytes, on meta: no memory for its weights."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -107,60 +115,24 @@ def build_model(options: argparse.Namespace) -> Any:
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def warm_up(optimizer: Any) -> Any:
     """A learning rate that rises linearly over the first steps."""
-    import torch
-
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
-
-
-class Text:
-    """Random windows of the standard library's source; step and data-parallel rank decide which."""
-
-    def __init__(self, batch: int, seq_len: int) -> None:
-        import torch
-
-        self.per_rank, self.seq_len = batch, seq_len
-        found = bytearray()
-        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"), key=lambda path: path.name):
-            found += path.read_bytes()
-        self._bytes = torch.frombuffer(found[:MAX_TEXT_BYTES], dtype=torch.uint8)
-        self.size = len(self._bytes)
-
-    def global_batch(self, step: int) -> dict[str, Any]:
-        """The sequences of all data-parallel ranks in one step."""
-        import torch
-
-        generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
-        starts = torch.randint(self.size - self.seq_len, (DP * self.per_rank,), generator=generator)
-        tokens = torch.stack([self._bytes[s : s + self.seq_len] for s in starts.tolist()]).long()
-        return {"input_ids": tokens, "labels": tokens.clone()}
-
-    def batch(self, step: int, dp_rank: int) -> dict[str, Any]:
-        """One data-parallel rank's part of it."""
-        own = slice(dp_rank * self.per_rank, (dp_rank + 1) * self.per_rank)
-        return {name: value[own] for name, value in self.global_batch(step).items()}
 
 
 class SingleDevice:
     """The unmodified model with the same initial weights, trained in plain PyTorch."""
 
-    def __init__(self, model: Any) -> None:
-        import torch
-
-        from autopar.runtime.materialise import parameter_source
-        from autopar.verification import materialised
-
-        self.model = materialised(model, parameter_source(model, seed=SEED))
+    def __init__(self, model: nn.Module) -> None:
+        self.model = on_one_device(model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self.schedule = warm_up(self.optimizer)
 
-    def step(self, batch: dict[str, Any]) -> float:
-        import torch
-
+    def step(self, batch: Batch) -> float:
         loss = self.model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -198,7 +170,8 @@ class progress_bar:
     """A rich bar with loss and speed on a terminal, a line now and then elsewhere, nothing on other ranks."""
 
     def __init__(self, steps: int, show: bool) -> None:
-        self.steps, self.show, self.bar = steps, show, None
+        self.steps, self.show = steps, show
+        self.bar: Any = None
 
     def __enter__(self) -> Any:
         if self.show and sys.stdout.isatty():
@@ -231,7 +204,7 @@ def finish(curve: Curve, options: argparse.Namespace) -> None:
     content = {"loss": curve.losses, "seconds": curve.seconds, "single_device_loss": curve.reference}
     (options.out / "losses.json").write_text(json.dumps(content) + "\n")
     print(f"\nlosses: {options.out / 'losses.json'}")
-    draw(curve, options.out / "loss.png")
+    draw(curve, options.out / "loss.png", PLANS[options.plan].words)
     tail = curve.losses[-max(1, min(20, len(curve.losses) // 4)) :]
     first, last = curve.losses[0], sum(tail) / len(tail)
     checked = f"first {len(curve.reference)} steps against one device: worst difference of the loss"
@@ -243,8 +216,8 @@ def finish(curve: Curve, options: argparse.Namespace) -> None:
         sys.exit("demo: the loss did not fall")
 
 
-def draw(curve: Curve, path: Path) -> None:
-    """The loss curve as a picture."""
+def draw(curve: Curve, path: Path, words: str) -> None:
+    """The loss curve as a picture; `words` say what trained."""
     try:
         import matplotlib
     except ImportError:
@@ -255,7 +228,7 @@ def draw(curve: Curve, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6), dpi=120, layout="constrained")
     steps = range(1, len(curve.losses) + 1)
-    axes.plot(steps, curve.losses, color="#1f5fa8", label=f"four ranks: tp {TP} × dp {DP}, ZeRO-3")
+    axes.plot(steps, curve.losses, color="#1f5fa8", label=words)
     checked = range(1, len(curve.reference) + 1)
     axes.plot(checked, curve.reference, "o", mfc="none", color="#c2410c", label="one device, unmodified model")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A 10 M Llama on the source of Python's library")

@@ -461,6 +461,8 @@ class ParallelModel(nn.Module):
             loss = scope[program.loss]
         else:
             loss = self._evaluate_in_stages(compiled, run, values, scope)
+        for module in self._stage_modules().values():
+            zero.free_gathered(module)
         found = {"loss": loss}
         whole = self.rank_mesh.device_mesh.size() == 1
         for key, name in program.outputs.items() if not is_padded else ():

@@ -88,5 +88,14 @@ def sum_held_gradients(model: nn.Module) -> None:
     private.finish_fsdp_backward(model)
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Shard again what a forward pass without a backward pass has gathered.
+
+    Else parameters are the gathered ones, which an optimizer does not know and which its next step does not change.
+    """
+    for module in _sharded(model):
+        module.reshard()
+
+
 def _sharded(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -239,20 +239,35 @@ def capture_flat(
 def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
     if loss_fn is not None:
         check_loss_fn(model, example_inputs, loss_fn)
+    try:
+        return _export(model, example_inputs, loss_fn, training)
+    except CaptureError:
+        raise
+    except Exception as error:
+        failed = error
+    if all(parameter.is_meta for parameter in model.parameters()):  # its activations would meet inputs on a device
+        try:
+            return _export(model, _on_meta(example_inputs), loss_fn, training)
+        except Exception as error:
+            failed = error
+    first = str(failed).strip().split("\n")[0][:300]
+    raise CaptureError(
+        f"the model cannot be captured: {_where_it_failed(failed, model)}: {type(failed).__name__}: {first}\n"
+        "Make this code free of data-dependent control flow (use torch.where, or fixed shapes), and give "
+        "custom operators a fake kernel (torch.library.register_fake)."
+    ) from failed
+
+
+def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
     args, kwargs = split_inputs(example_inputs)
     with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices():
         warnings.simplefilter("ignore")
-        try:
-            return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
-        except CaptureError:
-            raise
-        except Exception as error:
-            first = str(error).strip().split("\n")[0][:300]
-            raise CaptureError(
-                f"the model cannot be captured: {_where_it_failed(error, model)}: {type(error).__name__}: {first}\n"
-                "Make this code free of data-dependent control flow (use torch.where, or fixed shapes), and give "
-                "custom operators a fake kernel (torch.library.register_fake)."
-            ) from error
+        return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
+
+
+def _on_meta(example_inputs: Inputs) -> Inputs:
+    moved: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), example_inputs)
+    return moved
 
 
 def _placeholders(model: nn.Module, exported: Any, inputs: Sequence[str]) -> dict[str, tuple[str, str]]:

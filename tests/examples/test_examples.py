@@ -27,10 +27,14 @@ def losses(text: str) -> list[float]:
 
 
 @pytest.mark.timeout(400)
-def test_demo(tmp_path: Path) -> None:
-    sizes = ["--steps", "6", "--check-steps", "3", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
-    shown = run([sys.executable, str(EXAMPLES / "demo.py"), *sizes, "--out", str(tmp_path / "out")], tmp_path)
-    assert "tp 2 × dp_shard 2 = 4 ranks, ZeRO-3" in shown
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [("2d", "tp 2 × dp_shard 2 = 4 ranks, ZeRO-3"), ("3d", "pp 2 × tp 2 × dp_shard 2 = 8 ranks, ZeRO-3")],
+)
+def test_demo(tmp_path: Path, plan: str, sizes: str) -> None:
+    small = ["--plan", plan, "--steps", "6", "--check-steps", "3", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
+    shown = run([sys.executable, str(EXAMPLES / "demo.py"), *small, "--out", str(tmp_path / "out")], tmp_path)
+    assert sizes in shown
     assert "tokens/s" in shown
     assert "first 3 steps against one device" in shown
     found = json.loads((tmp_path / "out" / "losses.json").read_text())

@@ -124,6 +124,19 @@ def load_and_train(rank: int, wanted: Wanted, plan: Plan, data: list[Any], folde
     return losses, whole if rank == 0 else None
 
 
+def state_after_evaluating(rank: int, wanted: Wanted, plan: Plan) -> tuple[bool, bool, int]:
+    """After an evaluation: whether parameters are the optimizer's, its state has the same names, and how many."""
+    model, program = model_of(wanted, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    _step(model, program, plan, optimizer, batch)
+    before = model.optimizer_state_dict(optimizer)
+    model.evaluate(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    after = model.optimizer_state_dict(optimizer)
+    return all(id(p) in known for p in model.parameters()), before.keys() == after.keys(), len(after)
+
+
 def faulty_step(rank: int, wanted: Wanted, plan: Plan, who: int, fault: str) -> None:
     """Two steps; in the second, rank `who` raises or is killed in the middle of the forward pass."""
     model, program = model_of(wanted, plan)

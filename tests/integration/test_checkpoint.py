@@ -81,3 +81,11 @@ def test_loads_on_one_device(trained: dict[str, Any]) -> None:
     assert_equal({"model": {n: found[n].detach() for n in saved}}, {"model": saved})
     loss = plain(**trained["data"][2]).loss
     torch.testing.assert_close(loss.detach().double(), trained["losses"][2].double(), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("zero", (1, 2, 3))
+def test_an_evaluation_leaves_parameters_sharded(zero: int, worlds: Any) -> None:
+    """What forward passes gather is sharded again, or the optimizer's state would be saved without its parameters."""
+    _, plan = planned(WANTED, 2, {"dp": 2, "zero": zero})
+    for known, same_names, count in worlds(2).run("integration_ranks:state_after_evaluating", WANTED, plan):
+        assert known and same_names and count > 0

@@ -93,6 +93,13 @@ def test_meta_and_cpu_give_the_same_program() -> None:
     assert on_cpu.fingerprint == on_meta.fingerprint
 
 
+def test_a_plain_model_on_meta_takes_inputs_on_cpu() -> None:
+    """Its products would meet tensors of two devices; transformers models move their labels, plain ones do not."""
+    model, inputs = tiny_models.mlp(2)
+    on_cpu = trace(model, inputs)
+    assert on_cpu.fingerprint == trace(model.to("meta"), inputs).fingerprint
+
+
 def test_tied_parameters_are_one() -> None:
     model, inputs = tiny_models.gpt2(2)
     program = trace(model, inputs)
