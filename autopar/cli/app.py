@@ -10,6 +10,7 @@ from autopar.cli.command import register
 from autopar.cli.coverage import coverage
 from autopar.cli.models import models
 from autopar.cli.plan import plan
+from autopar.cli.trace import trace
 from autopar.cli.verify import verify
 
 app = typer.Typer(
@@ -37,7 +38,7 @@ def _root(
     """Exit status: 0 done; 1 verification failed, or a bug; 2 bad input; 3 no feasible plan."""
 
 
-for command in (plan, coverage, verify, models, clusters):
+for command in (plan, coverage, verify, trace, models, clusters):
     register(app, command)
 
 
