@@ -77,14 +77,14 @@ def parallelize(
     return ParallelModel(program, decided, mesh, source, device, seed=seed, replan=again)
 
 
-def start_process_group(cluster: ClusterSpec) -> torch.device:
+def start_process_group(cluster: ClusterSpec, *, timeout_s: float = TIMEOUT_S) -> torch.device:
     """Join the process group of this job if it has not been joined, and pick this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(cluster.device_type if cluster.device_type == "cpu" else f"cuda:{local_rank}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        timeout = timedelta(seconds=TIMEOUT_S)
+        timeout = timedelta(seconds=timeout_s)
         if "RANK" in os.environ:
             dist.init_process_group(cluster.backend, timeout=timeout)
         else:

@@ -4,6 +4,7 @@ The command line's `autopar verify` and tests call `verify`; steps and compariso
 """
 
 import copy
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Job:
     seed: int
 
 
-def _resolve(job: Job) -> ResolvedModel:
+def resolve(job: Job) -> ResolvedModel:
     """The model, with the same random weights in every process where a factory draws them."""
     storage = "float32" if job.dtype == "float64" else job.dtype
     with torch.random.fork_rng(devices=[]):
@@ -65,7 +66,7 @@ def _resolve(job: Job) -> ResolvedModel:
         )
 
 
-def _vocabulary(model: ResolvedModel) -> int:
+def vocabulary(model: ResolvedModel) -> int:
     """Integer inputs are drawn below this: ids of the smallest table, or classes where there is none."""
     own: Any = getattr(model.model, "config", None)
     config = model.config or (own.to_dict() if hasattr(own, "to_dict") else {})
@@ -100,24 +101,11 @@ def verify(
     job = Job(
         spec=spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype, steps=steps, seed=seed
     )
-    on_progress("capturing the model")
-    model = _resolve(job)
-    inputs = model.example_inputs
-    named = dict(inputs) if isinstance(inputs, Mapping) else dict(enumerate(inputs))
-    local_batch, _ = batch_and_sequence({str(k): v for k, v in named.items() if isinstance(v, torch.Tensor)})
-    if plan is not None:
-        decided = Plan.load(plan)
-        program = capture_for(model.model, inputs, decided.degrees)
-        check_plan(decided, program, world_size, None if batch is None else local_batch)
-    else:
-        wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
-        program = capture_for(model.model, inputs, wanted)
-        on_progress("choosing labels")
-        decided = label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
+    model, program, decided = decide(job, world_size, degrees, plan, on_progress)
     on_progress("single-device steps")
     checked = in_dtype(program, dtype)
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
-    data = batches(checked, decided.degrees, steps, seed, _vocabulary(model))
+    data = batches(checked, decided.degrees, steps, seed, vocabulary(model))
     reference = reference_steps(checked, source, data, decided.degrees)
     _, has_dropout = without_dropout(program)
     captured: tuple[Quantity, ...] = ()
@@ -144,6 +132,26 @@ def verify(
     )
 
 
+def decide(
+    job: Job, world_size: int, degrees: Mapping[str, Any] | None, plan: str | None, on_progress: Progress
+) -> tuple[ResolvedModel, Program, Plan]:
+    """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
+    on_progress("capturing the model")
+    model = resolve(job)
+    inputs = model.example_inputs
+    named = dict(inputs) if isinstance(inputs, Mapping) else dict(enumerate(inputs))
+    local_batch, _ = batch_and_sequence({str(k): v for k, v in named.items() if isinstance(v, torch.Tensor)})
+    if plan is not None:
+        decided = Plan.load(plan)
+        program = capture_for(model.model, inputs, decided.degrees)
+        check_plan(decided, program, world_size, None if job.batch is None else local_batch)
+        return model, program, decided
+    wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
+    program = capture_for(model.model, inputs, wanted)
+    on_progress("choosing labels")
+    return model, program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
+
+
 def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
     """Degrees that were asked for, without the ones left open."""
     given = {k: v for k, v in dict(wish or {}).items() if v is not None}
@@ -162,14 +170,12 @@ def rank_name(degrees: Degrees, rank: int) -> str:
 @lru_cache(maxsize=4)
 def _captured(job: Job, degrees: Degrees) -> tuple[ResolvedModel, Program]:
     """A rank's model and program; a world that verifies many plans of one model captures it once per batch size."""
-    model = _resolve(job)
+    model = resolve(job)
     return model, capture_for(model.model, model.example_inputs, degrees)
 
 
-def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
-    """What one rank does: build the model on meta, capture, run the steps; one rank of each stage returns them."""
-    import json
-
+def built_on_rank(job: Job, plan_json: str) -> tuple[ResolvedModel, Program, Plan]:
+    """What a rank makes of a job: the model on meta, its captured program, the plan."""
     plan = Plan.from_dict(json.loads(plan_json))
     wanted = plan.degrees
     model, program = _captured(
@@ -182,9 +188,15 @@ def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
         ),
     )
     check_plan(plan, program, plan.degrees.world_size)
+    return model, program, plan
+
+
+def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
+    """What one rank does: build the model on meta, capture, run the steps; one rank of each stage returns them."""
+    model, program, plan = built_on_rank(job, plan_json)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
-    data = batches(checked, plan.degrees, job.steps, job.seed, _vocabulary(model))
+    data = batches(checked, plan.degrees, job.steps, job.seed, vocabulary(model))
     found = parallel_steps(checked, plan, source, data)
     return found if rank % (plan.degrees.world_size // plan.degrees.pp) == 0 else None
 

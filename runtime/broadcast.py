@@ -31,6 +31,20 @@ def broadcast_text(text: str) -> str:
     return bytes(data.cpu().numpy()).decode()
 
 
+def gather_texts(text: str) -> list[str]:
+    """Every rank's text on rank 0, in rank order; nothing elsewhere. Collective."""
+    device, world_size, is_first = _device(), dist.get_world_size(), dist.get_rank() == 0
+    data = torch.tensor(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    lengths = [int(size.item()) for size in sizes]
+    own = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device)
+    own[: len(data)] = data.to(device)
+    every = [torch.empty_like(own) for _ in range(world_size)] if is_first else None
+    dist.gather(own, every, dst=0)
+    return [bytes(one[:length].cpu().numpy()).decode() for one, length in zip(every or (), lengths, strict=is_first)]
+
+
 def from_first_rank(source: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
     """Rank 0's tensors on every rank. Each call is collective: all ranks must ask for the same names in one order."""
 

@@ -1,5 +1,6 @@
 """`ParallelModel`: what the user holds and trains. Global names and shapes outside, shards and collectives inside."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from autopar.runtime.shapes import Replan, Shapes
 from autopar.runtime.stage import Execution, StageModule, attribute
 from autopar.runtime.state import optimizer_state, whole_state
 from autopar.runtime.ties import Ties, stages_by_parameter
+from autopar.runtime.trace_step import trace_step
 
 MicroBatches = list[dict[str, Any]]
 
@@ -503,6 +505,31 @@ class ParallelModel(nn.Module):
         return norm
 
     # Reading.
+
+    def trace(self, path: str | os.PathLike[str], batch: Mapping[str, Any] | Sequence[Any]) -> None:
+        """Write one profiled `forward_backward(batch)` of all ranks, after two others, as a Chrome trace.
+
+        A process for each rank; tracks for its compute, the collectives of each mesh dimension and the messages between
+        stages (docs/trace.md). Rank 0 writes the file, whole or not at all. Weights, gradients, buffers and the step
+        count stay as they were; meanwhile there is memory for gradients twice.
+
+        Raises `InputError` on all ranks where the file cannot be written, and what `forward_backward` raises.
+        """
+        step, grads = self._step, [(p, p.grad) for p in self.parameters()]
+        buffers = [(held, held.clone()) for held in map(self._buffer, self.program.updates)]
+
+        def one_step() -> None:
+            self.zero_grad()
+            self.forward_backward(batch)
+
+        try:
+            trace_step(path, one_step, self.rank_mesh, self.plan.degrees, self.device)
+        finally:
+            self._step = step
+            for parameter, grad in grads:
+                parameter.grad = grad
+            for held, before in buffers:
+                held.copy_(before)
 
     def code(self, block: int | str) -> str:
         """Generated code of a block, by index, block name or module path."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.program import CallSite, Program
@@ -16,6 +17,8 @@ from autopar.runtime.execute import BlockFunction
 from autopar.runtime.holding import converted
 from autopar.runtime.parameters import Held, local_value
 from autopar.runtime.randomness import Streams
+from autopar.runtime.timeline import range_name
+from autopar.trace import _torch_private as private
 
 
 class Segment(nn.Module):
@@ -114,6 +117,12 @@ class StageModule(nn.Module):
         training = run.streams.training
 
         def inner(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+            if private.is_profiling():
+                with record_function(range_name(call.path, index, stage.index, run.when[1])):
+                    return plain(own, *arguments)
+            return plain(own, *arguments)
+
+        def plain(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
             pairs = zip(call.arguments, arguments, strict=True)
             run.streams.begin(*run.when, index, training=training)
             filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]

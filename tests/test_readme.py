@@ -73,10 +73,10 @@ def test_files_that_the_pages_name_exist() -> None:
 
 
 def test_the_defaults_in_the_docs_are_the_code_s() -> None:
-    from autopar.cli import verify
+    from autopar.cli import small_model
     from autopar.degrees import DEFAULT_MICRO_BATCH
 
     text = " ".join((ROOT / "docs/cli.md").read_text().split())
     assert f"| {DEFAULT_MICRO_BATCH} | | `--accumulate`" in text
-    assert f"{verify.SMALL_LAYERS} layers of width {verify.SMALL_HIDDEN}" in text
-    assert f"sequences of {verify.SMALL_SEQ_LEN} tokens" in text
+    assert f"{small_model.SMALL_LAYERS} layers of width {small_model.SMALL_HIDDEN}" in text
+    assert f"sequences of {small_model.SMALL_SEQ_LEN} tokens" in text

@@ -8,8 +8,10 @@ from autopar._version import __version__
 from autopar.cli.clusters import clusters
 from autopar.cli.command import register
 from autopar.cli.coverage import coverage
+from autopar.cli.doctor import doctor
 from autopar.cli.models import models
 from autopar.cli.plan import plan
+from autopar.cli.trace import trace
 from autopar.cli.verify import verify
 
 app = typer.Typer(
@@ -37,7 +39,7 @@ def _root(
     """Exit status: 0 done; 1 verification failed, or a bug; 2 bad input; 3 no feasible plan."""
 
 
-for command in (plan, coverage, verify, models, clusters):
+for command in (plan, coverage, verify, trace, doctor, models, clusters):
     register(app, command)
 
 

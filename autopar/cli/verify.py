@@ -6,21 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument
 from autopar.cli.output import console, print_json, progress, table
-from autopar.degrees import resolve_degrees
-from autopar.errors import InputError, PlanError, Problem
+from autopar.cli.small_model import check_numbers, sizes_of_plan, small_sizes
 from autopar.ir.explanation import sizes_in_words
 from autopar.ir.plan import Plan
 from autopar.options import PlanOptions
-from autopar.presets.models import model_names, model_preset
 
 if TYPE_CHECKING:
     from autopar.runtime.verify import Report
 
 FAILED = 1
-SMALL_LAYERS, SMALL_HIDDEN, SMALL_HIDDEN_BY_3, SMALL_SEQ_LEN = 2, 64, 96, 32
-MAX_RANKS = 64
 
 
 def verify(
@@ -43,14 +39,14 @@ def verify(
     Without --plan, a preset or config is shrunk to 2 layers of width 64 and sequences of 32 tokens unless --layers,
     --hidden and --seq-len say otherwise. Exit status: 0 equal, 1 different, 2 bad input.
     """
-    _check_numbers(world_size=world_size, steps=steps, batch=batch)
+    check_numbers(world_size=world_size, steps=steps, batch=batch)
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": options.seq_len, "batch": batch}
     if plan is not None:
         wish = None
-        sizes |= _sizes_of_plan(plan, model, world_size, options, batch)
+        sizes |= sizes_of_plan(plan, model, world_size, options, batch)
     else:
         wish = options.wish()
-        sizes |= _small_sizes(model, world_size, options, sizes)
+        sizes |= small_sizes(model, world_size, options, sizes)
     # remarks of libraries about things that are on purpose; the ranks inherit this
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
@@ -74,54 +70,6 @@ def verify(
         _show(report, model, sizes)
     if not report.passed:
         raise typer.Exit(FAILED)
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    problems = [
-        Problem(path="--" + name.replace("_", "-"), value=value, rule="must be at least 1")
-        for name, value in numbers.items()
-        if value is not None and value < 1
-    ]
-    if (numbers["world_size"] or 0) > MAX_RANKS:
-        rule = f"at most {MAX_RANKS} ranks are started on one machine"
-        problems.append(Problem(path="--world-size", value=numbers["world_size"], rule=rule))
-    if problems:
-        raise InputError("the options cannot be used", problems)
-
-
-def _sizes_of_plan(
-    path: Path, model: str, world_size: int, options: PlanOptions, batch: int | None
-) -> dict[str, int | None]:
-    """Batch and sequence that the plan was made for, unless they were given."""
-    options.refuse_beside_plan()
-    found = Plan.load(path)
-    if model.lower() in model_names() and found.model not in ("", model_preset(model).name):
-        raise PlanError(f"plan file {path} was made for model {found.model}, not {model}; plan again for {model}")
-    if found.degrees.world_size != world_size:
-        raise PlanError(
-            f"plan file {path} is for {found.degrees.world_size} ranks ({sizes_in_words(found)}), not {world_size}; "
-            f"use --world-size {found.degrees.world_size}, or plan again for {world_size}"
-        )
-    if is_factory(model):
-        return {}
-    local_batch = (found.degrees.micro_batch or 1) * found.degrees.num_micro_batches
-    return {"seq_len": found.sequence, "batch": local_batch if batch is None else batch}
-
-
-def _small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
-    """Sizes for what was left open: small ones, that the degrees divide."""
-    if is_factory(model):
-        if options.global_batch is not None:
-            raise InputError(f"--global-batch: a factory decides its own sizes; change {model} instead")
-        return {}
-    if sizes["batch"] is None:
-        degrees = options.degrees(world_size)
-    else:
-        degrees = resolve_degrees(options.wish(), world_size, sizes["batch"], global_batch=options.global_batch)
-    hidden = SMALL_HIDDEN if degrees.tp % 3 else SMALL_HIDDEN_BY_3
-    small = {"layers": SMALL_LAYERS, "hidden": hidden, "seq_len": SMALL_SEQ_LEN if degrees.tp % 3 else 48}
-    small["batch"] = (degrees.micro_batch or 1) * degrees.num_micro_batches
-    return {name: value for name, value in small.items() if sizes[name] is None}
 
 
 def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:

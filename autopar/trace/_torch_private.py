@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._local_tensor import (
     LocalTensor,
@@ -15,9 +16,11 @@ from torch.distributed._local_tensor import (
     maybe_disable_local_tensor_mode,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytree = _pytree
 
@@ -105,3 +108,44 @@ def finish_fsdp_backward(model: nn.Module) -> None:
         for group in one._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch records this thread; costs less than a range that nobody records."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+class _Watch(TorchDispatchMode):
+    """Reports every call of an operator of some namespaces: the operator's name, its arguments by name, the result."""
+
+    def __init__(self, namespaces: Sequence[str], seen: Callable[[str, dict[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.namespaces, self.seen = frozenset(namespaces), seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # a DTensor first becomes what it sends, which is then seen
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in self.namespaces:
+            names = [argument.name for argument in func._schema.arguments]
+            self.seen(func._schema.name, dict(zip(names, args, strict=False)) | (kwargs or {}), out)
+        return out
+
+
+def watch_operators(namespaces: Sequence[str], seen: Callable[[str, dict[str, Any], Any], None]) -> _Watch:
+    """A context in which `seen` is told of operators of C++ too, those of the backward pass included."""
+    return _Watch(namespaces, seen)
+
+
+def group_name_of(arguments: dict[str, Any]) -> str | None:
+    """The name of the process group among the arguments of a collective operator."""
+    if "group_name" in arguments:
+        return str(arguments["group_name"])
+    if "process_group" in arguments:
+        return str(dist.ProcessGroup.unbox(arguments["process_group"]).group_name)
+    return None
+
+
+def size_of_group(name: str) -> int:
+    """How many ranks the process group of a name has."""
+    return int(_resolve_process_group(name).size())  # type: ignore[arg-type]

@@ -17,6 +17,9 @@ LIGHT_COMMANDS = (
     ["plan", "--help"],
     ["coverage", "--help"],
     ["verify", "--help"],
+    ["trace", "--help"],
+    ["doctor", "--help"],
+    ["doctor", "--ranks", "0"],
     ["models"],
     ["clusters", "--json"],
     ["plan", "lama3-8b", "--cluster", "4xcpu"],
@@ -48,14 +51,14 @@ def test_version() -> None:
 
 def test_every_command_has_help() -> None:
     top = autopar("--help").stdout
-    for command in ("plan", "coverage", "verify", "models", "clusters"):
+    for command in ("plan", "coverage", "verify", "trace", "doctor", "models", "clusters"):
         assert command in top
         assert autopar(command, "--help").exit_code == 0
 
 
 def test_commands_share_the_plan_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    for command in ("plan", "coverage", "verify"):
+    for command in ("plan", "coverage", "verify", "trace"):
         shown = autopar(command, "--help").stdout
         names = ("tp", "dp", "dp-replicate", "zero", "micro-batch", "accumulate", "global-batch", "seq-len")
         for option in (*names, "sequence-parallel", "no-sequence-parallel", "per-micro-batch"):
@@ -93,6 +96,12 @@ def test_clusters() -> None:
         (("verify", "gpt2", "-n", "4", "--plan", "missing.json"), "no plan file missing.json"),
         (("verify", "gpt2", "-n", "4", "--steps", "0"), "--steps: must be at least 1"),
         (("verify", "gpt2", "-n", "9999"), "at most 64 ranks"),
+        (("doctor", "--ranks", "0"), "--ranks: must be from 1 to 64"),
+        (("doctor", "--ranks", "2", "--timeout", "-1"), "--timeout: must be greater than 0"),
+        (("doctor", "--ranks", "2", "--cluster", "4xcpu"), "4 devices, --ranks starts 2"),
+        (("doctor", "--ranks", "8", "--cluster", "8xh100"), "use torchrun"),
+        (("trace", "gpt2", "-n", "0"), "--world-size: must be at least 1"),
+        (("trace", "gpt2", "-n", "2", "--out", "/nonexistent/trace.json"), "/nonexistent/trace.json cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -229,3 +229,26 @@ def recorded_steps(rank: int, zero: int) -> tuple[list[float], dict[str, torch.T
     doubled = parallel.evaluate((x[own], target[own]))["output_0"].full_tensor()
     assert not torch.allclose(doubled, scores)
     return losses, state, scores
+
+
+def traced_step(rank: int, wanted: Wanted, plan: Plan, path: str) -> bool:
+    """A trace between two steps; whether these are as they are without one."""
+    model, program = model_of(wanted, plan)
+    coordinate = model.rank_mesh.dims["dp"].coordinate
+    first, second = (
+        this_ranks_part(program, batch, plan.degrees, coordinate)
+        for batch in batches(program, plan.degrees, 2, 0, wanted.vocabulary)
+    )
+    model.forward_backward(first)
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.trace(path, second)
+    same = all(torch.equal(_local(p.grad), _local(before[n])) for n, p in model.named_parameters() if n in before)
+    other, _ = model_of(wanted, plan)
+    other.forward_backward(first)
+    losses = model.forward_backward(second), other.forward_backward(second)
+    return same and bool(before) and torch.equal(*losses)
+
+
+def _local(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found

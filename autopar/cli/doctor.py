@@ -1,0 +1,117 @@
+"""`autopar doctor`: check and measure the ranks of a torchrun job, or CPU ranks started here."""
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.model_argument import Json
+from autopar.cli.output import console, print_json, progress, table
+from autopar.errors import InputError, Problem
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.explanation import readable_seconds
+
+if TYPE_CHECKING:
+    from autopar.diagnosis import Diagnosis
+
+FAILED = 1
+MAX_RANKS = 64
+
+
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-n", help="Start so many CPU ranks on this machine instead.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", help="What speeds are compared with, as for `autopar plan`. (default: detect)"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a rank that does not answer ends all.")] = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Check that a cluster computes right, measure how fast it is, and name slow ranks. The first thing to run on it.
+
+    Under torchrun, on its ranks, backend and devices: torchrun --nproc-per-node 8 -m autopar doctor. Tiny runs of every
+    conversion that generated code uses, of FSDP2 and of a two-stage pipeline are compared with one rank; links and
+    devices are measured on all ranks at once, beside what the cluster description says.
+
+    Exit status: 0 right, 1 a check failed or a rank did, 2 bad input.
+    """
+    problems = []
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        problems.append(Problem(path="--ranks", value=ranks, rule=f"must be from 1 to {MAX_RANKS}"))
+    if ranks is not None and "RANK" in os.environ:
+        problems.append(Problem(path="--ranks", value=ranks, rule="must be left out under torchrun, which has ranks"))
+    if timeout <= 0:
+        problems.append(Problem(path="--timeout", value=timeout, rule="must be greater than 0"))
+    if problems:
+        raise InputError("the options cannot be used", problems)
+    os.environ.setdefault("TORCH_LOGS", "-dtensor")
+    with progress("importing torch") as say:
+        from autopar.doctor import examine, examine_here
+
+        if ranks is not None:
+            say(f"{ranks} ranks at work")
+            spec = None if cluster is None else ClusterSpec.parse(cluster)
+            found = examine_here(ranks, spec, timeout_s=timeout)
+        else:
+            found = examine(ClusterSpec.parse(cluster or "detect"), timeout_s=timeout, on_progress=say)
+    if os.environ.get("RANK", "0") == "0":
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            _show(found)
+    if not found.passed:
+        raise typer.Exit(FAILED)
+
+
+def _show(found: "Diagnosis") -> None:
+    out = console()
+    out.print(f"{len(found.ranks)} ranks of {found.cluster}, {found.backend}\n", markup=False, style="bold")
+    columns = ("compared with one rank", "worst", "allowed", "", "where the worst is")
+    rows = [
+        (
+            check.name,
+            "no number" if check.error is None else f"{check.error:.1e}",
+            f"{check.tolerance:.0e}",
+            "ok" if check.passed else "WRONG",
+            f"rank {check.rank}: {check.where}" if check.error != 0 else f"{check.num_compared} comparisons",
+        )
+        for check in found.checks
+    ]
+    out.print(table(columns, rows, right=columns[1:3]))
+    out.print()
+    _show_figures(found)
+    for rank, parts in found.slow_ranks.items():
+        where = f"rank {rank} ({found.ranks[rank].device} on {found.ranks[rank].host})"
+        what = ", ".join(f"{name} {1 - part:.0%} under the median" for name, part in parts.items())
+        out.print(f"slow: {where}: {what}", markup=False, style="yellow")
+    for note in found.notes:
+        out.print(f"note: {note}", markup=False)
+    failed = [f"{c.name} on rank {c.rank}" for c in found.checks if not c.passed]
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: these ranks compute what one rank computes"
+    out.print(verdict, markup=False, style="bold red" if failed else "bold green")
+
+
+def _show_figures(found: "Diagnosis") -> None:
+    columns = ("measured", "median of ranks", "worst", "on rank", "cluster says", "reached")
+    rows = []
+    for figure in found.figures:
+        rank, worst = figure.worst
+        cells = [figure.name, _figure(figure.middle, figure.unit), _figure(worst, figure.unit), str(rank)]
+        promised = figure.promised
+        if promised is not None:
+            part = promised / figure.middle if figure.unit == "s" else figure.middle / promised
+            cells += [_figure(promised, figure.unit), f"{part:.0%}"]
+        rows.append((*cells, "", "")[: len(columns)])
+    console().print(table(columns, rows, right=columns[1:]))
+
+
+def _figure(value: float, unit: str) -> str:
+    if unit == "s":
+        return readable_seconds(value)
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:,.2f} {name}{unit}"
+    return f"{value:,.0f} {unit}"

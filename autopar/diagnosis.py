@@ -1,0 +1,224 @@
+"""What `autopar doctor` found, as values: checks, figures of every rank beside the cluster's, and who is slow.
+
+A rank is slow at something if its speed is more than a fifth below the median of its peers, both in the median of all
+rounds and in the best: each round is compared by itself, because what disturbs a machine disturbs all its ranks at
+once, and a rank that was disturbed has good rounds too. Peers are
+ranks with equal devices, or messages over the same tier. With an even number of peers the median is the faster of the
+middle two, so that of two ranks the slow one is named.
+
+This module does not import torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median, median_low
+from typing import Any, Literal
+
+from autopar.ir.cluster import ClusterSpec
+
+SLOW = 0.8  # of the median speed
+Kind = Literal["flops", "copy", "all-reduce", "point-to-point"]
+Unit = Literal["FLOP/s", "B/s", "s"]
+_LATENCY_BYTES = 1024  # a message this small measures latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A rank and where it runs."""
+
+    rank: int
+    host: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A comparison with one rank: the worst of `num_compared` differences, on which rank, and which is allowed.
+
+    `error` is None where something was missing, not a number, or of another shape.
+    """
+
+    name: str
+    error: float | None
+    tolerance: float
+    where: str
+    num_compared: int
+    rank: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.tolerance and self.num_compared > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One figure of every rank, and what the cluster says it is; None where a rank, or the cluster, has none.
+
+    `slow` are the ranks whose figure is bad, with the part of their peers' median that they reach. Messages belong to
+    the rank that sends first, to the next.
+    """
+
+    name: str
+    unit: Unit
+    of_ranks: tuple[float | None, ...]
+    of_cluster: tuple[float | None, ...]
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def middle(self) -> float:
+        return median(value for value in self.of_ranks if value is not None)
+
+    @property
+    def worst(self) -> tuple[int, float]:
+        """The rank with the lowest speed, or the longest time, and its figure."""
+        pairs = [(value, rank) for rank, value in enumerate(self.of_ranks) if value is not None]
+        value, rank = max(pairs) if self.unit == "s" else min(pairs)
+        return rank, value
+
+    @property
+    def promised(self) -> float | None:
+        found = [value for value in self.of_cluster if value is not None]
+        return median(found) if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything that was found."""
+
+    cluster: str
+    backend: str
+    ranks: tuple[Rank, ...]
+    checks: tuple[Check, ...]
+    figures: tuple[Figure, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check is right; a slow rank is told, but is no error."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def slow_ranks(self) -> dict[int, dict[str, float]]:
+        """Per slow rank, the part of the median that it reaches, by figure."""
+        found: dict[int, dict[str, float]] = {}
+        for figure in self.figures:
+            for rank, part in figure.slow.items():
+                found.setdefault(rank, {})[figure.name] = part
+        return dict(sorted(found.items()))
+
+    def to_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        for entry, check in zip(found["checks"], self.checks, strict=True):
+            entry["passed"] = check.passed
+        slow = {str(rank): parts for rank, parts in self.slow_ranks.items()}
+        for entry in found["figures"]:
+            entry["slow"] = {str(rank): part for rank, part in entry["slow"].items()}
+        return {"passed": self.passed, "slow_ranks": slow} | found
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Diagnosis":
+        """What `to_dict` gave."""
+        checks = ({k: v for k, v in one.items() if k != "passed"} for one in content["checks"])
+        figures = [
+            Figure(
+                name=one["name"],
+                unit=one["unit"],
+                of_ranks=tuple(one["of_ranks"]),
+                of_cluster=tuple(one["of_cluster"]),
+                slow={int(rank): part for rank, part in one["slow"].items()},
+            )
+            for one in content["figures"]
+        ]
+        return cls(
+            cluster=content["cluster"],
+            backend=content["backend"],
+            ranks=tuple(Rank(**one) for one in content["ranks"]),
+            checks=tuple(Check(**one) for one in checks),
+            figures=tuple(figures),
+            notes=tuple(content["notes"]),
+        )
+
+
+def diagnose(cluster: ClusterSpec, parts: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> Diagnosis:
+    """The diagnosis from what every rank gives: itself, its checks and its measurements, as plain data."""
+    ranks = tuple(Rank(**own) for own, _, _ in parts)
+    by_check = zip(*(checks for _, checks, _ in parts), strict=True)
+    measured: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for rank, (_, _, own) in enumerate(parts):
+        for one in own:
+            measured.setdefault(one["name"], {})[rank] = one
+    return Diagnosis(
+        cluster=cluster.name,
+        backend=cluster.backend,
+        ranks=ranks,
+        checks=tuple(_worst([Check(**{**one, "rank": r}) for r, one in enumerate(every)]) for every in by_check),
+        figures=tuple(_figure(cluster, ranks, name, own) for name, own in measured.items()),
+        notes=tuple(notes),
+    )
+
+
+def _worst(checks: Sequence[Check]) -> Check:
+    """The check of the rank that is farthest off; of equals, the first."""
+    return max(checks, key=lambda c: (float("inf") if c.error is None else c.error - c.tolerance, -c.rank))
+
+
+def _figure(
+    cluster: ClusterSpec, ranks: Sequence[Rank], name: str, measured: Mapping[int, Mapping[str, Any]]
+) -> Figure:
+    first = next(iter(measured.values()))
+    kind, amount = first["kind"], first["amount"]
+    is_latency = kind in ("all-reduce", "point-to-point") and amount < _LATENCY_BYTES
+    unit: Unit = "s" if is_latency else "FLOP/s" if kind == "flops" else "B/s"
+    # the bandwidth that a ring all-reduce of n ranks needs of every link, as NCCL's tests state it
+    moved = 2 * (len(ranks) - 1) / len(ranks) * amount if kind == "all-reduce" else amount
+    found: dict[int, float] = {}
+    for rank, one in measured.items():
+        seconds = median(one["rounds_s"])
+        found[rank] = seconds if is_latency else moved / seconds
+    every = range(len(ranks))
+    compared = kind != "all-reduce" and not is_latency  # all ranks of a collective take as long as the slowest
+    return Figure(
+        name=name,
+        unit=unit,
+        of_ranks=tuple(found.get(rank) for rank in every),
+        of_cluster=tuple(_promised(cluster, kind, name, rank, measured, is_latency) for rank in every),
+        slow=_slow(cluster, ranks, measured) if compared else {},
+    )
+
+
+def _promised(
+    cluster: ClusterSpec, kind: Kind, name: str, rank: int, measured: Mapping[int, Mapping[str, Any]], is_latency: bool
+) -> float | None:
+    """What the cluster says of a figure of a rank."""
+    device = cluster.place_of(rank)[0].device
+    if rank not in measured:
+        return None
+    if kind == "flops":
+        return device.peak_flops_per_s.get(name.rpartition(" ")[2])
+    if kind == "copy":
+        return device.memory_bandwidth_bytes_per_s
+    if kind == "point-to-point":
+        link = cluster.link(rank, measured[rank]["peer"])
+        return link.latency_s if is_latency else link.bytes_per_s
+    if is_latency:
+        return None  # it depends on the algorithm how many hops there are
+    size = cluster.num_devices
+    return min(cluster.link(r, (r + 1) % size).bytes_per_s for r in range(size))
+
+
+def _slow(cluster: ClusterSpec, ranks: Sequence[Rank], measured: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+    """The ranks below `SLOW` of the median speed of their peers, with the part that they reach."""
+    peers: dict[str, list[int]] = {}
+    for rank, one in measured.items():
+        group = ranks[rank].device if one["peer"] is None else cluster.tier(rank, one["peer"])
+        peers.setdefault(group, []).append(rank)
+    found = {}
+    for own in peers.values():
+        rounds = list(zip(*(measured[rank]["rounds_s"] for rank in own), strict=True))
+        best = [min(measured[rank]["rounds_s"]) for rank in own]
+        for index, rank in enumerate(own):
+            usual = median(median_low(times) / times[index] for times in rounds)
+            at_best = median_low(best) / best[index]
+            if max(usual, at_best) < SLOW:
+                found[rank] = usual
+    return found

@@ -1,0 +1,82 @@
+"""`autopar doctor` on gloo ranks: a cluster that is right, a broken conversion, a slow rank, one that fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.diagnosis import Diagnosis
+from autopar.errors import RankError
+from autopar.runtime.doctor_checks import ROWS
+from autopar.runtime.launch import Ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def diagnosed(ranks: Ranks, who: int, fault: str) -> Diagnosis:
+    found = ranks.run("doctor_ranks:with_fault", ranks.world_size, who, fault)
+    assert all(one == found[0] for one in found)
+    return Diagnosis.from_dict(found[0])
+
+
+def test_every_row_of_the_table_is_checked() -> None:
+    from autopar.runtime import conversions
+
+    table = (conversions.__doc__ or "").partition("from -> to")[2].splitlines()[1:]
+    assert [row.name for row in ROWS] == [line.strip().partition("  ")[0] for line in table if "->" in line]
+
+
+@pytest.mark.timeout(180)
+def test_ranks_that_are_right_and_one_that_is_slow(four_ranks: Ranks) -> None:
+    found = diagnosed(four_ranks, 2, "slow")
+    assert found.passed, found.checks
+    names = {f"conversion {row.name}" for row in ROWS} | {"FSDP2", "pipeline of two stages"}
+    assert {check.name for check in found.checks} == names
+    groups, dtypes = 3, 3
+    assert all(c.num_compared >= 2 * groups * dtypes for c in found.checks if c.name.startswith("conversion"))
+    assert all(c.error == 0 for c in found.checks if c.name.startswith("conversion"))
+    matmuls = [f for f in found.figures if f.name.startswith("matmul")]
+    assert {f.name for f in matmuls} >= {"matmul float32", "matmul float64"}
+    for figure in matmuls:
+        # ranks that share cores are really slow at times, but not a tenth as fast
+        assert {rank for rank, part in figure.slow.items() if part < 0.1} == {2}, figure
+        assert figure.worst[0] == 2 and None not in figure.of_ranks and figure.promised is not None
+    assert found.slow_ranks[2].keys() >= {f.name for f in matmuls}
+    kinds = {f.name.partition(" of ")[0] for f in found.figures}
+    assert kinds >= {"memory copy", "all-reduce", "message"}
+    assert all(None not in f.of_ranks for f in found.figures)
+
+
+@pytest.mark.timeout(180)
+def test_a_broken_conversion_is_found(two_ranks: Ranks) -> None:
+    found = diagnosed(two_ranks, 1, "broken")
+    failed = {check.name: check for check in found.checks if not check.passed}
+    # the pipeline has no tensor dimension, FSDP2 gathers by itself: neither uses the conversion
+    rows = {"P -> S", "S -> R", "S -> I", "I -> S"}
+    assert failed.keys() == {f"conversion {row}" for row in rows}
+    assert all(check.rank == 1 and check.error and check.where for check in failed.values())
+    assert "backward" in failed["conversion P -> S"].where and "forward" in failed["conversion S -> R"].where
+    assert not found.passed
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_fails_is_named_with_the_check(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"rank 1 failed: .*conversion P -> S.*a planted fault") as caught:
+        diagnosed(two_ranks, 1, "raise")
+    assert caught.value.rank == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []))
+def test_the_command(launcher: list[str]) -> None:
+    """Under torchrun, and by itself; JSON on stdout and nothing else."""
+    module = ["-m", *launcher, "-m", "autopar", "doctor"] if launcher else ["-m", "autopar", "doctor", "--ranks", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    result = subprocess.run([sys.executable, *module, "--json"], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout)
+    assert found["passed"] and len(found["ranks"]) == 2 and found["backend"] == "gloo"
