@@ -139,6 +139,6 @@ def _group_of_stages(stage_ranks: tuple[int, ...], degree: int, stride: int, wor
     every = [[k * stride + offset for k in stage_ranks] for offset in range(stride)]
     others = [[r for k in range(degree) if k not in stage_ranks for r in [k * stride + o]] for o in range(stride)]
     rank = dist.get_rank()
-    found = [dist.new_group(ranks) for ranks in (*every, *(o for o in others if o))]
+    found: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in (*every, *(o for o in others if o))]
     groups = zip((*every, *(o for o in others if o)), found, strict=True)
     return next(group for ranks, group in groups if rank in ranks)

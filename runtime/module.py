@@ -9,34 +9,30 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, stages_of
+from autopar.ir.stages import Stage
 from autopar.runtime import zero
 from autopar.runtime.agreement import EVALUATION, STEP, Agreement
-from autopar.runtime.compiled import Compiled, compile_program
+from autopar.runtime.compiled import Compiled
 from autopar.runtime.gradients import gradient_norm, local_gradient, sum_over
-from autopar.runtime.holding import held_whole
+from autopar.runtime.held_model import HeldModel
 from autopar.runtime.inputs import first_rows, padded, read_batch, sequences_to_run, split_micro_batches, unfit
 from autopar.runtime.mesh import MeshDim, RankMesh
 from autopar.runtime.outputs import as_dtensor
-from autopar.runtime.parameters import Held, held, make_parameter, zero_dim
-from autopar.runtime.pieces import by_whole, complete_gradients, joined, with_pieces
+from autopar.runtime.pieces import complete_gradients
 from autopar.runtime.pipeline import Pipeline, refuse_compiling
 from autopar.runtime.randomness import Streams
 from autopar.runtime.shapes import Replan, Shapes
-from autopar.runtime.stage import Execution, StageModule, attribute
-from autopar.runtime.state import optimizer_state, whole_state
-from autopar.runtime.ties import Ties, stages_by_parameter
+from autopar.runtime.stage import Execution, StageModule
 from autopar.runtime.trace_step import trace_step
 
 MicroBatches = list[dict[str, Any]]
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(HeldModel):
     """A model split over the ranks of a mesh according to a `Plan`.
 
     `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
@@ -59,153 +55,14 @@ class ParallelModel(nn.Module):
         seed: int = 0,
         replan: Replan | None = None,
     ) -> None:
-        super().__init__()
-        self.program, self.plan, self.rank_mesh, self.device = program, plan, mesh, device
+        super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device))
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[Compiled, dict[bool, list[Callable[..., Any]]]]()
-        self._streams = Streams(mesh.dims, seed, device)
         self._step = 0
         self._fillers: dict[str, torch.Tensor] = {}
         self._agreement = Agreement(mesh, program.inputs)
-        self._hold_buffers(source)
-        base = compile_program(program, plan, self._buffer, mesh, self._streams, device)
-        self.analysis, self.types = base.analysis, base.types
-        self._held = {
-            name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
-        } | {name: held_whole(info, plan.mesh) for name, info in program.unused.items()}
-        self._shapes = Shapes(base, self._held, replan)
-        self._stages_of = WeakKeyDictionary[Compiled, tuple[Stage, ...]]()
+        self._shapes = Shapes(self.base, self.held, replan)
         self._pipelines = WeakKeyDictionary[Compiled, dict[bool, Pipeline]]()
-        source = with_pieces(program, source)
-        held_in = stages_by_parameter(program, self.stages_in(base))
-        self._ties = Ties(held_in, plan.degrees, mesh)
-        self.stages = nn.ModuleDict()
-        for stage in self.stages_in(base):
-            if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
-                self.stages[str(stage.index)] = self._stage_module(stage, source)
-        self._segments = [segment for module in self._stage_modules().values() for segment in module.segments]
-
-    def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
-        zero_dims: dict[nn.Parameter, int | None] = {}
-
-        def fill(module: nn.Module, names: Mapping[str, Held]) -> None:
-            zero_dims.update(self._fill(module, names, source))
-            if not isinstance(module, StageModule):
-                zero.shard(module, zero_dims, self.plan.degrees, self.rank_mesh)
-
-        unused = tuple(self.program.unused) if stage.index == 0 else ()
-        made = StageModule(self.program, stage, self._held, fill, unused)
-        zero.shard(made, zero_dims, self.plan.degrees, self.rank_mesh, root=True)
-        return made
-
-    def _stage_modules(self) -> dict[int, StageModule]:
-        """This rank's stages by number."""
-        found: dict[int, StageModule] = {}
-        for module in self.stages.values():
-            assert isinstance(module, StageModule)
-            found[module.index] = module
-        return found
-
-    def stages_in(self, compiled: Compiled) -> tuple[Stage, ...]:
-        """The pipeline stages of a compiled program; one without a pipeline."""
-        if compiled not in self._stages_of:
-            self._stages_of[compiled] = stages_of(compiled.program, compiled.plan.cuts, compiled.plan.recomputed)
-        return self._stages_of[compiled]
-
-    @property
-    def segments(self) -> list[nn.Module]:
-        """The modules that hold the parameters of single calls, in order."""
-        return self._segments
-
-    def _fill(
-        self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]
-    ) -> dict[nn.Parameter, int | None]:
-        """Register parameters on a module; returns the dimension of each that ZeRO shards."""
-        mesh, zero_dims = self.rank_mesh, dict[nn.Parameter, int | None]()
-        at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
-        for name, how in names.items():
-            info = self.program.every_parameter[name]
-            whole = source(name).to(info.dtype)
-            made = make_parameter(
-                how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
-            )
-            used = name in self.program.parameters
-            zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard) if used else None
-            module.register_parameter(attribute(name), made)
-        return zero_dims
-
-    def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
-        """Every buffer that a state dict holds or that forward changes, whole; others when they are asked for."""
-        self._buffer_source = source
-        for name, info in self.program.buffers.items():
-            if info.persistent or not {name, *info.aliases}.isdisjoint(self.program.updates):
-                self._buffer(name)
-
-    def _buffer(self, name: str) -> torch.Tensor:
-        """A buffer that is held, by any of its names."""
-        first, info = next((n, i) for n, i in self.program.buffers.items() if name in (n, *i.aliases))
-        if attribute(first) not in self._buffers:
-            value = self._buffer_source(first).to(info.dtype).to(self.device, copy=True)
-            self.register_buffer(attribute(first), value, persistent=info.persistent)
-        found: torch.Tensor = getattr(self, attribute(first))
-        return found
-
-    # Names: the model's own, whatever the layout.
-
-    def _owner_of(self) -> dict[str, nn.Module]:
-        """The module that holds each parameter of this rank; of several, that of the first stage."""
-        found: dict[str, nn.Module] = {}
-        for module in self._stage_modules().values():
-            found = module.owner_of() | found
-        return found
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's names, unused ones last; a tied parameter once, or under all its names.
-
-        An unequal packing, such as queries, keys and values of different sizes in one projection, is held in pieces
-        named after their rows: ``qkv_proj.weight[0:3072]``. `state_dict` joins them.
-        """
-        if not recurse:  # what torch asks of one module of the tree
-            yield from super().named_parameters(prefix, False, remove_duplicate)
-            return
-        owners = self._owner_of()
-        start = prefix + ("." if prefix else "")
-        for name, info in self.program.every_parameter.items():
-            if name not in owners:
-                continue  # another stage's
-            parameter: nn.Parameter = getattr(owners[name], attribute(name))
-            for alias in (name, *(() if remove_duplicate else info.aliases)):
-                yield start + alias, parameter
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
-        parameters = dict(self.named_parameters())
-        found: dict[str, Any] = {}
-        for name, infos in by_whole(self.program):
-            if infos[0].name not in parameters:
-                continue
-            state = whole_state(infos, [parameters[info.name].detach() for info in infos], self._held)
-            found |= dict.fromkeys((name, *infos[0].aliases), state)
-        for first, info in self.program.buffers.items():
-            if info.persistent:
-                found |= dict.fromkeys((first, *info.aliases), self._buffer(first))
-        return found
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter name, flat and sharded as `state_dict`; values load in place."""
-        return optimizer_state(self.program, dict(self.named_parameters()), optimizer, self._held)
-
-    def whole_gradients(self) -> dict[str, torch.Tensor]:
-        """Every gradient whole under the model's names, on every rank. Collective; for verification."""
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.named_parameters():
-            if parameter.grad is not None:
-                grad = parameter.grad
-                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                found[name] = whole.reshape(self._held[name].dims.shape).clone()
-        return joined(self.program, found)
 
     # Running.
 
@@ -245,8 +102,8 @@ class ParallelModel(nn.Module):
             functions=self._functions(compiled, outputs),
             partly=compiled.partial_module,
             outputs=outputs,
-            state={name: self._buffer(name) for name in compiled.program.updates},
-            streams=self._streams,
+            state={name: self.buffer(name) for name in compiled.program.updates},
+            streams=self.streams,
             when=when,
             recomputed=frozenset() if outputs else self._recomputed(compiled),
         )
@@ -297,7 +154,7 @@ class ParallelModel(nn.Module):
     def _inputs_read(self, compiled: Compiled) -> set[str]:
         """The inputs that this rank's stages read, for the loss's denominator too."""
         program, stages = compiled.program, self.stages_in(compiled)
-        own = [program.calls[i] for s in self._stage_modules() for i in (*stages[s].calls, *stages[s].again)]
+        own = [program.calls[i] for s in self.stage_modules() for i in (*stages[s].calls, *stages[s].again)]
         if self._needs_denominator(compiled):
             own += [call for call in program.calls if call.phase == "denominator"]
         return {a for call in own for a in call.arguments if isinstance(a, str)}
@@ -305,7 +162,7 @@ class ParallelModel(nn.Module):
     def _needs_denominator(self, compiled: Compiled) -> bool:
         """Whether this rank's stages divide by the loss's denominator."""
         program, stages = compiled.program, self.stages_in(compiled)
-        calls = (program.calls[i] for s in self._stage_modules() for i in stages[s].calls)
+        calls = (program.calls[i] for s in self.stage_modules() for i in stages[s].calls)
         return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
 
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
@@ -328,13 +185,13 @@ class ParallelModel(nn.Module):
         denominators = self._denominators(compiled, micro_batches)
         values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]
         earlier = self._set_aside()
-        self._ties.copy_to_twins(self._stage_modules())
+        self.ties.copy_to_twins(self.stage_modules())
         if degrees.pp == 1:
             loss = self._step_without_stages(compiled, values)
         else:
             loss = self._step_in_stages(compiled, values)
         with torch.no_grad():
-            self._ties.sum_gradients(self._stage_modules())
+            self.ties.sum_gradients(self.stage_modules())
             self._sum_deferred()
         for parameter, grad in earlier:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
@@ -348,7 +205,7 @@ class ParallelModel(nn.Module):
         return self.plan.degrees.num_micro_batches if averages else 1
 
     def _step_without_stages(self, compiled: Compiled, micro_batches: MicroBatches) -> torch.Tensor:
-        (stage,), (module,) = self.stages_in(compiled), self._stage_modules().values()
+        (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         loss = torch.zeros((), device=self.device)
         for index, values in enumerate(micro_batches):
             zero.before_backward(module, self.plan.degrees, last=index == len(micro_batches) - 1)
@@ -379,13 +236,13 @@ class ParallelModel(nn.Module):
         self, compiled: Compiled, module: StageModule, stage: Stage, values: dict[str, Any], index: int
     ) -> dict[str, Any]:
         """One micro-batch through one stage in training; new values of buffers are kept."""
-        self._streams.training = True
+        self.streams.training = True
         found: dict[str, Any] = module(self._execution(compiled, (self._step, index), outputs=False), stage, values)
         program = compiled.program
         with torch.no_grad():
             for name, update in program.updates.items():
                 if update in found:
-                    self._buffer(name).copy_(found.pop(update))
+                    self.buffer(name).copy_(found.pop(update))
         if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
             found[program.loss] = found[program.loss] / self._share(compiled)
         return found
@@ -396,7 +253,7 @@ class ParallelModel(nn.Module):
         if trains not in made:
             degrees = self.plan.degrees
             made[trains] = Pipeline(
-                compiled, self.stages_in(compiled), self._stage_modules(), mesh, degrees, trains=trains
+                compiled, self.stages_in(compiled), self.stage_modules(), mesh, degrees, trains=trains
             )
         return made[trains]
 
@@ -423,14 +280,14 @@ class ParallelModel(nn.Module):
         for name, dim in self.rank_mesh.dims.items():
             by_zero = name == "dp" and self.plan.degrees.zero > 0
             if dim.degree > 1:
-                own = [p for n, p in self.named_parameters() if name in self._held[n].deferred]
+                own = [p for n, p in self.named_parameters() if name in self.held[n].deferred]
                 yield dim, [p for p in own if not (by_zero and zero.is_sharded(p))]
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
         late = [p for _, parameters in self._deferred() for p in parameters]
         named = dict(self.named_parameters())
-        late += [named[name] for name in self._ties.names if name in named]
+        late += [named[name] for name in self.ties.names if name in named]
         found = {p: p.grad for p in late if p.grad is not None}
         for parameter in found:
             parameter.grad = None
@@ -454,16 +311,16 @@ class ParallelModel(nn.Module):
         if program.denominator is not None and self._needs_denominator(compiled):
             values[program.denominator] = compiled.denominator(values)
         compiled.code_modules(outputs=True)
-        self._streams.training = not self.training  # what a model in eval mode still draws is meant
+        self.streams.training = not self.training  # what a model in eval mode still draws is meant
         run = self._execution(compiled, (self._step, 0), outputs=True)
         scope: dict[str, Any] = {}
         if self.plan.degrees.pp == 1:
-            (stage,), (module,) = self.stages_in(compiled), self._stage_modules().values()
+            (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
             scope = module(run, stage, values)
             loss = scope[program.loss]
         else:
             loss = self._evaluate_in_stages(compiled, run, values, scope)
-        for module in self._stage_modules().values():
+        for module in self.stage_modules().values():
             zero.free_gathered(module)
         found = {"loss": loss}
         whole = self.rank_mesh.device_mesh.size() == 1
@@ -487,7 +344,7 @@ class ParallelModel(nn.Module):
         pipeline, stages = self.rank_mesh.pipeline, self._pipeline(compiled, trains=False)
         assert pipeline is not None
         stages.evaluate(run)
-        is_last = len(self.stages_in(compiled)) - 1 in self._stage_modules()
+        is_last = len(self.stages_in(compiled)) - 1 in self.stage_modules()
         loss = scope[compiled.program.loss].clone() if is_last else stages.no_loss.clone()
         dist.all_reduce(loss, group=pipeline.group)
         return loss
@@ -496,7 +353,7 @@ class ParallelModel(nn.Module):
         """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""
         named = {name: p for name, p in self.named_parameters() if p.grad is not None}
         parameters = list(named.values())
-        norm = gradient_norm(named, self._ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
+        norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             grad = local_gradient(parameter)
@@ -516,7 +373,7 @@ class ParallelModel(nn.Module):
         Raises `InputError` on all ranks where the file cannot be written, and what `forward_backward` raises.
         """
         step, grads = self._step, [(p, p.grad) for p in self.parameters()]
-        buffers = [(held, held.clone()) for held in map(self._buffer, self.program.updates)]
+        buffers = [(held, held.clone()) for held in map(self.buffer, self.program.updates)]
 
         def one_step() -> None:
             self.zero_grad()

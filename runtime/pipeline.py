@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Degrees
@@ -25,6 +24,7 @@ from autopar.runtime import zero
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.mesh import MeshDim
 from autopar.runtime.stage import StageModule
+from autopar.trace._torch_private import PipelineAction, PipelineRuntime
 from autopar.trace.nodes import value_infos
 
 Values = dict[str, Any]
@@ -39,17 +39,17 @@ class _Submodule(nn.Module):
 
     def __init__(self, module: StageModule, stage: Stage, loss: str, is_last: bool, detaches: bool) -> None:
         super().__init__()
-        self._hidden = (module,)
+        self.hidden = (module,)
         self.stage, self.loss, self.is_last, self.detaches = stage, loss, is_last, detaches
-        self.run: Callable[[StageModule, Stage, Values, int], Values] | None = None
+        self.run: RunStage | None = None
 
     def parameters(self, recurse: bool = True) -> Any:
-        return self._hidden[0].parameters()
+        return self.hidden[0].parameters()
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self.run is not None
         values = dict(zip(self.stage.receives, received, strict=True))
-        found = self.run(self._hidden[0], self.stage, values, int(index))
+        found = self.run(self.hidden[0], self.stage, values, int(index))
         if self.is_last:
             return (found[self.loss],)
         sent = [found[name].contiguous() for name in self.stage.sends]
@@ -60,6 +60,8 @@ class _Submodule(nn.Module):
 class _TorchStage(PipelineStage):
     """torch's stage with buffers for messages as long as they are needed, and our moments for sums over ranks."""
 
+    submod: _Submodule
+
     def __init__(self, submodule: _Submodule, *arguments: Any, degrees: Degrees, **options: Any) -> None:
         super().__init__(submodule, *arguments, **options)
         self.degrees = degrees
@@ -68,8 +70,7 @@ class _TorchStage(PipelineStage):
 
     @property
     def module(self) -> StageModule:
-        found: StageModule = self.submod._hidden[0]
-        return found
+        return self.submod.hidden[0]
 
     # Buffers: torch allocates those of all micro-batches at once and keeps them.
 
@@ -179,9 +180,7 @@ class Pipeline:
             )
             self._torch_stages.append(made)
         loss_fn = _same if trains else None
-        self._schedule = _PipelineScheduleRuntime(
-            list(self._torch_stages), self.count, loss_fn=loss_fn, scale_grads=False
-        )
+        self._schedule = PipelineRuntime(list(self._torch_stages), self.count, loss_fn=loss_fn, scale_grads=False)
         self._schedule._prepare_schedule_with_comms({rank: _torch_actions(own) for rank, own in enumerate(order)})
         if not trains:  # torch checks that every forward pass has its backward pass, but runs what is left here
             lowered = self._schedule.pipeline_order_with_comms
@@ -255,8 +254,8 @@ def _there_and_back(degrees: Degrees) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(a for a in every if degrees.rank_of_stage(a.stage) == rank) for rank in range(degrees.pp))
 
 
-def _torch_actions(order: Sequence[Action]) -> list[_Action | None]:
-    return [_Action.from_str(str(action)) for action in order]
+def _torch_actions(order: Sequence[Action]) -> list[PipelineAction | None]:
+    return [PipelineAction.from_str(str(action)) for action in order]
 
 
 def _metas(compiled: Compiled, names: Sequence[str]) -> tuple[torch.Tensor, ...]:

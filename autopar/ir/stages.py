@@ -166,7 +166,27 @@ def check_stages(program: Program, stages: Sequence[Stage]) -> None:
     for before, after in pairwise(stages):
         if before.sends != after.receives:
             raise PlanError(f"stage {before.index} sends {before.sends}, stage {after.index} expects {after.receives}")
+    _check_buffers(program, stages)
     held = {name for stage in stages for name in stage.parameters}
     lost_parameters = [name for name in program.parameters if name not in held]
     if lost_parameters:
         raise PlanError(f"parameter {lost_parameters[0]!r} is in no stage")
+
+
+def stage_of_buffers(program: Program, stages: Sequence[Stage]) -> dict[str, int]:
+    """The stage that gives each buffer that forward changes its new value."""
+    made = {result: stage.index for stage in stages for i in stage.calls for result in program.calls[i].results}
+    return {name: made[update] for name, update in program.updates.items() if update in made}
+
+
+def _check_buffers(program: Program, stages: Sequence[Stage]) -> None:
+    """A buffer that forward changes is read where it is changed: no other stage has its new value."""
+    written = stage_of_buffers(program, stages)
+    for stage in stages:
+        for i in stage.calls:
+            for name in program.calls[i].arguments:
+                if written.get(str(name), stage.index) != stage.index:
+                    raise PlanError(
+                        f"stage {stage.index} reads buffer {name!r}, which stage {written[str(name)]} changes; cut so "
+                        "that one stage has both, or use fewer stages"
+                    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed._local_tensor import (
     maybe_disable_local_tensor_mode,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,6 +24,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytree = _pytree
+PipelineAction: TypeAlias = schedules._Action
+PipelineRuntime: TypeAlias = schedules._PipelineScheduleRuntime
 
 
 def overloads_of(value: Any) -> dict[str, OpOverload]:

@@ -30,7 +30,7 @@ UNINITIALISED = {
     aten.new_empty.default: aten.new_zeros.default,
 }
 
-NEW = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
+NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
@@ -108,12 +108,12 @@ def spell_plainly(graph: fx.Graph) -> None:
             node.target = UNINITIALISED[node.target]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
         if node.target in NEW:
-            _fill_without_operand(node)
+            _fill_without_operand(node, NEW[node.target])
 
 
-def _fill_without_operand(node: fx.Node) -> None:
+def _fill_without_operand(node: fx.Node, value: float | None) -> None:
     """``x.new_zeros(shape)``: of x it needs dtype and device, and where it has x's shape, it has x's axes."""
-    shape, value = list(_value(node).shape), NEW[node.target]
+    shape = list(_value(node).shape)
     fill = node.args[2] if value is None else value
     if isinstance(fill, fx.Node):
         return

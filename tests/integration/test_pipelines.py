@@ -91,6 +91,12 @@ def test_batches_and_parameters_of_every_kind(wish: dict[str, Any], tied: bool, 
     assert max(max(rank.values()) for rank in found) < TOLERANCE, found
 
 
+def test_buffers_belong_to_the_stage_that_changes_them(two_ranks: Ranks) -> None:
+    """Batch norm in two stages; evaluation uses what each has recorded."""
+    for found in two_ranks.run("mode_ranks:with_batch_norm", 2, {"pp": 2, "micro_batches": 1}):
+        assert max(found.values()) < TOLERANCE, found
+
+
 def test_other_shapes_and_eval_mode(four_ranks: Ranks) -> None:
     """Captured again, the model is cut where its parameters are."""
     wish = {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2}
