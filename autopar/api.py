@@ -22,13 +22,13 @@ from autopar.ir.program import Program
 from autopar.ir.stages import stages_of
 from autopar.models import example_inputs_for
 from autopar.planning import PlanLike, capture_for, check_plan, label_plan
-from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank
+from autopar.runtime.broadcast import any_rank, broadcast_text, kept_from_first_rank
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.parameters import Held
 from autopar.runtime.shapes import Replan, Sizes
-from autopar.runtime.ties import stages_by_parameter
+from autopar.runtime.ties import held_names, stages_by_parameter
 from autopar.trace.capture import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.trace.trace import batch_and_sequence
 
@@ -71,9 +71,11 @@ def parallelize(
     program, decided = _decide(model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None)
     again = _replan(model, cluster, inputs, program, decided, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
-    if state is None and weights_differ(model):
-        source = from_first_rank(source)
     mesh = training_mesh(decided.degrees, device.type)
+    if state is None and weights_differ(model):
+        names = [info.whole_name for info in program.every_parameter.values()]
+        needed = {*held_names(program, decided, mesh.stage_rank), *program.buffers}
+        source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)
     return ParallelModel(program, decided, mesh, source, device, seed=seed, replan=again)
 
 

@@ -1,6 +1,6 @@
 """Small things that rank 0 tells the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 import torch.distributed as dist
@@ -55,3 +55,15 @@ def from_first_rank(source: Callable[[str], torch.Tensor]) -> Callable[[str], to
         return shared.to(value.device)
 
     return received
+
+
+def kept_from_first_rank(
+    source: Callable[[str], torch.Tensor], names: Iterable[str], kept: Container[str]
+) -> Callable[[str], torch.Tensor]:
+    """Rank 0's tensors, of which this rank keeps some: for ranks that will ask for different names. Collective."""
+    received, found = from_first_rank(source), {}
+    for name in names:
+        value = received(name)
+        if name in kept:
+            found[name] = value
+    return found.__getitem__

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.plan import Degrees
+from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage
+from autopar.ir.stages import Stage, stages_of
 from autopar.runtime.gradients import local_gradient, sum_over
 from autopar.runtime.mesh import RankMesh, group_of_stages
 from autopar.runtime.stage import StageModule, attribute
@@ -24,6 +24,14 @@ def stages_by_parameter(program: Program, stages: Sequence[Stage]) -> dict[str, 
     """The stages that take each parameter; those that none takes belong to the first."""
     found = {name: tuple(s.index for s in stages if name in s.parameters) for name in program.parameters}
     return {name: held or (0,) for name, held in found.items()} | dict.fromkeys(program.unused, (0,))
+
+
+def held_names(program: Program, plan: Plan, stage_rank: int) -> set[str]:
+    """The model's parameters that a pipeline rank holds, or holds pieces of."""
+    stages = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
+    infos = program.every_parameter
+    ranks = {name: {plan.degrees.rank_of_stage(s) for s in held} for name, held in stages.items()}
+    return {infos[name].whole_name for name, at in ranks.items() if stage_rank in at}
 
 
 class Ties:

@@ -11,11 +11,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from data_models import rows, tokens
 from data_ranks import LENGTH, made, own_rows
-from integration_models import Wanted
+from integration_models import Wanted, built
 from integration_ranks import model_of
 
+from autopar.api import parallelize
 from autopar.ir.plan import Plan
+from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.pipeline import _TorchStage
 from autopar.runtime.verify import _whole, batches, this_ranks_part
@@ -87,6 +90,25 @@ def live_micro_batches(rank: int, world_size: int, wish: Mapping[str, Any], loca
     with mock.patch.object(_TorchStage, "forward_one_chunk", counting):
         parallel.forward_backward(own)
     return most
+
+
+def weights_of_first_rank(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """This rank's state where every rank built other weights."""
+    parallel = parallelize(tokens(seed=rank), f"{world_size}xcpu", example_inputs=rows(8, LENGTH, 0), plan=wish)
+    return {name: _whole(value) for name, value in parallel.state_dict().items()}
+
+
+def asked_for(rank: int, wanted: Wanted, plan: Plan) -> tuple[set[str], set[str]]:
+    """Names of the parameters that this rank asked the source for, and of those that it holds."""
+    program, source = built(wanted, plan.degrees)
+    asked: set[str] = set()
+
+    def recording(name: str) -> torch.Tensor:
+        asked.add(name)
+        return source(name)
+
+    model = ParallelModel(program, plan, training_mesh(plan.degrees, "cpu"), recording, torch.device("cpu"))
+    return asked & program.parameters.keys(), {name for name, _ in model.named_parameters()}
 
 
 def with_dropout(rank: int, world_size: int, wish: Mapping[str, Any], local: int) -> dict[str, torch.Tensor]:

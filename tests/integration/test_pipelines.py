@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from data_models import tokens
+from integration_models import Wanted, planned
 
 from autopar.ir.schedules import actions, live_micro_batches
 from autopar.runtime.launch import Ranks
@@ -13,6 +15,7 @@ from autopar.verification import Report, verify
 pytestmark = pytest.mark.timeout(240)
 TOLERANCE = 1e-9
 Worlds = Callable[[int], Ranks]
+WANTED = Wanted(spec="gpt2", layers=4)
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev")
 
 
@@ -118,6 +121,23 @@ def test_memory_follows_the_schedule(schedule: str, two_ranks: Ranks) -> None:
     stages = 1 if not cuts else 2
     wanted = [live_micro_batches(order) for order in actions(schedule, 2, stages, 4)]
     assert two_ranks.run("pipeline_ranks:live_micro_batches", 2, wish, 8) == wanted
+
+
+def test_no_rank_makes_parameters_of_other_stages(two_ranks: Ranks) -> None:
+    _, plan = planned(WANTED, 2, {"pp": 2, "micro_batches": 2})
+    (first, held_first), (second, held_second) = two_ranks.run("pipeline_ranks:asked_for", WANTED, plan)
+    assert (first, second) == (held_first, held_second)
+    assert first & second == {"transformer.wte.weight"}  # tied
+
+
+@pytest.mark.parametrize("wish", ({"pp": 2, "micro_batches": 2}, {"pp": 2, "schedule": "dualpipev"}), ids=str)
+def test_weights_of_the_first_rank_count(wish: dict[str, Any], two_ranks: Ranks) -> None:
+    """Ranks built other weights, and ask for other names."""
+    wish = wish | ({"cut_at": "layers.0,layers.1,epilogue", "micro_batches": 4} if "schedule" in wish else {})
+    expected = tokens(seed=0).state_dict()
+    found = two_ranks.run("pipeline_ranks:weights_of_first_rank", 2, wish)
+    assert {name for state in found for name in state} == expected.keys()
+    assert all(torch.equal(value, expected[name]) for state in found for name, value in state.items())
 
 
 def test_recomputation_draws_the_same_numbers(two_ranks: Ranks) -> None:
