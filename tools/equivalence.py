@@ -1,4 +1,6 @@
-"""Every family on every mesh over gloo ranks against one device, float64: python tools/equivalence.py [--family NAME]
+"""Every family on every mesh, and six of them in pipelines, over gloo ranks against one device, float64:
+
+    python tools/equivalence.py [--family NAME] [--pipelines]
 
 Writes docs/equivalence.md unless families were picked. Each cell is the worst error over loss, outputs, gradients, clip
 norm and weights after AdamW. Worlds are reused; a rank that fails ends its world, and the next cell starts another.
@@ -24,10 +26,44 @@ MESHES: Mapping[str, Mapping[str, Any]] = {
     "dp=2, accumulate 3": {"dp": 2, "accumulate": 3},
 }
 
+# Four blocks with parameters at least, two stages of a rank, six micro-batches: every schedule takes that.
+PIPELINE_FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
+PIPELINE_BATCH = 12
+PIPELINES: Mapping[str, Mapping[str, Any]] = {
+    "pp=2": {"pp": 2, "micro_batches": 3},
+    "pp=4": {"pp": 4, "micro_batches": 3},
+    "pp=2, gpipe": {"pp": 2, "schedule": "gpipe", "micro_batches": 6},
+    "pp=2, interleaved-1f1b": {"pp": 2, "schedule": "interleaved-1f1b", "micro_batches": 6},
+    "pp=2, interleaved-zero-bubble": {
+        "pp": 2,
+        "schedule": "interleaved-zero-bubble",
+        "virtual_stages": 2,
+        "micro_batches": 6,
+    },
+    "pp=2, zbv-zero-bubble": {"pp": 2, "schedule": "zbv-zero-bubble", "micro_batches": 6},
+    "pp=2, dualpipev": {"pp": 2, "schedule": "dualpipev", "micro_batches": 6},
+    "pp=2, 3 micro-batches twice": {"pp": 2, "micro_batches": 3, "accumulate": 2},
+    "tp=2 × pp=2": {"tp": 2, "pp": 2, "micro_batches": 3},
+    "pp=2 × dp=2, ZeRO 1": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 3},
+    "pp=2 × dp=2, ZeRO 2": {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 3},
+    "pp=2 × dp=2, ZeRO 3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 3},
+    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "zero": 3,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "micro_batches": 2,
+    },
+}
+
 
 def world_size(wish: Mapping[str, Any]) -> int:
     """Ranks that a wish needs."""
-    size: int = wish.get("tp", 1) * wish.get("dp", wish.get("dp_shard", 1)) * wish.get("dp_replicate", 1)
+    size: int = (
+        wish.get("pp", 1) * wish.get("tp", 1) * wish.get("dp", wish.get("dp_shard", 1)) * wish.get("dp_replicate", 1)
+    )
     return size
 
 
@@ -60,9 +96,10 @@ def worlds() -> Iterator[Worlds]:
         found.close()
 
 
-def worst_error(family: str, wish: Mapping[str, Any], open_worlds: Worlds) -> float:
-    """The worst error of a family under a wish. Raises `AutoparError` where the plan is refused or a rank fails.
+def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> float:
+    """The worst error of a factory of the zoo under a wish.
 
+    Raises `AutoparError` where the plan is refused or a rank fails.
     Sequence parallelism is left out for a model without a sequence.
     """
     from autopar.errors import PlanError
@@ -70,24 +107,24 @@ def worst_error(family: str, wish: Mapping[str, Any], open_worlds: Worlds) -> fl
 
     size = world_size(wish)
     try:
-        report = verify(f"zoo:{family}", world_size=size, degrees=wish, ranks=open_worlds.of(size))
+        report = verify(f"zoo:{model}", world_size=size, degrees=wish, ranks=open_worlds.of(size))
     except PlanError as error:
         if "no input has a sequence" not in str(error):
             raise
         without = {name: value for name, value in wish.items() if name != "sequence_parallel"}
-        return worst_error(family, without, open_worlds)
+        return worst_error(model, without, open_worlds)
     # the comparison with the unmodified model is of float32 and has a tolerance of its own
     captured = [q for q in report.quantities if q.name.startswith("captured")]
-    assert all(q.passed for q in captured), (family, captured)
+    assert all(q.passed for q in captured), (model, captured)
     return max(float(q.max_error) for q in report.quantities if q not in captured)
 
 
-def cell(family: str, wish: Mapping[str, Any], open_worlds: Worlds) -> tuple[str, bool]:
+def cell(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> tuple[str, bool]:
     """What the table says, and whether that is a failure."""
     from autopar.errors import AutoparError, PlanError
 
     try:
-        error = worst_error(family, wish, open_worlds)
+        error = worst_error(model, wish, open_worlds)
     except PlanError as refusal:
         return f"refused: {_reason(str(refusal))}", False
     except (AutoparError, AssertionError) as failure:
@@ -116,6 +153,22 @@ def table(families: Sequence[str], say: Callable[[str], None]) -> tuple[list[str
     return rows, failures
 
 
+def pipeline_table(families: Sequence[str], say: Callable[[str], None]) -> tuple[list[str], int]:
+    """Rows of plans with pipelines, a column for each family, and how many cells failed."""
+    rows = [f"| plan | {' | '.join(families)} |", "|---" * (len(families) + 1) + "|"]
+    failures = 0
+    with worlds() as open_worlds:
+        for name, wish in PIPELINES.items():
+            started, texts = time.monotonic(), []
+            for family in families:
+                text, failed = cell(f"{family}_of_{PIPELINE_BATCH}", wish, open_worlds)
+                failures += failed
+                texts.append(text)
+            rows.append(f"| {name} | {' | '.join(texts)} |")
+            say(f"{rows[-1]} {time.monotonic() - started:.0f} s")
+    return rows, failures
+
+
 PAGE = """# Equivalence
 
 Three AdamW steps of every family on gloo ranks against one device, in float64 with random weights. Each cell is the
@@ -126,21 +179,37 @@ A refusal is what a user would be told.
 
 {rows}
 
+## Pipelines
+
+The same for plans with stages, on batches of {batch} sequences of a data-parallel rank; `1f1b` where no schedule is
+named. Uneven cuts, short batches, tied, frozen, unused and empty parameters, checkpoints and evaluation in stages are
+compared by `tests/integration/test_pipelines.py` and `test_pipeline_checkpoints.py`.
+
+{pipelines}
+
 Written by `make verify-all` (`python tools/equivalence.py`), torch {torch} on CPU, {day}.
 """
 
 
-def document(rows: Sequence[str]) -> str:
+def document(rows: Sequence[str], pipelines: Sequence[str]) -> str:
     """The page."""
     import torch
 
     day = time.strftime("%-d %B %Y")
-    return PAGE.format(tolerance=TOLERANCE, rows="\n".join(rows), torch=torch.__version__, day=day)
+    return PAGE.format(
+        tolerance=TOLERANCE,
+        rows="\n".join(rows),
+        pipelines="\n".join(pipelines),
+        batch=PIPELINE_BATCH,
+        torch=torch.__version__,
+        day=day,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", help="only this one, printed and not written; may be repeated")
+    parser.add_argument("--pipelines", action="store_true", help="only the plans with pipelines, printed")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -148,11 +217,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "families")]
     import zoo  # type: ignore[import-not-found]
 
-    rows, failures = table(options.family or list(zoo.FAMILIES), lambda text: print(text, flush=True))
-    if not options.family:
-        TARGET.write_text(document(rows), encoding="utf-8")
-    print(f"{failures} of {(len(rows) - 2) * len(MESHES)} cells failed")
-    return 1 if failures else 0
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    wanted = options.family or list(zoo.FAMILIES)
+    rows, failures = ([], 0) if options.pipelines else table(wanted, say)
+    staged = [family for family in PIPELINE_FAMILIES if family in wanted]
+    pipelines, more = pipeline_table(staged, say) if staged else ([], 0)
+    if not options.family and not options.pipelines:
+        TARGET.write_text(document(rows, pipelines), encoding="utf-8")
+    count = max(0, len(rows) - 2) * len(MESHES) + len(staged) * len(PIPELINES)
+    print(f"{failures + more} of {count} cells failed")
+    return 1 if failures + more else 0
 
 
 if __name__ == "__main__":

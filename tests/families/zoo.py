@@ -1,7 +1,8 @@
 """Every family as one tiny model: presets shrunk by their own rule, and what `plain` writes in torch.
 
 Two layers, heads and widths that divide by 4, no dropout, random values for every parameter. `FAMILIES` maps a name to
-a function of the batch; ``zoo:name`` is a factory for `autopar.verification.verify` with `LOCAL_BATCH` sequences.
+a function of the batch; ``zoo:name`` is a factory for `autopar.verification.verify` with `LOCAL_BATCH` sequences,
+``zoo:name_of_12`` one with 12.
 """
 
 from collections.abc import Callable, Mapping
@@ -95,6 +96,7 @@ FAMILIES: Mapping[str, Callable[[int], Example]] = {
 
 
 def __getattr__(name: str) -> Callable[[], Example]:
-    if name not in FAMILIES:
+    family, _, count = name.partition("_of_")
+    if family not in FAMILIES:
         raise AttributeError(name)
-    return partial(FAMILIES[name], LOCAL_BATCH)
+    return partial(FAMILIES[family], int(count or LOCAL_BATCH))
