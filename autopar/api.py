@@ -31,6 +31,7 @@ from autopar.runtime.shapes import Replan, Sizes
 from autopar.runtime.ties import held_names, stages_by_parameter
 from autopar.trace.capture import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.trace.trace import batch_and_sequence
+from autopar.trace.weightless import weightless
 
 TIMEOUT_S = 300
 DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128
@@ -54,8 +55,8 @@ def parallelize(
     are; the target is the last element of the tuple, or the key ``target`` of the dict. `plan` is a `Plan`, the path
     of one, or a mapping of degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A
     model on meta is materialised shard by shard from `state` (a state dict, or a path to safetensors), or by its own
-    initialisation seeded with `seed`. Where ranks hold different weights, rank 0's count. The model is kept, to be
-    captured again in eval mode and for other shapes; one on meta holds no weights.
+    initialisation seeded with `seed`. Where ranks hold different weights, rank 0's count. The model is kept without its
+    weights, to be captured again in eval mode and for other shapes: drop it to free them.
 
     Raises `InputError`, `PlanError` or `CaptureError` before any collective that could hang.
     """
@@ -71,12 +72,15 @@ def parallelize(
     program, decided = _decide(model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None)
     again = _replan(model, cluster, inputs, program, decided, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     mesh = training_mesh(decided.degrees, device.type)
     if state is None and weights_differ(model):
         names = [info.whole_name for info in program.every_parameter.values()]
         needed = {*held_names(program, decided, mesh.stage_rank), *program.buffers}
         source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)
-    return ParallelModel(program, decided, mesh, source, device, seed=seed, replan=again)
+    # of a model that holds weights nothing but buffers is kept
+    buffers = source if on_meta else {name: source(name) for name in program.buffers}.__getitem__
+    return ParallelModel(program, decided, mesh, source, device, seed=seed, replan=again, buffers=buffers)
 
 
 def start_process_group(cluster: ClusterSpec, *, timeout_s: float = TIMEOUT_S) -> torch.device:
@@ -169,8 +173,8 @@ def _replan(
     plan: Plan,
     loss_fn: LossFunction | None,
 ) -> Replan:
-    """Captures the model for other shapes or in eval mode, cut into the same pipeline stages. It holds the model, which
-    a model on meta makes free."""
+    """Captures the model, of which it holds no weights, for other shapes or in eval mode, cut into the same stages."""
+    model = weightless(model)
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
     def replan(sizes: Sizes, *, training: bool, held: Mapping[str, Held]) -> tuple[Program, Plan]:

@@ -26,7 +26,8 @@ from autopar.runtime.ties import Ties, stages_by_parameter
 class HeldModel(nn.Module):
     """The stages of a model that one rank holds; all of it without a pipeline.
 
-    `base` is the program compiled for the plan's shapes, `held` how each parameter of the model is held, by name.
+    `source` gives whole parameters and is not kept; `buffers` gives buffers, some of them later. `base` is the program
+    compiled for the plan's shapes, `held` how each parameter of the model is held, by name.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class HeldModel(nn.Module):
         source: Callable[[str], torch.Tensor],
         device: torch.device,
         streams: Streams,
+        buffers: Callable[[str], torch.Tensor],
     ) -> None:
         super().__init__()
         self.program, self.plan, self.rank_mesh, self.device, self.streams = program, plan, mesh, device, streams
-        self._hold_buffers(source)
+        self._hold_buffers(buffers)
         self.base = compile_program(program, plan, self.buffer, mesh, streams, device)
         self.analysis, self.types = self.base.analysis, self.base.types
         self.held = {

@@ -54,8 +54,9 @@ class ParallelModel(HeldModel):
         *,
         seed: int = 0,
         replan: Replan | None = None,
+        buffers: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device))
+        super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device), buffers or source)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[Compiled, dict[bool, list[Callable[..., Any]]]]()
         self._step = 0
