@@ -75,6 +75,13 @@ def examine(cluster: ClusterSpec, *, timeout_s: float = TIMEOUT_S, on_progress: 
     return Diagnosis.from_dict(json.loads(broadcast_text(text)))
 
 
+def leave() -> None:
+    """Leave the process group, if this process is in one: its threads must not outlive the interpreter. Collective."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def examine_here(num_ranks: int, cluster: ClusterSpec | None, *, timeout_s: float = TIMEOUT_S) -> Diagnosis:
     """Examine gloo ranks that are started on this machine for it. Raises `RankError` where one of them fails."""
     spec = cluster or ClusterSpec.preset(f"{num_ranks}xcpu")

@@ -22,6 +22,7 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.program import InputInfo
 from autopar.runtime.inputs import Batch, unfit
 from autopar.runtime.mesh import RankMesh
+from autopar.trace import _torch_private as private
 
 KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
 READING, ENDED, FAILED, STEP, EVALUATION = range(len(KINDS))
@@ -37,7 +38,7 @@ class Agreement:
         self.mesh, self.inputs = mesh, tuple(inputs)
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         on_gpu = self.world_size > 1 and dist.get_backend() != "gloo"
-        self._group = dist.new_group(backend="gloo") if on_gpu else None
+        self._group = dist.new_group(backend="gloo", timeout=private.group_timeout()) if on_gpu else None
 
     def check(self, kind: int, training: bool, step: int, batch: Batch) -> list[int]:
         """Every rank's number of sequences. Raises `RuntimeInputError` on all ranks where they do not agree."""

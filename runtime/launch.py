@@ -26,7 +26,6 @@ DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 GATHER_S = 1.0  # how long the failures of other ranks are waited for, to tell which came first
 DIED = 0.0  # in place of the time of a failure: the process is gone
-LATE_S = 8.0  # what ranks may have done before one stopped answering and the others began to wait for it
 STACK_S = 2.0  # how long a rank that does not answer may take to write where it is
 STACK_LINES = 8
 TIMED_OUT = ("timed out", "timeout", "Timed out")
@@ -88,8 +87,9 @@ def stack_file(folder: str, rank: int) -> str:
 class Ranks:
     """A world of gloo ranks on this machine. Use as a context manager; `run` may be called many times.
 
-    A `checked` world compares every collective's order and shapes before it runs: slower, but a mismatch is an error
-    at once and not a wait for the timeout. Measure speed without.
+    A rank that waits for another longer than `timeout_s` fails, and the one that it waits for is named; a run that
+    takes twice as long is ended. A `checked` world compares every collective's order and shapes before it runs: slower,
+    but a mismatch is an error at once and not a wait for the timeout. Measure speed without.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, checked: bool = True) -> None:
@@ -122,7 +122,7 @@ class Ranks:
 
     def _collect(self, wanted: str, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + self.timeout_s + LATE_S
+        deadline = time.monotonic() + 2 * self.timeout_s  # ranks that wait for another say so after half of it
         while len(results) < self.world_size:
             waiting: dict[Any, int] = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -177,10 +177,13 @@ class Ranks:
     def _fail_silent(self, ranks: Sequence[int], describe: Describe, why: str = "") -> None:
         """End all ranks; some do not answer, and are asked where they are."""
         stacks = {rank: self._stack(rank) for rank in ranks}
+        for rank in ranks:
+            self._processes[rank].kill()  # what does not answer does not end by itself
         self.close()
         named = " and ".join(describe(rank) for rank in ranks)
         shown = "".join(f"\n\n{describe(rank)} is at\n{stack}" for rank, stack in stacks.items() if stack)
-        raise RankError(f"{named} did not answer within {self.timeout_s:.0f} s{why}{shown}", rank=ranks[0])
+        within = self.timeout_s if why else 2 * self.timeout_s
+        raise RankError(f"{named} did not answer within {within:.0f} s{why}{shown}", rank=ranks[0])
 
     def _stack(self, rank: int) -> str:
         """The innermost lines of a rank's Python stack; empty where it cannot run at all."""

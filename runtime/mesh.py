@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,13 +86,19 @@ def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
     return RankMesh(device_mesh, dims | _joined(device_mesh, spec, rank), spec)
 
 
-def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int) -> dict[str, MeshDim]:
+def _bounded() -> Any:
+    """The world's backend with its timeout, for groups of its ranks; None for a world that sends nothing."""
+    backend = dist.get_backend()
+    return private.with_timeout(backend, private.group_timeout()) if backend in ("gloo", "nccl") else None
+
+
+def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int, bounded: Any = None) -> dict[str, MeshDim]:
     """Neighbouring tensor dimensions taken as one."""
     found = {}
     for i in range(len(spec.names)):
         name = spec.joined(i)
         if name is not None:
-            group = device_mesh[spec.names[i : i + 2]]._flatten(name).get_group()
+            group = device_mesh[spec.names[i : i + 2]]._flatten(name, bounded).get_group()
             degree, stride = spec.degree_of(name), prod(spec.degrees[i + 2 :])
             found[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
     return found
@@ -111,15 +118,17 @@ def _training_mesh(shape: tuple[int, int, int], spec: Mesh, device_type: str, wo
     """The mesh of one world; `world` is the group of all its ranks. Pipeline ranks lie farthest apart."""
     tensor = tuple(name for name in spec.names if name != DATA)
     names = ("pp", "dp_replicate", "dp_shard", *tensor)
-    every = init_device_mesh(device_type, (*shape, *spec.degrees[1:]), mesh_dim_names=names)
+    bounded = _bounded()  # a rank that hangs ends the others in time
+    override: Any = dict.fromkeys(names, bounded) if bounded else None
+    every = init_device_mesh(device_type, (*shape, *spec.degrees[1:]), mesh_dim_names=names, backend_override=override)
     device_mesh = every[names[1:]]
     rank = dist.get_rank()
     dims = {}
     for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
         stride = prod(spec.degrees[index + 1 :])
-        mesh = device_mesh["dp_replicate", "dp_shard"]._flatten(DATA) if name == DATA else device_mesh[name]
+        mesh = device_mesh["dp_replicate", "dp_shard"]._flatten(DATA, bounded) if name == DATA else device_mesh[name]
         dims[name] = MeshDim(name, degree, mesh.get_group(), (rank // stride) % degree, stride)
-    dims |= _joined(device_mesh, spec, rank)
+    dims |= _joined(device_mesh, spec, rank, bounded)
     pipeline = MeshDim("pp", shape[0], every.get_group("pp"), rank // spec.size, spec.size) if shape[0] > 1 else None
     tensor_mesh = device_mesh[tensor] if prod(spec.degrees[1:]) > 1 else None
     return RankMesh(device_mesh, dims, spec, tensor_mesh, pipeline)
@@ -139,6 +148,8 @@ def _group_of_stages(stage_ranks: tuple[int, ...], degree: int, stride: int, wor
     every = [[k * stride + offset for k in stage_ranks] for offset in range(stride)]
     others = [[r for k in range(degree) if k not in stage_ranks for r in [k * stride + o]] for o in range(stride)]
     rank = dist.get_rank()
-    found: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in (*every, *(o for o in others if o))]
+    found: list[dist.ProcessGroup] = [
+        dist.new_group(ranks, timeout=private.group_timeout()) for ranks in (*every, *(o for o in others if o))
+    ]
     groups = zip((*every, *(o for o in others if o)), found, strict=True)
     return next(group for ranks, group in groups if rank in ranks)

@@ -49,7 +49,7 @@ def doctor(
         raise InputError("the options cannot be used", problems)
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
     with progress("importing torch") as say:
-        from autopar.doctor import examine, examine_here
+        from autopar.doctor import examine, examine_here, leave
 
         if ranks is not None:
             say(f"{ranks} ranks at work")
@@ -57,6 +57,7 @@ def doctor(
             found = examine_here(ranks, spec, timeout_s=timeout)
         else:
             found = examine(ClusterSpec.parse(cluster or "detect"), timeout_s=timeout, on_progress=say)
+            leave()
     if os.environ.get("RANK", "0") == "0":
         if as_json:
             print_json(found.to_dict())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -152,3 +153,21 @@ def group_name_of(arguments: dict[str, Any]) -> str | None:
 def size_of_group(name: str) -> int:
     """How many ranks the process group of a name has."""
     return int(_resolve_process_group(name).size())  # type: ignore[arg-type]
+
+
+def group_timeout() -> timedelta:
+    """How long operations of the world's process group may wait."""
+    group, device = dist.group.WORLD, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    assert group is not None
+    found: timedelta = group._get_backend(device).options._timeout
+    return found
+
+
+def with_timeout(backend: str, timeout: timedelta) -> tuple[str, Any]:
+    """A backend and its options, for a process group whose operations may wait so long.
+
+    torch gives the groups of a `DeviceMesh` 30 minutes on gloo, whatever the world's timeout is.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    return backend, options

@@ -126,11 +126,11 @@ def faulty_step(rank: int, world_size: int, wish: Mapping[str, Any], who: int, f
     own, _ = own_rows(parallel, (4,) * parallel.plan.degrees.dp, LENGTH, 0)
     parallel.forward_backward(own)
     if rank == who:
-        parallel.segments[-1].register_forward_pre_hook(planted(fault))
+        parallel.segments[-1].register_forward_pre_hook(planted(fault, Path(folder, "when")))
     parallel.forward_backward(own)
 
 
-def planted(fault: str) -> Any:
+def planted(fault: str, when: Path) -> Any:
     calls = 0
 
     def fail(*_: Any) -> None:
@@ -138,6 +138,7 @@ def planted(fault: str) -> Any:
         calls += 1
         if calls < 2:
             return
+        when.write_text(str(time.time()))
         if fault == "raise":
             raise ValueError("a planted fault")
         if fault == "sleep":
