@@ -2,8 +2,8 @@
 
 The same Llama, the same gloo ranks, cuts, micro-batches and schedule (1F1B): stages as its tutorial has them, and by
 `autopar`. Forward and backward; prints seconds per step, the ratio of paired rounds with its interval, and the peak of
-resident memory. Then the idle share of two ranks beside the bubble that Narayanan et al. 2021 (section 2.2) gives for
-equal stages, (p - 1) / (n + p - 1).
+resident memory. Then the idle share of two ranks, cut by autopar, beside the bubble that Narayanan et al. 2021 (section
+2.2) gives for equal stages, (p - 1) / (n + p - 1).
 """
 
 import statistics
@@ -103,7 +103,8 @@ def idle(rank: int, count: int) -> float:
     """The share of a step in which this rank computes nothing, the median of some steps."""
     from autopar.runtime.pipeline import _TorchStage
 
-    step, busy, shares = by_autopar(model(), batch(count), plan(dist.get_world_size(), count)), [0.0], []
+    own_cuts = {"pp": dist.get_world_size(), "schedule": "1f1b", "micro_batches": count}
+    step, busy, shares = by_autopar(model(), batch(count), own_cuts), [0.0], []
 
     def timing(original: Any) -> Any:
         def timed(*arguments: Any, **options: Any) -> Any:
