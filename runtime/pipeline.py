@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import Action, actions
-from autopar.ir.stages import Stage
+from autopar.ir.stages import Stage, separates
 from autopar.runtime import zero
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.mesh import MeshDim
@@ -62,9 +62,11 @@ class _TorchStage(PipelineStage):
 
     submod: _Submodule
 
-    def __init__(self, submodule: _Submodule, *arguments: Any, degrees: Degrees, **options: Any) -> None:
+    def __init__(
+        self, submodule: _Submodule, *arguments: Any, degrees: Degrees, separates: bool, **options: Any
+    ) -> None:
         super().__init__(submodule, *arguments, **options)
-        self.degrees = degrees
+        self.degrees, self.separates = degrees, separates
         self.is_final = True  # whether this run of the schedule is the step's last
         self.splits_backward = zero.splits_backward(degrees)
 
@@ -102,13 +104,21 @@ class _TorchStage(PipelineStage):
         _forget(self.args_recv_info[fwd_chunk_id])  # what backward needs of them autograd holds
         return out
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Where the parts cannot be separated, the weights' is run with the other."""
+        whole = full_backward or not self.separates
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=whole, last_backward=last_backward)
         if self.has_backward:
             grads = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in grads)
             if not self.is_last:
                 _forget(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if self.separates:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
     # Sums over data-parallel ranks.
 
@@ -177,6 +187,7 @@ class Pipeline:
                 output_args=_metas(compiled, sent),
                 group=pipeline.group,
                 degrees=degrees,
+                separates=separates(compiled.program, stage),
             )
             self._torch_stages.append(made)
         loss_fn = _same if trains else None

@@ -190,3 +190,36 @@ def _check_buffers(program: Program, stages: Sequence[Stage]) -> None:
                         f"stage {stage.index} reads buffer {name!r}, which stage {written[str(name)]} changes; cut so "
                         "that one stage has both, or use fewer stages"
                     )
+
+
+def separates(program: Program, stage: Stage) -> bool:
+    """Whether torch can run a stage's backward pass in two parts, for what it received and for its weights.
+
+    It finds the weights' part from where each weight meets what was received, and runs every such part once: a weight
+    that is used twice, or whose products are used without having met it, is not found or run twice.
+    """
+    if not stage.index:
+        return True  # receives nothing: its backward pass is one part anyway
+    seen: set[str] = set()
+    reached = set(stage.receives)
+    for i in stage.calls:
+        call = program.calls[i]
+        block = program.blocks[call.block]
+        arguments = dict(zip((port.name for port in block.ports), call.arguments, strict=True))
+        trained = {port for port, a in arguments.items() if a in program.parameters and _is_trained(program, str(a))}
+        users = {node.name: len(node.users) for node in block.graph.nodes if node.op == "placeholder"}
+        names = [str(arguments[port]) for port in trained]
+        if any(users[port] > 1 for port in trained) or not seen.isdisjoint(names) or len(set(names)) < len(names):
+            return False
+        seen.update(names)
+        for output, result in zip(block.outputs, call.results, strict=True):
+            needed = {node.name for node in ancestors(block, [output])}
+            if any(arguments.get(port) in reached for port in needed):
+                reached.add(result)
+            elif not trained.isdisjoint(needed):
+                return False
+    return True
+
+
+def _is_trained(program: Program, name: str) -> bool:
+    return program.parameters[name].requires_grad

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Block
-from autopar.ir.stages import Stage, ancestors, check_stages, main_calls, stages_of
+from autopar.ir.stages import Stage, ancestors, check_stages, main_calls, separates, stages_of
 from autopar.runtime.execute import captured_modules, constant_values, graph_module
 from autopar.search.cuts import partition, values_to_recompute
 
@@ -134,3 +134,12 @@ def test_planted_omissions_are_refused() -> None:
     weights = next(r for c in program.calls if c.phase == "main" for r in c.results)
     with pytest.raises(PlanError, match=r"neither an input nor a constant|not made by any call"):
         stages_of(program, even_cuts(case, 3), (stages[2].receives[0], weights))
+
+
+def test_stages_whose_backward_pass_separates() -> None:
+    """Llama's do; T5's do not where a table of positions, used by every layer, is not made of what was received."""
+    case = the_case("llama")
+    assert all(separates(case.program, stage) for stage in stages_of(case.program, even_cuts(case, 4)))
+    case = the_case("t5")
+    found = [separates(case.program, stage) for stage in stages_of(case.program, even_cuts(case, 4))]
+    assert found[0] and not all(found)

@@ -66,6 +66,13 @@ def test_other_models_on_four_stages(spec: str, layers: int, worlds: Worlds) -> 
     verified(spec, worlds, 4, layers=layers, pp=4, micro_batches=2)
 
 
+@pytest.mark.parametrize("schedule", ("interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev"))
+def test_backward_in_parts_where_layers_share_a_table(schedule: str, worlds: Worlds) -> None:
+    """T5's relative positions are computed from a weight alone and added in every layer."""
+    wish = {"pp": 2, "virtual_stages": 2, "micro_batches": 4, "schedule": schedule}
+    verified("t5-large", worlds, 8, layers=3, **wish)
+
+
 def test_experts_and_uneven_cuts(worlds: Worlds) -> None:
     """A balance loss looks at all samples at once, so micro-batches count by themselves."""
     wish = {"pp": 2, "micro_batches": 2, "per_micro_batch": True, "cut_at": "model.layers.2"}
