@@ -22,7 +22,7 @@ from autopar.ir.program import Program
 from autopar.ir.stages import stages_of
 from autopar.models import example_inputs_for
 from autopar.planning import PlanLike, capture_for, check_plan, label_plan
-from autopar.runtime.broadcast import any_rank, broadcast_text, kept_from_first_rank
+from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
@@ -74,7 +74,10 @@ def parallelize(
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     mesh = training_mesh(decided.degrees, device.type)
-    if state is None and weights_differ(model):
+    differ = state is None and weights_differ(model)
+    if differ and decided.degrees.pp == 1:
+        source = from_first_rank(source)
+    elif differ:  # ranks of a pipeline ask for different names
         names = [info.whole_name for info in program.every_parameter.values()]
         needed = {*held_names(program, decided, mesh.stage_rank), *program.buffers}
         source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)

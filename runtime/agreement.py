@@ -1,8 +1,8 @@
 """Whether all ranks are about to run the same thing on data that fits: one small all-gather before every step.
 
-Ranks that differ only in `tp` must hold the same sequences, every rank must hold shapes that differ in the number of
-sequences alone, and all must be at the same step. What differs becomes one error on all ranks, so that no rank waits
-for another in a collective that the other never enters.
+Ranks that differ only in `tp` or `pp` must hold the same sequences, every rank must hold shapes that differ in the
+number of sequences alone, and all must be at the same step. What differs becomes one error on all ranks, so that no
+rank waits for another in a collective that the other never enters.
 
 The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host whatever the backend, and a
 checksum of the inputs. Of an input above 2 MiB an evenly spread part is read, so a difference in a few elements may
@@ -135,7 +135,7 @@ def _data_disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: 
             first += named[0] if len(named) > 1 else []
             others += _joined(named[1:])
         if others:
-            why = "differ only in tp" if batched else "share this input, which has no batch"
+            why = "differ only in tp or pp" if batched else "share this input, which has no batch"
             return (
                 f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; read the "
                 "same data there (seed and shard the sampler by the data-parallel rank)"

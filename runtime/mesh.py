@@ -139,17 +139,13 @@ def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.Proces
     assert mesh.pipeline is not None
     if len(stage_ranks) == mesh.pipeline.degree:
         return mesh.pipeline.group
-    return _group_of_stages(stage_ranks, mesh.pipeline.degree, mesh.pipeline.stride, dist.group.WORLD)
+    return _group_of_stages(stage_ranks, mesh.pipeline.stride, dist.group.WORLD)
 
 
 @cache
-def _group_of_stages(stage_ranks: tuple[int, ...], degree: int, stride: int, world: object) -> dist.ProcessGroup:
-    """Made by all ranks in the same order, as process groups must be."""
+def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, world: object) -> dist.ProcessGroup:
+    """Made by all ranks in the same order, as process groups must be; what torch gives a rank outside is not used."""
     every = [[k * stride + offset for k in stage_ranks] for offset in range(stride)]
-    others = [[r for k in range(degree) if k not in stage_ranks for r in [k * stride + o]] for o in range(stride)]
+    found: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=private.group_timeout()) for ranks in every]
     rank = dist.get_rank()
-    found: list[dist.ProcessGroup] = [
-        dist.new_group(ranks, timeout=private.group_timeout()) for ranks in (*every, *(o for o in others if o))
-    ]
-    groups = zip((*every, *(o for o in others if o)), found, strict=True)
-    return next(group for ranks, group in groups if rank in ranks)
+    return next((group for ranks, group in zip(every, found, strict=True) if rank in ranks), found[0])

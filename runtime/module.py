@@ -170,10 +170,10 @@ class ParallelModel(HeldModel):
         """One step's loss and gradients; returns the loss of the global batch, equal on every rank: where the plan says
         `per_micro_batch`, the mean of the losses of its micro-batches.
 
-        `batch` is this rank's part of the global batch: `micro_batch × accumulate` sequences. Ranks that differ only
-        in `tp` pass the same data. With fewer sequences, on some ranks or all, the batch is padded where samples can
-        be ignored. Another sequence length, or another number of sequences on all ranks, captures
-        the model again, once for each shape.
+        `batch` is this rank's part of the global batch: `micro_batch × micro_batches × accumulate` sequences. Ranks
+        that differ only in `tp` or `pp` pass the same data. With fewer sequences, on some ranks or all, the batch is
+        padded where samples can be ignored. Another sequence length, or another number of sequences on all ranks,
+        captures the model again, once for each shape.
 
         Before anything is sent one all-gather of 8 × (4 + 2 × inputs) bytes a rank, on the host, compares step,
         shapes and data of the ranks. Raises `RuntimeInputError` on all ranks where those do not agree, or where a
@@ -403,7 +403,8 @@ class ParallelModel(HeldModel):
 
     def __repr__(self) -> str:
         degrees = self.plan.degrees
-        lines = [f"ParallelModel(tp={degrees.tp}, dp={degrees.dp}, zero={degrees.zero})"]
+        stages = f"pp={degrees.pp}, " if degrees.pp > 1 else ""
+        lines = [f"ParallelModel({stages}tp={degrees.tp}, dp={degrees.dp}, zero={degrees.zero})"]
         for i, block in enumerate(self.program.blocks):
             uses = len(self.program.uses_of_block(i))
             lines.append(f"\n# block {i}: {block.name}, called {uses} time{'s' * (uses > 1)}\n{self.code(i)}")

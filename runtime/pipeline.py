@@ -138,7 +138,7 @@ def _allocate(infos: Sequence[Any], device: torch.device) -> None:
     for info in infos:
         if info.tensor_meta is not None and not info.is_root_arg:
             meta = info.tensor_meta
-            info.buffer = torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+            info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
 
 def _forget(infos: Sequence[Any]) -> None:
