@@ -193,12 +193,12 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedClust
     assumptions = list(entry.assumptions)
     groups = []
     for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
-        in_host = _link(group.in_host)
+        in_host = link_of_entry(group.in_host)
         if in_host is None and isinstance(device, DevicePreset):
             in_host = link_of_preset(device.in_host)
             if group.devices_per_host > 1:
                 assumptions.append(_assumed_link(f"groups[{index}].in_host", device.name, in_host))
-        made = device_of_preset(device) if isinstance(device, DevicePreset) else _device(device)
+        made = device_of_preset(device) if isinstance(device, DevicePreset) else device_of_entry(device)
         price = float(group.price_usd_per_device_hour) if group.price_usd_per_device_hour is not None else None
         groups.append(
             HostGroup(
@@ -209,7 +209,7 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedClust
                 price_usd_per_device_hour=price,
             )
         )
-    inter_host = _link(entry.inter_host)
+    inter_host = link_of_entry(entry.inter_host)
     presets = [device for device in devices if isinstance(device, DevicePreset)]
     if inter_host is None and sum(group.num_hosts for group in groups) > 1:
         slowest = min(presets, key=lambda preset: preset.inter_host.bandwidth_gb_per_s.value)
@@ -221,7 +221,7 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedClust
     return ResolvedCluster(
         groups=tuple(groups),
         inter_host=inter_host,
-        spine=_link(entry.spine),
+        spine=link_of_entry(entry.spine),
         assumptions=tuple(dict.fromkeys(assumptions)),
     )
 
@@ -229,7 +229,7 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedClust
 def group_entry(group: HostGroup) -> dict[str, Any]:
     """The file's form of a group, with its device spelt out."""
     entry: dict[str, Any] = {"num_hosts": group.num_hosts, "devices_per_host": group.devices_per_host}
-    entry["device"] = _device_entry(group.device)
+    entry["device"] = device_entry(group.device)
     if group.in_host is not None:
         entry["in_host"] = link_entry(group.in_host)
     if group.price_usd_per_device_hour is not None:
@@ -243,7 +243,7 @@ def link_entry(link: Link) -> dict[str, Any]:
     return name | {"bandwidth_gb_per_s": in_unit(link.bytes_per_s, 1e9), "latency_us": in_unit(link.latency_s, 1e-6)}
 
 
-def _device_entry(device: Device) -> dict[str, Any]:
+def device_entry(device: Device) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": device.name, "device_type": device.device_type}
     entry["peak_tflops"] = {dtype: in_unit(peak, 1e12) for dtype, peak in device.peak_flops_per_s.items()}
     entry["memory_gb"] = in_unit(device.memory_bytes, 1e9)
@@ -255,7 +255,7 @@ def _device_entry(device: Device) -> dict[str, Any]:
     return entry
 
 
-def _device(entry: DeviceEntry) -> Device:
+def device_of_entry(entry: DeviceEntry) -> Device:
     peaks = {dtype: peak for dtype, peak in entry.peak_tflops.model_dump().items() if peak is not None}
     return Device(
         name=entry.name,
@@ -268,7 +268,7 @@ def _device(entry: DeviceEntry) -> Device:
     )
 
 
-def _link(entry: LinkEntry | None) -> Link | None:
+def link_of_entry(entry: LinkEntry | None) -> Link | None:
     if entry is None:
         return None
     bytes_per_s = si(entry.bandwidth_gb_per_s, 1e9)

@@ -1,0 +1,36 @@
+"""The profiles that come with the project: one file per family of devices in ``presets/profiles``."""
+
+import functools
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from autopar.cost_model.device_profile import DeviceProfile
+from autopar.cost_model.profile_file import load_profile
+from autopar.errors import ClusterError
+
+
+@functools.cache
+def shipped_profiles() -> dict[str, DeviceProfile]:
+    """Every profile of ``presets/profiles`` by its name. Raises ClusterError when a file is malformed."""
+    with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
+        found = {path.stem: load_profile(path) for path in sorted(Path(folder).glob("*.yaml"))}
+    taken: dict[str, str] = {}
+    for stem, profile in found.items():
+        if profile.name != stem:
+            raise ClusterError(f"profile file {stem}.yaml: name must be the file's name; got {profile.name!r}")
+        for device in profile.devices:
+            if device in taken:
+                raise ClusterError(f"device {device!r} has two profiles, {taken[device]!r} and {stem!r}")
+            taken[device] = stem
+    return found
+
+
+def device_profile(device: str) -> DeviceProfile:
+    """The shipped profile of a device preset; without one, ``default`` with a note that says so."""
+    profiles = shipped_profiles()
+    for profile in profiles.values():
+        if device in profile.devices:
+            return profile
+    note = f"no profile describes device {device[:80]!r}: the default one is assumed; `autopar calibrate` measures it"
+    return replace(profiles["default"], notes=(note,))
