@@ -11,7 +11,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import isfinite
@@ -107,6 +107,10 @@ class Row:
         nothing: dict[str, Any] = dict.fromkeys(RESULT_COLUMNS)
         return replace(self, **nothing)
 
+    def not_stated(self) -> tuple[str, ...]:
+        """The columns of `NEEDED` that are empty: a row states enough to be modelled where there are none."""
+        return tuple(name for name in NEEDED if getattr(self, name) is None)
+
 
 COLUMNS = tuple(field.name for field in fields(Row))
 RESULT_COLUMNS = COLUMNS[COLUMNS.index("outcome") :]
@@ -148,6 +152,13 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """
     header, lines = read_table(path)
     _check_header(path, header)
+    return parse_rows(path, header, lines)
+
+
+def parse_rows(
+    path: str | os.PathLike[str], header: Sequence[str], lines: Iterable[tuple[int, list[str]]]
+) -> list[Row]:
+    """Rows of numbered lines of cells under a `header` of columns of `Row`; raises as `read_rows`, which see."""
     parsers = [_PARSERS[name] for name in header]
     at = header.index("id")
     problems: list[Problem] = []
