@@ -1,0 +1,69 @@
+"""Layouts as arrays: many candidates of one model on one kind of machine, priced at once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[Any]
+RECOMPUTE = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """Candidates, one entry each; every field broadcasts with the others.
+
+    `virtual` are stages per pipeline rank, `shard` the ranks that ZeRO divides state over (at most dp·cp),
+    `micro_batch` sequences of one rank's micro-batch, `micro_batches` of one rank's step, `recompute` the position of
+    the kind in `RECOMPUTE`. Ranks are numbered tensor first, then context, data, pipeline (expert ranks lie inside
+    context and data). Without `is_interleaved` several stages of a rank follow GPipe's order.
+    """
+
+    tp: Floats
+    sequence_parallel: Floats
+    pp: Floats
+    virtual: Floats
+    cp: Floats
+    ep: Floats
+    dp: Floats
+    shard: Floats
+    zero: Floats
+    micro_batch: Floats
+    micro_batches: Floats
+    recompute: Floats
+
+    @property
+    def num_devices(self) -> Floats:
+        found: Floats = self.tp * self.pp * self.cp * self.dp
+        return found
+
+    @property
+    def data_ranks(self) -> Floats:
+        """Ranks that hold the same parameters, or shards of them."""
+        found: Floats = self.dp * self.cp
+        return found
+
+    def at(self, index: Any) -> "Layouts":
+        """The candidates of an index or mask."""
+        return Layouts(**{name: np.asarray(getattr(self, name))[index] for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What of a model its blocks' expressions do not say: how many of which block, and the batch.
+
+    `dense_blocks` and `expert_blocks` are counts of "layer" and "moe_layer" blocks, entries broadcast with layouts.
+    """
+
+    dense_blocks: Floats
+    expert_blocks: Floats
+    hidden: Floats
+    sequence: Floats
+    experts_per_token: Floats
+    is_tied: Floats
+
+    @property
+    def blocks(self) -> Floats:
+        found: Floats = self.dense_blocks + self.expert_blocks
+        return found

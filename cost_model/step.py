@@ -1,0 +1,358 @@
+"""Seconds of one training step of many layouts at once, in closed form.
+
+    step = (pipeline + data-parallel sums that wait + optimizer + fixed) · (1 + σ·sqrt(2 ln devices))
+
+    pipeline  n·slowest rank + idle of filling and emptying, over ranks whose blocks, embedding and head differ
+    block     computing (`autopar.cost_model.block_time`) + tensor collectives that are not hidden; under ZeRO 3 the
+              longer of that and its gathers and reduce-scatters, and a part of the shorter (they share the device)
+
+The last factor is the expected largest of n normal variables: every rank waits for the slowest one. (Fisher, Tippett
+1928; the form for large n.)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.block_time import BlockSeconds, Speeds, block_seconds
+from autopar.cost_model.engine import Engine
+from autopar.cost_model.expressions import BlockWork, Family
+from autopar.cost_model.layout import Layouts, Shape
+from autopar.cost_model.links import Links, gather_s, message_s
+from autopar.cost_model.mechanisms import Mechanisms
+
+Floats = NDArray[Any]
+WEIGHT_BYTES = 2
+# Adam reads gradient, master weight and two moments, writes the latter three and the weight: 4·4 + 3·4 + 2
+OPTIMIZER_BYTES = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One kind of device and its links, as the time model uses them."""
+
+    speeds: Speeds
+    links: Links
+    overlap_slowdown: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of one rank's share of something in one micro-batch."""
+
+    forward: Floats
+    backward: Floats
+
+    @property
+    def both(self) -> Floats:
+        found: Floats = self.forward + self.backward
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a step, and what makes them up; the parts add up to `seconds`."""
+
+    seconds: Floats
+    parts: dict[str, Floats]
+
+
+def step_seconds(
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    machine: Machine,
+    engine: Engine,
+    mechanisms: Mechanisms,
+    *,
+    in_float8: bool,
+    fused: bool,
+) -> StepSeconds:
+    """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout."""
+    model = _Model(family, shape, layouts, machine, engine, mechanisms, in_float8=in_float8, fused=fused)
+    block, head = model.mean_block(), model.end("last", np.zeros(1))
+    first = model.end("first", np.zeros(1))
+    pp, n, v = layouts.pp, layouts.micro_batches, np.maximum(layouts.virtual, 1)
+    per_rank, last_rank = _blocks_per_rank(shape.blocks, layouts, engine)
+    middle = per_rank * block.both
+    ends = np.maximum(middle + np.where(pp > 1, first.both, 0.0), last_rank * block.both + head.both)
+    busy = np.where(pp > 1, ends, middle + head.both + first.both)
+    message = model.message()
+    idle = np.where(pp > 1, (pp - 1) / v * (middle + 2 * message), 0.0)
+    messages = np.where(pp > 1, 2 * v * message * n, 0.0)
+    state = model.state(per_rank)
+    sums, optimizer = model.data_sums(state, middle), model.optimizer(state)
+    ends_gathers = model.end_gathers() * n
+    straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
+    before = n * busy + idle + messages + sums + optimizer + ends_gathers + mechanisms.step_s
+    parts = {name: n * per_rank * seconds for name, seconds in model.parts.items()}
+    parts["embedding, head, loss"] = n * (busy - middle)
+    parts |= {"bubble": idle, "messages": messages, "data collectives": sums + ends_gathers, "optimizer": optimizer}
+    parts |= {"fixed": mechanisms.step_s + 0.0 * before, "stragglers": straggling * before}
+    return StepSeconds(seconds=before * (1 + straggling), parts=parts)
+
+
+def _blocks_per_rank(blocks: Floats, layouts: Layouts, engine: Engine) -> tuple[Floats, Floats]:
+    """Blocks of the fullest middle rank, and of the rank that has the head."""
+    pp = layouts.pp
+    even = np.ceil(blocks / pp)
+    if not engine.balances_ends:
+        return np.where(pp > 1, even, blocks), np.where(pp > 1, even, blocks)
+    slots = (blocks + 2) / pp  # embedding and head take the place of a block each
+    uneven = (pp > 1) & (np.mod(blocks, pp) != 0)
+    return np.where(uneven, np.ceil(slots), even), np.where(uneven, np.ceil(slots) - 1, even)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Elements of parameters on one pipeline rank: what data-parallel sums move, and expert parameters apart."""
+
+    dense: Floats
+    expert: Floats
+
+
+class _Model:
+    """One pricing; a class only to pass what every part needs."""
+
+    def __init__(
+        self,
+        family: Family[Any],
+        shape: Shape,
+        layouts: Layouts,
+        machine: Machine,
+        engine: Engine,
+        mechanisms: Mechanisms,
+        *,
+        in_float8: bool,
+        fused: bool,
+    ) -> None:
+        self.family, self.shape, self.layouts = family, shape, layouts
+        self.machine, self.engine, self.mechanisms = machine, engine, mechanisms
+        self.in_float8, self.fused = in_float8, fused
+        self.parts: dict[str, Floats] = {}
+
+    # ---- blocks ----
+
+    def mean_block(self) -> Passes:
+        """The mean of dense and expert blocks, with their collectives; fills `parts`."""
+        shape = self.shape
+        found: list[tuple[Floats, Passes, dict[str, Floats]]] = []
+        for role, count in (("layer", shape.dense_blocks), ("moe_layer", shape.expert_blocks)):
+            if role in self.family.roles and np.any(count > 0):
+                passes, parts = self._block(role)
+                found.append((count / shape.blocks, passes, parts))
+        self.parts = {
+            name: np.asarray(sum(share * parts[name] for share, _, parts in found)) for name in found[0][2]
+        }
+        return Passes(
+            forward=np.asarray(sum(share * passes.forward for share, passes, _ in found)),
+            backward=np.asarray(sum(share * passes.backward for share, passes, _ in found)),
+        )
+
+    def _block(self, role: str) -> tuple[Passes, dict[str, Floats]]:
+        layouts = self.layouts
+        seconds = self._of_variants(role)
+        forward, backward = self._tensor_collectives(role)
+        context = self._context(role)
+        experts = self._all_to_all() if role == "moe_layer" else np.zeros(1)
+        forward, backward = forward + context + experts, backward + 2 * context + experts
+        again = np.where(layouts.recompute == 2, seconds.forward + forward, 0.0)
+        again = np.where(layouts.recompute == 1, self._selective(seconds), again)
+        computing = Passes(forward=seconds.forward + forward, backward=seconds.backward + backward + again)
+        whole = self._with_gathers(computing, role)
+        parts = {
+            "products": seconds.products,
+            "attention": seconds.attention,
+            "memory-bound": seconds.memory,
+            "host": seconds.waiting,
+            "recomputation": again,
+            "tensor collectives": forward + backward - 2 * experts - 3 * context,
+            "context collectives": 3 * context + 0.0 * forward,
+            "expert collectives": 2 * experts + 0.0 * forward,
+            "shard collectives": whole.both - computing.both,
+        }
+        return whole, parts
+
+    def _of_variants(self, role: str) -> BlockSeconds:
+        tensor, sequence = (self._seconds(self.family.block(role, variant)) for variant in ("tp", "sp"))
+        chosen = self.layouts.sequence_parallel
+        return BlockSeconds(
+            **{
+                name: np.where(chosen, getattr(sequence, name), getattr(tensor, name))
+                for name in BlockSeconds.__slots__
+            }
+        )
+
+    def _seconds(self, work: BlockWork[Any]) -> BlockSeconds:
+        return block_seconds(
+            work, self.machine.speeds, self.engine, in_float8=self.in_float8, fused=self.fused
+        )
+
+    def _selective(self, seconds: BlockSeconds) -> Floats:
+        return seconds.attention_forward if self.engine.selective == "attention" else seconds.forward / 2
+
+    def _hidden(self) -> Floats:
+        how = self.engine.tensor_overlap
+        if how == "pipelined":  # needs activations that are split over the sequence
+            return np.where(self.layouts.sequence_parallel, self.mechanisms.pipelined_hidden, 0.0)
+        return np.asarray(self.mechanisms.async_hidden if how == "async" else 0.0)
+
+    def _tensor_collectives(self, role: str) -> tuple[Floats, Floats]:
+        """Seconds of a block's tensor collectives that computing waits for."""
+        found = [np.zeros(1), np.zeros(1)]
+        for variant, is_chosen in (("tp", 1 - self.layouts.sequence_parallel), ("sp", self.layouts.sequence_parallel)):
+            for sent in self.family.block(role, variant).sent:
+                if sent.of == "parameter":
+                    continue
+                spent = gather_s(self.machine.links, sent.whole_bytes, self.layouts.tp, np.ones(1))
+                spent = spent * (2 if sent.collective == "all_reduce" else 1)
+                i = 0 if sent.is_forward else 1
+                found[i] = found[i] + is_chosen * spent * (1 - self._hidden())
+        return found[0], found[1]
+
+    def _context(self, role: str) -> Floats:
+        """Ring attention's passing on of keys and values, forward; a tenth is not hidden behind attention."""
+        layouts = self.layouts
+        kv_bytes = np.zeros(1)
+        for one in self.family.block(role, "tp").products:
+            if one.kind == "attention":
+                kv_bytes = kv_bytes + 2 * WEIGHT_BYTES * layouts.micro_batch * one.n * one.k * self._kv_heads(one)
+        spent = gather_s(self.machine.links, kv_bytes, layouts.cp, layouts.tp)
+        return np.where(layouts.cp > 1, 0.1 * spent, 0.0)
+
+    def _kv_heads(self, one: Any) -> Floats:
+        return np.asarray(one.count / self.layouts.micro_batch)
+
+    def _all_to_all(self) -> Floats:
+        """Tokens to their experts and back, one pass: two all-to-alls over the expert ranks."""
+        layouts, shape = self.layouts, self.shape
+        tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
+        moved = WEIGHT_BYTES * tokens * shape.experts_per_token * shape.hidden
+        spent = gather_s(self.machine.links, moved, layouts.ep, layouts.tp)
+        return np.where(layouts.ep > 1, 2 * spent, 0.0)
+
+    # ---- ZeRO 3 ----
+
+    def _parameters(self, role: str) -> tuple[Floats, Floats]:
+        work = self.family.block(role, "tp")
+        ep = self.layouts.ep if role == "moe_layer" else 1.0
+        return np.asarray(work.parameters_split + work.parameters_whole), np.asarray(work.parameters_expert / ep)
+
+    def _with_gathers(self, computing: Passes, role: str) -> Passes:
+        layouts, engine = self.layouts, self.engine
+        shards = layouts.zero >= 3
+        if not np.any(shards | (layouts.zero == 2)):
+            return computing
+        elements = sum(self._parameters(role))
+        gather, scatter = self._gather_and_scatter(elements)
+        copies = layouts.data_ranks / layouts.shard
+        copy_sum = 2 * gather_s(
+            self.machine.links,
+            engine.shard_gradient_bytes * elements / layouts.shard,
+            copies,
+            layouts.tp * layouts.shard,
+        )
+        again = np.where(shards, gather, 0.0)  # ZeRO 2 keeps what it gathered
+        forward = self._beside(computing.forward, np.where(shards, gather, 0.0))
+        backward = self._beside(computing.backward, again + scatter + copy_sum)
+        sums = shards | ((layouts.zero == 2) & (layouts.pp == 1))
+        return Passes(
+            forward=np.where(sums, forward, computing.forward), backward=np.where(sums, backward, computing.backward)
+        )
+
+    def _gather_and_scatter(self, elements: Any) -> tuple[Floats, Floats]:
+        layouts, engine, links = self.layouts, self.engine, self.machine.links
+        if engine.shard_gather == "blocking":  # through one port of a host
+            one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
+            return np.asarray(WEIGHT_BYTES * one), np.asarray(engine.shard_gradient_bytes * one)
+        return (
+            gather_s(links, WEIGHT_BYTES * elements, layouts.shard, layouts.tp),
+            gather_s(links, engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
+        )
+
+    def _beside(self, computing: Floats, moving: Floats) -> Floats:
+        slow = 0.5 if self.engine.shard_gather == "blocking" else self.machine.overlap_slowdown - 1
+        return np.maximum(computing, moving) + slow * np.minimum(computing, moving)
+
+    def end_gathers(self) -> Floats:
+        """Embedding and head under ZeRO 3, one micro-batch; half hides behind the blocks next to them."""
+        if not np.any(self.layouts.zero >= 3):
+            return np.zeros(1)
+        total = np.zeros(1)
+        for role in ("first", "last"):
+            gather, scatter = self._gather_and_scatter(sum(self._parameters(role)))
+            total = total + (2 * gather + scatter) / 2
+        return np.where(self.layouts.zero >= 3, total, 0.0)
+
+    # ---- ends ----
+
+    def end(self, role: str, none: Floats) -> Passes:
+        """The block before, or after, all others."""
+        if role not in self.family.roles:
+            return Passes(forward=none, backward=none)
+        seconds = self._of_variants_whole(role)
+        forward, backward = self._tensor_collectives(role)
+        return Passes(forward=seconds.forward + forward, backward=seconds.backward + backward)
+
+    def _of_variants_whole(self, role: str) -> BlockSeconds:
+        """As `_of_variants`, in 16 bits: heads are not computed in float8."""
+        was, self.in_float8 = self.in_float8, False
+        try:
+            return self._of_variants(role)
+        finally:
+            self.in_float8 = was
+
+    def message(self) -> Floats:
+        """Seconds that a rank waits for one message between stages, one way."""
+        layouts, engine = self.layouts, self.engine
+        size = WEIGHT_BYTES * layouts.micro_batch * self.shape.sequence / layouts.cp * self.shape.hidden
+        split = layouts.tp if engine.splits_messages else np.where(layouts.sequence_parallel, layouts.tp, 1)
+        is_inside = layouts.num_devices <= self.machine.links.devices_per_host
+        waits = self.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
+        return np.where(layouts.pp > 1, waits * message_s(self.machine.links, size / split, is_inside), 0.0)
+
+    # ---- data parallelism ----
+
+    def state(self, per_rank: Floats) -> State:
+        """Parameters of the rank that has the embedding."""
+        dense, expert = np.zeros(1), np.zeros(1)
+        for role, count in (("layer", self.shape.dense_blocks), ("moe_layer", self.shape.expert_blocks)):
+            if role in self.family.roles and np.any(count > 0):
+                one, other = self._parameters(role)
+                share = count / self.shape.blocks * per_rank
+                dense, expert = dense + share * one, expert + share * other
+        first = sum(self._parameters("first")) if "first" in self.family.roles else np.zeros(1)
+        last = sum(self._parameters("last")) if "last" in self.family.roles else np.zeros(1)
+        both = np.where(self.shape.is_tied, np.maximum(first, last), first + last)
+        return State(dense=dense + np.where(self.layouts.pp > 1, np.maximum(first, last), both), expert=expert)
+
+    def data_sums(self, state: State, window: Floats) -> Floats:
+        """Seconds of gradient sums, and of gathering updated parameters, that the step waits for; not ZeRO 3's."""
+        layouts, engine, links = self.layouts, self.engine, self.machine.links
+        total = np.zeros(1)
+        for elements, ranks in ((state.dense, layouts.data_ranks), (state.expert, layouts.data_ranks / layouts.ep)):
+            ranks = np.maximum(ranks, 1)
+            shard = np.minimum(layouts.shard, ranks)
+            stride = layouts.tp * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
+            grads, weights = engine.gradient_bytes * elements, engine.parameter_bytes * elements
+            total = total + gather_s(links, grads, shard, stride)
+            total = total + np.where(
+                layouts.zero >= 1, gather_s(links, weights, shard, stride), gather_s(links, grads, shard, stride)
+            )
+            total = total + 2 * gather_s(links, grads / shard, ranks / shard, stride * shard)
+        if engine.gradient_sync == "during":
+            left = np.maximum(total - self.mechanisms.gradient_window * window, 0.0)
+            total = left + (self.machine.overlap_slowdown - 1) * np.minimum(total, window)
+        if engine.parameter_sync == "broadcasts":
+            total = total + np.where(layouts.zero >= 1, layouts.shard * self.mechanisms.broadcast_s, 0.0)
+        own = (layouts.zero >= 3) | ((layouts.zero == 2) & (layouts.pp == 1))
+        return np.where(own | (layouts.data_ranks <= 1), 0.0, total)
+
+    def optimizer(self, state: State) -> Floats:
+        layouts = self.layouts
+        divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
+        expert = np.where(layouts.zero >= 1, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
+        elements = state.dense / divided + state.expert / expert
+        return np.asarray(OPTIMIZER_BYTES * elements / self.machine.speeds.bytes_per_s)

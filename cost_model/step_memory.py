@@ -1,0 +1,147 @@
+"""Peak memory of one rank for many layouts at once: state, gathered weights, activations in flight, logits, reserve.
+
+    state        16, 18 or 20 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
+                 master weights and moments, 2 the gradients too, 3 all of it
+    gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched
+    activations  what the backward pass needs of every block of every micro-batch in flight; under full recomputation
+                 the blocks' inputs, and one block's values while it is computed again
+    in flight    min(n, p) under 1F1B on the first rank, p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
+                 section 2.2; Korthikanti et al. 2022, section 4.2.3)
+    logits       of the last rank: 16 bits, and their float32 copy and its gradient
+    reserve      the framework's own memory on the device
+
+The fullest is the first or the last pipeline rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.engine import Engine
+from autopar.cost_model.expressions import BlockWork, Family
+from autopar.cost_model.layout import Layouts, Shape
+
+Floats = NDArray[Any]
+WEIGHT_BYTES = 2
+LOGIT_BYTES = 2 + 4 + 4
+GATHERED_BLOCKS = 2
+# softmax output 2, dropout mask 1, dropped output 2, an element of the scores (Korthikanti et al. 2022, equation 1)
+SAVED_SCORE_BYTES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Bytes of the fullest rank, and what makes them up."""
+
+    peak_bytes: Floats
+    parts: dict[str, Floats]
+
+
+def step_memory(
+    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, reserve_bytes: float, fused: bool
+) -> StepMemory:
+    """Peak of every layout."""
+    per_rank = np.where(layouts.pp > 1, np.ceil(shape.blocks / layouts.pp), shape.blocks)
+    saved, inputs = _activations(family, shape, layouts, engine, fused=fused)
+    n, p, v = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1)
+    flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
+    flight = np.where(p > 1, flight, 1)
+    kept = np.select([layouts.recompute == 2, layouts.recompute == 1], [inputs, _selective(engine, saved, inputs)], saved)
+    working = np.where(layouts.recompute == 2, saved, 0.0)
+    dense, expert = _parameters(family, shape, per_rank)
+    expert = expert / layouts.ep
+    ends = {role: _role(family, role) for role in ("first", "last")}
+    logits = LOGIT_BYTES * _logits(family)
+    found: list[dict[str, Floats]] = []
+    for role, live in (("first", flight), ("last", np.where(p > 1, np.minimum(n, np.maximum(flight - p + 1, 1)), 1))):
+        one = np.where(p > 1, ends[role], _both(ends, shape))
+        elements = dense + one
+        state = _state(elements, layouts, engine, layouts.shard) + _state(
+            expert, layouts, engine, np.maximum(layouts.shard / layouts.ep, 1)
+        )
+        gathered = np.where(layouts.zero >= 3, WEIGHT_BYTES * GATHERED_BLOCKS * (elements + expert) / per_rank, 0.0)
+        found.append(
+            {
+                "state": state,
+                "gathered": gathered,
+                "activations": live * per_rank * kept + working,
+                "logits": logits if role == "last" else np.where(p > 1, 0.0, logits),
+                "reserve": reserve_bytes + 0.0 * state,
+            }
+        )
+    totals = [np.asarray(sum(parts.values())) for parts in found]
+    is_last = totals[1] > totals[0]
+    parts = {name: np.where(is_last, found[1][name], found[0][name]) for name in found[0]}
+    return StepMemory(peak_bytes=np.maximum(totals[0], totals[1]), parts=parts)
+
+
+def _state(elements: Floats, layouts: Layouts, engine: Engine, shard: Floats) -> Floats:
+    divided = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
+    whole = engine.state_bytes - divided
+    gradients = whole - WEIGHT_BYTES
+    per_element = np.select(
+        [layouts.zero >= 3, layouts.zero == 2, layouts.zero == 1],
+        [engine.state_bytes / shard, WEIGHT_BYTES + (gradients + divided) / shard, whole + divided / shard],
+        engine.state_bytes,
+    )
+    found: Floats = per_element * elements
+    return found
+
+
+def _activations(
+    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool
+) -> tuple[Floats, Floats]:
+    """Bytes that one mean block keeps of one micro-batch, and bytes of its input."""
+    saved, inputs = np.zeros(1), np.zeros(1)
+    for role, count in (("layer", shape.dense_blocks), ("moe_layer", shape.expert_blocks)):
+        if role not in family.roles or not np.any(count > 0):
+            continue
+        share = count / shape.blocks
+        for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
+            work = family.block(role, variant)
+            one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
+            one = one + (0.0 if fused else _scores(work))
+            saved = saved + share * is_chosen * one
+            inputs = inputs + share * is_chosen * work.input_bytes
+    return saved, inputs
+
+
+def _scores(work: BlockWork[Any]) -> Floats:
+    return np.asarray(
+        sum(SAVED_SCORE_BYTES * one.count * one.m * one.n for one in work.products if one.kind == "attention")
+    )
+
+
+def _selective(engine: Engine, saved: Floats, inputs: Floats) -> Floats:
+    return saved if engine.selective == "attention" else (saved + inputs) / 2
+
+
+def _logits(family: Family[Any]) -> Floats:
+    """Elements of the logits on one rank: the head's product with the largest result."""
+    products = [one for one in family.block("last", "tp").products if one.kind == "matmul"]
+    return np.asarray(sum(one.count * one.m * one.n for one in products)) if products else np.zeros(1)
+
+
+def _parameters(family: Family[Any], shape: Shape, per_rank: Floats) -> tuple[Floats, Floats]:
+    dense, expert = np.zeros(1), np.zeros(1)
+    for role, count in (("layer", shape.dense_blocks), ("moe_layer", shape.expert_blocks)):
+        if role in family.roles and np.any(count > 0):
+            work = family.block(role, "tp")
+            share = count / shape.blocks * per_rank
+            dense = dense + share * (work.parameters_split + work.parameters_whole)
+            expert = expert + share * work.parameters_expert
+    return dense, expert
+
+
+def _role(family: Family[Any], role: str) -> Floats:
+    if role not in family.roles:
+        return np.zeros(1)
+    work = family.block(role, "tp")
+    return np.asarray(work.parameters_split + work.parameters_whole)
+
+
+def _both(ends: dict[str, Floats], shape: Shape) -> Floats:
+    first, last = ends["first"], ends["last"]
+    return np.where(shape.is_tied, np.maximum(first, last), first + last)
