@@ -10,7 +10,7 @@ from math import prod
 
 from autopar.cost_model.collectives import Collective, sent_bytes
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program
+from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Dims, Kind, Mesh, Type, chunk, same, steps
 from autopar.rules.variants import by_label, variants
 from autopar.trace.analysis import Analysis
@@ -94,21 +94,31 @@ def _padding(dims: Dims, source: Type, target: Type, degree: int) -> float:
     return factor
 
 
-def _of_block(
-    program: Program, analysis: Analysis, labels: BlockLabels, mesh: Mesh, index: int
-) -> Iterator[Conversion]:
-    block = program.blocks[index]
-    calls = len(program.uses_of_block(index))
-    roles = {port.name: str(port.role) for port in block.ports}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionStep:
+    """One conversion of a value as code is generated for it: `before` are its types, `indices` the mesh dimensions that
+    are converted together, `target` what its users want of it."""
+
+    value: str
+    before: tuple[Type, ...]
+    indices: tuple[int, ...]
+    target: tuple[Type, ...]
+    users: tuple[tuple[str, int], ...]  # (node key, operand), or ("result", -1)
+
+
+def conversion_steps(
+    block: Block, analysis: Analysis, index: int, labels: BlockLabels, mesh: Mesh
+) -> Iterator[ConversionStep]:
+    """Every conversion inside a block under its labels, in the order in which values are defined."""
     types: dict[str, tuple[Type, ...]] = dict(labels.ports)
-    wanted: dict[tuple[str, tuple[Type, ...]], list[str]] = {}
+    wanted: dict[tuple[str, tuple[Type, ...]], list[tuple[str, int]]] = {}
     infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
 
-    def want(name: str, target: tuple[Type, ...], user: str) -> None:
+    def want(name: str, target: tuple[Type, ...], user: str, operand: int) -> None:
         pairs = zip(types[name], target, strict=True)
         target = tuple(s if same(s, t, infos[name].differentiable) else t for s, t in pairs)
         if target != types[name]:
-            wanted.setdefault((name, target), []).append(user)
+            wanted.setdefault((name, target), []).append((user, operand))
 
     for node in block.graph.nodes:
         if node.op != "call_function":
@@ -117,39 +127,48 @@ def _of_block(
         pairs = zip(labels.labels[key], mesh.degrees, strict=True)
         chosen = [by_label(variants(bound, degree), label) for label, degree in pairs]
         for k, name in enumerate(analysis.operands[index][node.name]):
-            want(name, tuple(v.operands[k] for v in chosen), key)
+            want(name, tuple(v.operands[k] for v in chosen), key, k)
         types[node.name] = tuple(v.output for v in chosen)
     for name in block.outputs:
-        want(name, labels.results[name], "result")
+        want(name, labels.results[name], "result", -1)
     for (name, target), users in wanted.items():
-        info, current = infos[name], list(types[name])
-        item = info.dtype.itemsize
-        dims = analysis.dims[index][name]
-        for indices in steps(dims, current, target, mesh):
-            i = indices[0]
-            others = [t for j, t in enumerate(current) if j not in indices]
-            degrees = [d for j, d in enumerate(mesh.degrees) if j not in indices]
-            whole = float(item)
-            for sizes in dims.local_sizes(others, degrees):
-                for size in sizes:
-                    whole *= size
-            ranks = prod(mesh.degrees[j] for j in indices)
-            if len(indices) == 1:  # joined shards are even
-                whole *= _padding(dims, current[i], target[i], ranks)
-            forward, backward = wire(current[i], target[i], info.differentiable)
-            yield Conversion(
-                block=index,
-                value=name,
-                role=roles.get(name, "node"),
-                mesh_dim=mesh.names[i] if len(indices) == 1 else mesh.joined(i) or "",
-                source=current[i],
-                target=target[i],
-                forward=forward,
-                backward=backward,
-                forward_bytes=sent_bytes(forward, whole, ranks) if forward else 0.0,
-                backward_bytes=sent_bytes(backward, whole, ranks) if backward else 0.0,
-                uses=tuple(users),
-                calls=calls,
-            )
+        current = list(types[name])
+        for indices in steps(analysis.dims[index][name], current, target, mesh):
+            yield ConversionStep(value=name, before=tuple(current), indices=indices, target=target, users=tuple(users))
             for j in indices:
                 current[j] = target[j]
+
+
+def _of_block(
+    program: Program, analysis: Analysis, labels: BlockLabels, mesh: Mesh, index: int
+) -> Iterator[Conversion]:
+    block = program.blocks[index]
+    calls = len(program.uses_of_block(index))
+    roles = {port.name: str(port.role) for port in block.ports}
+    infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
+    for step in conversion_steps(block, analysis, index, labels, mesh):
+        info, dims, i = infos[step.value], analysis.dims[index][step.value], step.indices[0]
+        others = [t for j, t in enumerate(step.before) if j not in step.indices]
+        degrees = [d for j, d in enumerate(mesh.degrees) if j not in step.indices]
+        whole = float(info.dtype.itemsize)
+        for sizes in dims.local_sizes(others, degrees):
+            for size in sizes:
+                whole *= size
+        ranks = prod(mesh.degrees[j] for j in step.indices)
+        if len(step.indices) == 1:  # joined shards are even
+            whole *= _padding(dims, step.before[i], step.target[i], ranks)
+        forward, backward = wire(step.before[i], step.target[i], info.differentiable)
+        yield Conversion(
+            block=index,
+            value=step.value,
+            role=roles.get(step.value, "node"),
+            mesh_dim=mesh.names[i] if len(step.indices) == 1 else mesh.joined(i) or "",
+            source=step.before[i],
+            target=step.target[i],
+            forward=forward,
+            backward=backward,
+            forward_bytes=sent_bytes(forward, whole, ranks) if forward else 0.0,
+            backward_bytes=sent_bytes(backward, whole, ranks) if backward else 0.0,
+            uses=tuple(user for user, _ in step.users),
+            calls=calls,
+        )

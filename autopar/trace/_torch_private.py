@@ -1,7 +1,7 @@
 """The only file that touches torch's underscore modules: one-process ranks, and what export hides."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import (
     LocalTensor,
     LocalTensorMode,
@@ -139,6 +140,11 @@ class _Watch(TorchDispatchMode):
 def watch_operators(namespaces: Sequence[str], seen: Callable[[str, dict[str, Any], Any], None]) -> _Watch:
     """A context in which `seen` is told of operators of C++ too, those of the backward pass included."""
     return _Watch(namespaces, seen)
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context of tensors with shapes, strides, dtypes, storages and autograd, but without numbers."""
+    return FakeTensorMode()
 
 
 def group_name_of(arguments: dict[str, Any]) -> str | None:

@@ -1,0 +1,245 @@
+"""What torch's autograd does with every operator of a block: kernels launched, tensors kept for the backward pass.
+
+A block's graph is run node by node under fake tensors (shapes, strides and storages, no numbers), forward and
+backward: the kernels are those that reach torch's dispatcher and do not merely look at an operand in another way, the
+tensors kept are those that `torch.autograd.graph.saved_tensors_hooks` is shown. Two operators are run as a GPU runs
+them, whatever device is at hand: dropout keeps its mask (`native_dropout`), and attention is one kernel that keeps
+queries, keys, values, its output and one float32 per query, the logarithm of the sum of exponentials (Dao et al. 2022,
+"FlashAttention", algorithm 2; torch's derivatives.yaml, `_scaled_dot_product_flash_attention`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.cost_model.compute import operator_name, saved_operands
+from autopar.ir.program import Block
+from autopar.rules.rule import Rule
+from autopar.trace._torch_private import fake_tensors, watch_operators
+from autopar.trace.analysis import Analysis
+
+aten = torch.ops.aten
+ATTENTION = "scaled_dot_product_attention"
+NAMESPACES = ("aten", "autopar", "prims")
+STATISTICS = ("layer_norm", "group_norm")  # on a GPU their mean and deviation are float32 whatever the input is
+ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "new_empty", "empty_strided"])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor as a kernel or the backward pass sees it; `elements` are those in memory, fewer where it is expanded."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor kept for the backward pass: the value whose memory it is, and the operand that it came by.
+
+    `value` is None where the operator made it for itself; `operand` is -1 where it is the operator's output.
+    """
+
+    value: str | None
+    operand: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """One operator: the tensors of every kernel, forward and backward, and what it keeps.
+
+    `owner` is the value whose memory its output is: its own name, or the value it is a view of.
+    """
+
+    forward: tuple[tuple[Piece, ...], ...]
+    backward: tuple[tuple[Piece, ...], ...]
+    kept: tuple[Kept, ...]
+    owner: str
+
+
+def run_block(block: Block, index: int, analysis: Analysis) -> Mapping[str, NodeRun]:
+    """Every operator of a block by name."""
+    found: dict[str, NodeRun] = {}
+    with fake_tensors():
+        run = _Run(analysis, index)
+        for node in block.graph.nodes:
+            if node.op == "placeholder" and "info" in node.meta:
+                run.port(node)
+            elif node.op == "placeholder":
+                run.values[node.name] = 1.0  # a number that differs between calls of the block
+            elif node.op == "call_function":
+                found[node.name] = run.node(node)
+    return found
+
+
+class _Run:
+    """Values of one run, and which of them owns each storage; tensors are kept, so that storages stay who they are."""
+
+    def __init__(self, analysis: Analysis, index: int) -> None:
+        self.analysis, self.index = analysis, index
+        self.values: dict[str, Any] = {}
+        self.owner: dict[int, str] = {}
+        self.alive: list[Any] = []
+
+    def port(self, node: fx.Node) -> None:
+        info = node.meta["info"]
+        self.values[node.name] = torch.empty(info.shape, dtype=info.dtype)
+        self.owner[_storage(self.values[node.name])] = node.name
+
+    def node(self, node: fx.Node) -> NodeRun:
+        call = self.analysis.calls[self.index][node.name]
+        names = self.analysis.operands[self.index][node.name]
+        rule = self.analysis.bounds[self.index][node.name].rule
+        leaves = {
+            name: self.values[name].detach().requires_grad_(info.differentiable and info.dtype.is_floating_point)
+            for name, info in zip(names, call.operands, strict=True)
+        }
+        saved: list[Any] = []
+        kernels: list[tuple[Piece, ...]] = []
+        attention = operator_name(node.target) == ATTENTION
+        try:
+            with _recording(saved), _watching(kernels):
+                out = _attention_output(node) if attention else _call(node, leaves, self.values)
+        except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule says what is kept
+            out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype), []
+            kept = self._kept_by_rule(node, rule)
+            kernels[:] = [_pieces([*leaves.values(), out])]
+        else:
+            kept = self._kept_by_attention(node) if attention else self._kept(node, names, out, saved)
+        storage = _storage(out)
+        self.owner.setdefault(storage, node.name)
+        self.values[node.name] = out.detach()
+        self.alive += [out, *saved, *leaves.values()]
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        if attention:
+            kernels[:] = [(*_pieces([*leaves.values(), out]), _lse(out))]
+            backward = [(*_pieces([*leaves.values(), out, out, *wanted]), _lse(out))] if wanted else []
+        else:
+            backward = _backward(out, wanted)
+        return NodeRun(tuple(kernels), tuple(backward), tuple(kept), self.owner[storage])
+
+    def _kept(self, node: fx.Node, names: Sequence[str], out: Any, saved: Sequence[Any]) -> list[Kept]:
+        by_storage = {_storage(self.values[name]): k for k, name in reversed(list(enumerate(names)))}
+        statistics = operator_name(node.target) in STATISTICS
+        found: dict[int, Kept] = {}
+        for tensor in saved:
+            storage, piece = _storage(tensor), _piece(tensor)
+            if storage in by_storage:
+                kept = Kept(self.owner[storage], by_storage[storage], piece)
+            elif storage == _storage(out):
+                kept = Kept(node.name, -1, piece)
+            else:
+                kept = Kept(None, -1, replace(piece, itemsize=4) if statistics else piece)
+            found.setdefault(storage, kept)
+        return list(found.values())
+
+    def _kept_by_rule(self, node: fx.Node, rule: Rule) -> list[Kept]:
+        names = self.analysis.operands[self.index][node.name]
+        kept = saved_operands(self.analysis.calls[self.index][node.name], rule)
+        return [Kept(self._owner(names[k]), k, _piece(self.values[names[k]])) for k in kept]
+
+    def _kept_by_attention(self, node: fx.Node) -> list[Kept]:
+        names = self.analysis.operands[self.index][node.name]
+        infos = self.analysis.calls[self.index][node.name].operands
+        if not node.meta["info"].differentiable:
+            return []
+        floats = [(k, n) for k, (n, i) in enumerate(zip(names, infos, strict=True)) if i.dtype.is_floating_point]
+        out = _attention_output(node)
+        found = [Kept(self._owner(name), k, _piece(self.values[name])) for k, name in floats]
+        return [*found, Kept(node.name, -1, _piece(out)), Kept(None, -1, _lse(out))]
+
+    def _owner(self, name: str) -> str:
+        return self.owner[_storage(self.values[name])]
+
+
+def _call(node: fx.Node, leaves: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    def tensor(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return leaves.get(value.name, values.get(value.name))
+        if isinstance(value, (list, tuple)):
+            return type(value)(tensor(each) for each in value)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    args, kwargs = tensor(node.args), {name: tensor(value) for name, value in node.kwargs.items()}
+    if node.target is aten.dropout.default and args[2] and args[1] > 0.0:
+        return aten.native_dropout.default(args[0], args[1], True)[0]
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _attention_output(node: fx.Node) -> Any:
+    """Contiguous as (batch, queries, heads, width), as the kernels write it."""
+    info = node.meta["info"]
+    if len(info.shape) < 3:
+        return torch.empty(info.shape, dtype=info.dtype)
+    *before, heads, queries, width = info.shape
+    return torch.empty((*before, queries, heads, width), dtype=info.dtype).transpose(-3, -2)
+
+
+def _lse(out: Any) -> Piece:
+    shape = tuple(out.shape[:-1])
+    return Piece((*shape, 1), 4, out.numel() // max(1, out.shape[-1]))
+
+
+def _backward(out: Any, wanted: Sequence[Any]) -> list[tuple[Piece, ...]]:
+    kernels: list[tuple[Piece, ...]] = []
+    if out.requires_grad and wanted:
+        grad = torch.empty_like(out)
+        with _watching(kernels):
+            torch.autograd.grad(out, wanted, grad, allow_unused=True)
+    return kernels
+
+
+@contextmanager
+def _recording(saved: list[Any]) -> Iterator[None]:
+    def keep(tensor: Any) -> Any:
+        saved.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
+
+
+@contextmanager
+def _watching(kernels: list[tuple[Piece, ...]]) -> Iterator[None]:
+    def seen(name: str, arguments: dict[str, Any], out: Any) -> None:
+        inputs, outputs = _tensors(list(arguments.values())), _tensors([out])
+        before = {_storage(each) for each in inputs}
+        is_view = outputs and all(_storage(each) in before for each in outputs) and not name.endswith("_")
+        if not is_view and name.split("::")[-1] not in ALIASES:
+            kernels.append(_pieces([*inputs, *outputs]))
+
+    with watch_operators(NAMESPACES, seen):
+        yield
+
+
+def _tensors(values: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _pieces(tensors: Sequence[Any]) -> tuple[Piece, ...]:
+    return tuple(_piece(tensor) for tensor in tensors)
+
+
+def _piece(tensor: Any) -> Piece:
+    itemsize = tensor.dtype.itemsize
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return Piece(tuple(tensor.shape), itemsize, elements)
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)

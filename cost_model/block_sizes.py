@@ -1,0 +1,146 @@
+"""Sizes of a block's values as expressions: symbols of axes, divided by the degrees that split them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Any
+
+from autopar.cost_model.block_autograd import Piece
+from autopar.cost_model.expressions import Expr, symbol
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block
+from autopar.ir.sharding import DATA, Dims, Mesh, Type
+from autopar.rules.rule import Call
+from autopar.rules.variants import Bound, Variant, by_label, variants
+from autopar.trace.analysis import Analysis
+
+Types = tuple[Type, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Naming:
+    """What sizes are called. `by_size` names axes by their captured size, where sizes are pairwise distinct; the batch
+    is b sequences per data-parallel rank, the sequence s tokens, and any other axis its captured number."""
+
+    analysis: Analysis
+    mesh: Mesh
+    by_size: Mapping[int, Expr]
+
+    @property
+    def degrees(self) -> tuple[Expr, ...]:
+        """One symbol per mesh dimension of degree above 1: t for `tp`, else its own name; 1 where nothing is split."""
+        import sympy
+
+        return tuple(
+            symbol({"tp": "t", DATA: "d"}.get(name, name)) if degree > 1 else sympy.Integer(1)
+            for name, degree in zip(self.mesh.names, self.mesh.degrees, strict=True)
+        )
+
+    def axis(self, atom: int, size: int) -> Expr:
+        """The size of an axis over all ranks."""
+        import sympy
+
+        if atom in self.analysis.batch_axes:
+            return symbol("b") * prod(d for n, d in zip(self.mesh.names, self.degrees, strict=True) if n == DATA)
+        if size in self.by_size:
+            return self.by_size[size]
+        return symbol("s") if atom in self.analysis.sequence_axes else sympy.Integer(size)
+
+    def whole(self, dims: Dims) -> Expr:
+        """Elements of a value over all ranks."""
+        import sympy
+
+        pairs = (pair for d in range(len(dims.sizes)) for pair in zip(dims.axes[d], dims.sizes[d], strict=True))
+        return prod((self.axis(atom, size) for atom, size in pairs), start=sympy.Integer(1))
+
+    def divisor(self, types: Types) -> Expr:
+        """By how much types divide the elements of one rank."""
+        import sympy
+
+        shards = (d for t, d in zip(types, self.degrees, strict=True) if t.kind == "S")
+        return prod(shards, start=sympy.Integer(1))
+
+    def local(self, dims: Dims, types: Types) -> Expr:
+        """Elements of a value on one rank."""
+        return self.whole(dims) / self.divisor(types)
+
+    def atoms(self, dims: Dims, types: Types) -> Iterator[tuple[int, int, Expr]]:
+        """Every axis of a value: which, its captured size, its size on one rank."""
+        for d, (sizes, axes) in enumerate(zip(dims.sizes, dims.axes, strict=True)):
+            for position, (size, atom) in enumerate(zip(sizes, axes, strict=True)):
+                here = (t.kind == "S" and (t.dim, t.position) == (d, position) for t in types)
+                degree = prod(deg for is_split, deg in zip(here, self.degrees, strict=True) if is_split)
+                yield atom, size, self.axis(atom, size) / degree
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NodeSizes:
+    """One operator under its labels: its variant on every mesh dimension, and sizes of what it works on."""
+
+    naming: Naming
+    call: Call
+    bound: Bound
+    chosen: tuple[Variant, ...]
+    dims: tuple[Dims, ...]  # of its operands, and of its output behind them
+
+    def types(self, k: int) -> Types:
+        """Types of operand k, or of the output for -1."""
+        return tuple((*v.operands, v.output)[k] for v in self.chosen)
+
+    def elements(self, k: int) -> Expr:
+        """Elements on one rank of operand k as the operator reads it, or of its output for -1."""
+        return self.naming.local(self.dims[k], self.types(k))
+
+    def num_bytes(self, k: int) -> Expr:
+        return self.elements(k) * (*self.call.operands, self.call.output)[k].dtype.itemsize
+
+    def factors(self) -> dict[str, Expr]:
+        """The size of every factor on one rank."""
+        found = {}
+        for factor, atoms in self.bound.factors.items():
+            size = prod((self.naming.axis(atom, n) for atom, n in atoms), start=symbol("b") ** 0)
+            degree = prod(d for v, d in zip(self.chosen, self.naming.degrees, strict=True) if v.factor == factor)
+            found[factor] = size / degree
+        return found
+
+    def piece_bytes(self, piece: Piece) -> Expr:
+        """Bytes of a tensor inside the operator, by the operand, output or product of axes that has its size."""
+        return self._piece_elements(piece) * piece.itemsize
+
+    def _piece_elements(self, piece: Piece) -> Expr:
+        import sympy
+
+        order = [len(self.dims) - 1, *range(len(self.dims) - 1)]
+        for k in order:
+            if self.dims[k].shape == piece.shape and prod(piece.shape) == piece.elements:
+                return self.elements(k)
+        atoms: dict[int, tuple[int, Any]] = {}
+        for k in order:
+            for atom, size, local in self.naming.atoms(self.dims[k], self.types(k)):
+                atoms.setdefault(atom, (size, local))
+        for count in range(len(atoms) + 1):
+            for chosen in combinations(atoms.values(), count):
+                if prod(size for size, _ in chosen) == piece.elements:
+                    return prod((local for _, local in chosen), start=sympy.Integer(1))
+        return self.naming.by_size.get(piece.elements, sympy.Integer(piece.elements))
+
+
+def sizes_of(
+    block: Block, index: int, analysis: Analysis, labels: BlockLabels, naming: Naming
+) -> Mapping[str, NodeSizes]:
+    """The sizes of every operator of a block by name."""
+    found = {}
+    for node in block.graph.nodes:
+        if node.op != "call_function":
+            continue
+        bound, degrees = analysis.bounds[index][node.name], naming.mesh.degrees
+        pairs: Sequence[tuple[str, int]] = list(zip(labels.labels[node.meta["key"]], degrees, strict=True))
+        found[node.name] = NodeSizes(
+            naming=naming,
+            call=analysis.calls[index][node.name],
+            bound=bound,
+            chosen=tuple(by_label(variants(bound, degree), label) for label, degree in pairs),
+            dims=tuple(analysis.dims[index][name] for name in (*analysis.operands[index][node.name], node.name)),
+        )
+    return found

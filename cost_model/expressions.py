@@ -1,0 +1,377 @@
+"""What one call of a block costs on one rank, as expressions in named sizes, and their values.
+
+An expression is a sum of monomials: a rational coefficient times integer powers of the symbols below. So it is stored
+(`to_json`, `from_json`; nothing read from a file is ever evaluated as code), printed and compared. `evaluate` turns
+all expressions of a block or family into one function of NumPy arrays by sympy's `lambdify`, with common
+subexpressions computed once; the function is made once per value and kept.
+
+Sizes are those of 16-bit training as captured: bytes of a value are its elements times its own width, so what a model
+computes in float32 counts four bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+
+from autopar.errors import InputError, Problem, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Number: TypeAlias = float | NDArray[np.float64]
+
+Expr: TypeAlias = Any  # sympy.Expr; sympy has no types and is imported when the first expression is made
+
+SYMBOLS: Mapping[str, str] = {
+    "b": "sequences of one rank's micro-batch",
+    "s": "query tokens of a sequence",
+    "S": "keys that a query may see",
+    "h": "hidden width",
+    "a": "query heads",
+    "g": "key and value heads",
+    "e": "width of a head",
+    "f": "width of the feed-forward layer",
+    "v": "vocabulary",
+    "t": "tensor-parallel degree",
+    "x": "experts",
+    "y": "experts that work on a token",
+    "m": "width of one expert",
+    "w": "width of the shared experts together",
+    "l": "positions of a learned position table",
+    "q": "rank of the queries' projection (latent attention)",
+    "c": "rank of the keys' and values' projection (latent attention)",
+    "r": "rotated part of a head (latent attention)",
+    "u": "width of a head's values (latent attention)",
+}
+Kind = Literal["matmul", "attention", "memory"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Cause = Literal["value", "regather", "parameter", "inside"]
+ROLES = ("first", "layer", "moe_layer", "last")
+VARIANTS = ("tp", "sp")
+V = TypeVar("V")
+Term = tuple[Fraction, tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator(Generic[V]):
+    """One operator or fused group on one rank, in one call of its block for one micro-batch.
+
+    matmul: `count` products of (m × k) · (k × n); `flops` = 2·count·m·n·k forward, twice that backward where both
+    operands have gradients. attention: `count` is sequences times heads, `m` queries, `n` keys, `k` the width of a
+    head. memory: no FLOP, m = n = k = count = 0. Bytes are what is read and written; kernels are launches.
+    """
+
+    name: str
+    kind: Kind
+    flops: V
+    m: V
+    n: V
+    k: V
+    count: V
+    forward_bytes: V
+    backward_bytes: V
+    kernels_forward: int
+    kernels_backward: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent(Generic[V]):
+    """One collective of one call of a block; `whole_bytes` is the tensor before it is scattered or once gathered.
+
+    `of` is "value" (its types change), "regather" (a gathered value gathered again for a weight's gradient, in place of
+    keeping it), "inside" (a rewrite of an operator sums over ranks) or "parameter" (gradients of a whole parameter are
+    summed, which may wait until the end of the step).
+    """
+
+    collective: Collective
+    mesh_dim: str
+    is_forward: bool
+    whole_bytes: V
+    of: Cause = "value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork(Generic[V]):
+    """One block on one rank.
+
+    `products` are matrix products and attention. `eager` is every other operator by itself, `fused` the same work as
+    maximal groups between products and collectives, one kernel each. `saved_eager_bytes` is what torch's autograd
+    keeps for the backward pass, `saved_fused_bytes` what products, attention and fused groups that recompute their
+    inside need; `input_bytes` what full recomputation keeps. Parameters are elements on one rank: split over tensor
+    ranks, whole on each of them, and of experts (which expert parallelism divides further).
+    """
+
+    role: str
+    products: tuple[Operator[V], ...]
+    eager: tuple[Operator[V], ...]
+    fused: tuple[Operator[V], ...]
+    sent: tuple[Sent[V], ...]
+    saved_eager_bytes: V
+    saved_fused_bytes: V
+    input_bytes: V
+    parameters_split: V
+    parameters_whole: V
+    parameters_expert: V
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(Generic[V]):
+    """The blocks of a family of models by role and variant: "tp", or "sp" for tensor with sequence parallelism."""
+
+    name: str
+    source: str
+    blocks: tuple[tuple[str, tuple[tuple[str, BlockWork[V]], ...]], ...]
+
+    def block(self, role: str, variant: str) -> BlockWork[V]:
+        """The block of a role. Raises `KeyError` where the family has none."""
+        return dict(dict(self.blocks)[role])[variant]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for role, _ in self.blocks)
+
+
+# ---- expressions ----
+
+
+def terms(expression: Expr) -> tuple[Term, ...]:
+    """The monomials of an expression, in a fixed order. Raises `ValueError` where it is no sum of monomials."""
+    import sympy
+
+    found: dict[tuple[tuple[str, int], ...], Fraction] = {}
+    for term in sympy.Add.make_args(sympy.expand(expression)):
+        factor, powers = Fraction(1), {}
+        for base, power in term.as_powers_dict().items():
+            if base.is_Number and power.is_Integer:
+                number = Fraction(int(base.p), int(base.q)) if base.is_Rational else Fraction(float(base))
+                factor *= number ** int(power)
+            elif base.is_Symbol and power.is_Integer:
+                powers[base.name] = int(power)
+            else:
+                raise ValueError(f"{term} in {expression} is no monomial")
+        key = tuple(sorted(powers.items()))
+        found[key] = found.get(key, Fraction(0)) + factor
+    return tuple((found[key], key) for key in sorted(found) if found[key])
+
+
+def expression(found: Sequence[Term]) -> Expr:
+    """The inverse of `terms`."""
+    return _expression(tuple(found))
+
+
+@functools.cache  # the operators of a block share most of their expressions
+def _expression(found: tuple[Term, ...]) -> Expr:
+    import sympy
+
+    products = []
+    for coefficient, powers in found:
+        factors = [symbol(name) ** power for name, power in powers]
+        products.append(sympy.Mul(sympy.Rational(coefficient.numerator, coefficient.denominator), *factors))
+    return sympy.Add(*products)
+
+
+def symbol(name: str) -> Expr:
+    """The positive symbol of a name."""
+    import sympy
+
+    return sympy.Symbol(name, positive=True)
+
+
+def canonical(value: Expr | float) -> Expr:
+    """An expression as a sum of monomials with rational coefficients."""
+    import sympy
+
+    return expression(terms(sympy.sympify(value)))
+
+
+# ---- values ----
+
+
+def evaluate(works: Any, numbers: Mapping[str, Number]) -> Any:
+    """The same block, family or operator with numbers in place of expressions: floats, or arrays where `numbers` are.
+
+    Arrays must broadcast with each other; an expression without symbols stays a plain number. Raises `InputError`
+    naming the symbols that `numbers` lacks.
+    """
+    names, function = _compiled(works)
+    missing = [name for name in names if name not in numbers]
+    if missing:
+        named = ", ".join(f"{name} ({SYMBOLS.get(name, 'a size of the model')})" for name in missing)
+        raise InputError(f"no number for {named}; give one for every symbol of the expressions")
+    values = iter(function(*(numbers[name] for name in names)))
+    return _mapped(works, lambda _: next(values))
+
+
+@functools.cache
+def _compiled(works: Any) -> tuple[tuple[str, ...], Callable[..., list[Any]]]:
+    import sympy
+
+    leaves = list(_leaves(works))
+    symbols = sorted({s for leaf in leaves for s in leaf.free_symbols}, key=lambda s: s.name)
+    names = [s.name for s in symbols]
+    return tuple(names), sympy.lambdify(symbols, leaves, modules="numpy", cse=True)
+
+
+def free_symbols(works: Any) -> tuple[str, ...]:
+    """The names of all symbols of a block, family or operator, sorted."""
+    return tuple(sorted({s.name for leaf in _leaves(works) for s in leaf.free_symbols}))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            yield from _leaves(getattr(value, each.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif hasattr(value, "free_symbols"):
+        yield value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: _mapped(getattr(value, each.name), function) for each in dataclasses.fields(value)}
+        return type(value)(**parts)
+    if isinstance(value, tuple):
+        return tuple(_mapped(item, function) for item in value)
+    return function(value) if hasattr(value, "free_symbols") else value
+
+
+# ---- files ----
+
+
+def to_json(family: Family[Expr]) -> str:
+    """One line per operator, so that a change of a family can be read."""
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "free_symbols"):
+            return [
+                [c.numerator if c.denominator == 1 else [c.numerator, c.denominator], dict(p)] for c, p in terms(value)
+            ]
+        if dataclasses.is_dataclass(value):
+            return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+    records = {"kernels_forward", "is_forward"}  # keys of what stands in one line
+
+    def lines(value: Any, indent: str) -> str:
+        text = json.dumps(value, ensure_ascii=False)
+        deep = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+        deep = deep or (isinstance(value, dict) and not records & set(value))
+        if len(text) + len(indent) <= 118 or not deep:
+            return text
+        inner = indent + "  "
+        if isinstance(value, dict):
+            parts = [f"{inner}{json.dumps(k)}: {lines(v, inner)}" for k, v in value.items()]
+            return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+        return "[\n" + ",\n".join(inner + lines(v, inner) for v in value) + f"\n{indent}]"
+
+    blocks = {role: {name: plain(work) for name, work in found} for role, found in family.blocks}
+    return lines({"name": family.name, "source": family.source, "blocks": blocks}, "") + "\n"
+
+
+def from_json(text: str) -> Family[Expr]:
+    """Read what `to_json` wrote. Raises `InputError` with every problem of its content."""
+    problems: list[Problem] = []
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"the blocks of a family are not valid JSON: {error}") from None
+    reader = _Reader(problems)
+    family = reader.family(data)
+    if problems or family is None:
+        raise InputError("the blocks of a family cannot be used", problems)
+    return family
+
+
+class _Reader:
+    """Plain data to dataclasses; collects problems and reads on."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+
+    def fail(self, path: str, rule: str, value: object = None) -> None:
+        self.problems.append(Problem(path=path, rule=rule, value=value))
+
+    def family(self, data: Any) -> Family[Expr] | None:
+        if not isinstance(data, dict) or not isinstance(data.get("blocks"), dict):
+            self.fail("", "must be an object with name, source and blocks")
+            return None
+        blocks = []
+        for role, variants in data["blocks"].items():
+            if role not in ROLES:
+                self.fail(f"blocks.{role}", f"must be one of {', '.join(ROLES)}")
+            elif not isinstance(variants, dict) or set(variants) != set(VARIANTS):
+                self.fail(f"blocks.{role}", f"must have the variants {' and '.join(VARIANTS)}")
+            else:
+                found = [(name, self.record(BlockWork, variants[name], f"blocks.{role}.{name}")) for name in VARIANTS]
+                blocks.append((role, tuple(found)))
+        return Family(name=str(data.get("name", "")), source=str(data.get("source", "")), blocks=tuple(blocks))
+
+    def record(self, kind: Any, data: Any, path: str) -> Any:
+        fields = {each.name: each for each in dataclasses.fields(kind)}
+        if not isinstance(data, dict) or set(data) != set(fields):
+            self.fail(path, f"must be an object with exactly the keys {', '.join(fields)}")
+            return None
+        values = {name: self.field(str(each.type), data[name], f"{path}.{name}") for name, each in fields.items()}
+        return kind(**values)
+
+    def field(self, kind: str, data: Any, path: str) -> Any:
+        if kind == "V":
+            return self.expression(data, path)
+        if kind.startswith("tuple["):
+            record = Operator if "Operator" in kind else Sent
+            if not isinstance(data, list):
+                self.fail(path, "must be a list")
+                return ()
+            return tuple(self.record(record, each, f"{path}[{i}]") for i, each in enumerate(data))
+        wanted: type = {"int": int, "bool": bool}.get(kind, str)
+        if type(data) is not wanted:
+            self.fail(path, f"must be {wanted.__name__}", data)
+        return data
+
+    def expression(self, data: Any, path: str) -> Expr:
+        found: list[Term] = []
+        for item in data if isinstance(data, list) else [data]:
+            term = self.term(item, path)
+            if term is not None:
+                found.append(term)
+        return expression(found)
+
+    def term(self, item: Any, path: str) -> Term | None:
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], dict):
+            self.fail(path, "must be a list of [coefficient, {symbol: power}]", item)
+            return None
+        coefficient, powers = item
+        pair = coefficient if isinstance(coefficient, list) else [coefficient, 1]
+        if len(pair) != 2 or any(type(each) is not int for each in pair) or pair[1] < 1:
+            self.fail(path, "a coefficient must be a whole number or [numerator, denominator]", coefficient)
+            return None
+        for name, power in powers.items():
+            if name not in SYMBOLS or type(power) is not int:
+                self.fail(path, f"must be a power of a known symbol; {did_you_mean(name, tuple(SYMBOLS))}", item)
+                return None
+        return Fraction(*pair), tuple(sorted(powers.items()))
+
+
+@functools.cache
+def family(name: str) -> Family[Expr]:
+    """The blocks of a family shipped with the package. Raises `InputError` naming those there are."""
+    if name not in family_names():
+        raise InputError(f"no blocks of a family {name!r}; {did_you_mean(name, family_names())}")
+    return from_json((resources.files("autopar.cost_model") / "blocks" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def family_names() -> tuple[str, ...]:
+    """The families shipped with the package, sorted."""
+    folder = resources.files("autopar.cost_model") / "blocks"
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
