@@ -12,6 +12,7 @@ from autopar.cli.doctor import doctor
 from autopar.cli.models import models
 from autopar.cli.plan import plan
 from autopar.cli.trace import trace
+from autopar.cli.validate import validate
 from autopar.cli.verify import verify
 
 app = typer.Typer(
@@ -39,7 +40,7 @@ def _root(
     """Exit status: 0 done; 1 verification failed, or a bug; 2 bad input; 3 no feasible plan."""
 
 
-for command in (plan, coverage, verify, trace, doctor, models, clusters):
+for command in (plan, coverage, verify, trace, validate, doctor, models, clusters):
     register(app, command)
 
 

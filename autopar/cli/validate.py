@@ -1,0 +1,207 @@
+"""`autopar validate`: predictions of published training runs beside what they measured."""
+
+import csv
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from autopar.cli.model_argument import Json
+from autopar.cli.output import console, print_json, progress, table
+from autopar.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from autopar.cost_model.row import Row, RowEstimate, Unmodelled
+    from autopar.cost_model.validation import By, Measures, Validation
+
+TIERS = ("core", "all")
+MAX_IDS = 8
+
+
+def validate(
+    runs: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUNS.csv",
+            help="Runs with the columns of benchmarks/data/README.md, or the vTrain sweep.",
+            show_default=False,
+        ),
+    ],
+    tier: Annotated[str, typer.Option(help="core (rows whose tier is core) or all.")] = "all",
+    by: Annotated[str, typer.Option(help="Split by source_key, gpu_type or group.")] = "source_key",
+    out: Annotated[
+        Path | None, typer.Option(help="Write id,seconds,peak_bytes,fits of every row modelled.", show_default=False)
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a page with a picture and tables (HTML).", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict step time and memory of published runs from their model, machine and layout, and compare.
+
+    Nothing that a run measured is seen by the prediction. Errors are predicted / measured - 1; rows that cannot be
+    modelled are listed with the reason.
+    """
+    column = _column(by)
+    if tier not in TIERS:
+        raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, TIERS)}")
+    _check_targets(runs, out, report)
+    from autopar.cost_model.validation import compare, predict, summarise
+
+    with progress(f"reading {runs}") as say:
+        rows = _rows(runs, tier)
+        say(f"predicting {len(rows)} rows")
+        from autopar.cost_model.row_estimate import estimate_rows
+
+        estimates = predict(rows, estimate_rows)
+    found = summarise(compare(rows, estimates), by=column)
+    if report is not None:
+        from autopar.cli.validate_report import html_report
+
+        page = html_report(found, title=runs.name, subtitle=f"{len(rows)} rows of tier {tier}; autopar validate")
+        _write(report, page)
+    if out is not None:
+        _write(out, predictions_csv(estimates))
+    if as_json:
+        print_json(found.to_dict())
+        return
+    _show(found)
+    for path in (report, out):
+        if path is not None:
+            console().print(f"written to {path}", markup=False)
+
+
+def predictions_csv(estimates: "Sequence[RowEstimate | Unmodelled]") -> str:
+    """``id,seconds,peak_bytes,fits`` of what was modelled; `fits` is empty where the device's memory is not known."""
+    from autopar.cost_model.row import RowEstimate
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("id", "seconds", "peak_bytes", "fits"))
+    for one in estimates:
+        if isinstance(one, RowEstimate):
+            fits = "" if one.fits is None else str(one.fits).lower()
+            writer.writerow((one.id, repr(float(one.seconds)), round(one.peak_bytes), fits))
+    return text.getvalue()
+
+
+def _column(by: str) -> "By":
+    known: dict[str, Literal["source_key", "gpu_type", "group"]] = {
+        "source_key": "source_key",
+        "gpu_type": "gpu_type",
+        "group": "group",
+    }
+    if by not in known:
+        raise InputError(f"--by {by!r} is not known; {did_you_mean(by, tuple(known))}")
+    return known[by]
+
+
+def _rows(runs: Path, tier: str) -> "list[Row]":
+    from autopar.cost_model.vtrain_sweep import read_runs
+
+    rows = read_runs(runs)
+    wanted = [row for row in rows if tier == "all" or row.tier == tier]
+    if not rows:
+        raise InputError(f"{runs} has a header and no rows")
+    if not wanted:
+        tiers = ", ".join(sorted({row.tier or "none" for row in rows})[:5])
+        raise InputError(f"none of the {len(rows)} rows of {runs} has tier {tier} ({tiers} only): use --tier all")
+    return wanted
+
+
+def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
+    """Refuse before any work what cannot be written in the end."""
+    named = [(option, path) for option, path in (("--out", out), ("--report", report)) if path is not None]
+    for option, path in named:
+        if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+            raise InputError(f"{option} {path} cannot be written: name a file in a folder that you may write to")
+        if path.exists() and runs.exists() and path.samefile(runs):
+            raise InputError(f"{option} {path} is the file of the runs: name another")
+    if out is not None and report is not None and out.absolute() == report.absolute():
+        raise InputError(f"--out and --report both name {out}: name two files")
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _show(found: "Validation") -> None:
+    out = console()
+    overall = found.overall
+    out.print(_headline(overall), markup=False, style="bold")
+    out.print()
+    columns = (
+        *(found.by_column, "rows", "modelled", "timed", "median", "mean", "p90", "worst", "bias"),
+        *("memory", "median", "p90", "bias", "groups", "rank corr.", "regret"),
+    )
+    lines = [(name, *_cells(part)) for name, part in found.by.items()]
+    out.print(table(columns, [*lines, ("all", *_cells(overall))], right=columns[1:]))
+    out.print()
+    weighed = found.mean_over_sources
+    if weighed["step_time"] is not None:
+        memory = "" if weighed["memory"] is None else f", of memory {_percent(weighed['memory'])}"
+        text = f"every source weighed once: mean of the median errors {_percent(weighed['step_time'])}{memory}"
+        out.print(text, markup=False)
+    _show_rest(found)
+
+
+def _headline(overall: "Measures") -> str:
+    share = f"{overall.modelled} of {overall.rows} rows modelled"
+    if overall.stated < overall.rows:
+        share += f" ({overall.stated_modelled} of the {overall.stated} that state enough)"
+    if overall.step_time.n == 0:
+        return share
+    time = overall.step_time
+    return f"{share}; step time: median error {_percent(time.median)}, p90 {_percent(time.p90)}"
+
+
+def _show_rest(found: "Validation") -> None:
+    from autopar.cli.validate_report import reasons
+
+    out = console()
+    ranking, oom = found.overall.ranking, found.overall.oom
+    if ranking.groups:
+        out.print(
+            f"{ranking.groups} groups of layouts of the same work ({ranking.layouts} layouts): rank correlation "
+            f"{ranking.correlation_median:.2f} in the median group, {ranking.correlation_p10:.2f} in the worst tenth; "
+            f"measured regret {_percent(ranking.regret_median)} and {_percent(ranking.regret_p90)}",
+            markup=False,
+        )
+    if oom.oom_rows:
+        text = f"{oom.oom_predicted} of {oom.oom_rows} rows that ran out of memory are predicted not to fit"
+        out.print(text, markup=False)
+    if oom.ok_rows:
+        text = f"{oom.ok_predicted_oom} of {oom.ok_rows} rows that ran are predicted not to fit"
+        out.print(text, markup=False)
+    for reason, ids in reasons(found).items():
+        more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
+        out.print(f"not modelled, {reason}: {', '.join(ids[:MAX_IDS])}{more}", markup=False, style="yellow")
+
+
+def _cells(part: "Measures") -> tuple[str, ...]:
+    time, memory, ranking = part.step_time, part.memory, part.ranking
+    correlation = "" if ranking.correlation_median is None else f"{ranking.correlation_median:.2f}"
+    return (
+        *(str(part.rows), str(part.modelled), str(time.n or "")),
+        *(_percent(time.median), _percent(time.mean), _percent(time.p90), _percent(time.max), _signed(time.bias)),
+        *(str(memory.n or ""), _percent(memory.median), _percent(memory.p90), _signed(memory.bias)),
+        *(str(ranking.groups or ""), correlation, _percent(ranking.regret_median)),
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1%}"
