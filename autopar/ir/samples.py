@@ -1,0 +1,46 @@
+"""What is measured on a machine, and what was: the values between measuring (`autopar.runtime`) and fitting
+(`autopar.cost_model`).
+
+    part         name                              numbers                                        amount
+    matmul       dtype                             m, n, k                                        FLOP
+    products     dtype                             count, m, n, k: batched, as in attention       FLOP
+    attention    dtype                             count, m, n, k, is_causal, is_backward         FLOP, forward
+    memory       what runs                         -                                              bytes moved
+    launch       "device", "host"                  -                                              operators
+    collective   kind                              ranks, hosts                                   bytes of the whole
+    overlap      "compute", "communicate", "both"  -                                              1
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Part = Literal["matmul", "products", "attention", "memory", "launch", "collective", "overlap"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Something to run; `amount` is how much of it there is, for rates and to foresee how long it takes."""
+
+    part: Part
+    name: str
+    amount: float
+    numbers: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """How long a work took, once: the median of several rounds."""
+
+    work: Work
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Sample":
+        return cls(work=Work(**content["work"]), seconds=content["seconds"])
