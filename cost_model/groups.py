@@ -89,7 +89,7 @@ def group_of(cluster: ClusterSpec, sizes: Sequence[Number], index: int, *, reduc
 
 
 def _links(cluster: ClusterSpec) -> tuple[Link, Link, Link]:
-    """In a host, between hosts, between leaves: the slowest of each; one that is missing has its neighbour's figures."""
+    """In a host, between hosts, between leaves: the slowest of each; one missing has its neighbour's figures."""
     inside = [group.in_host for group in cluster.groups if group.in_host is not None]
     slowest = min(inside, key=lambda link: link.bytes_per_s) if inside else None
     in_host = slowest or cluster.inter_host or _NO_LINK
