@@ -1,0 +1,316 @@
+"""Pipelines replayed: the action lists of `autopar.ir.schedules`, which the runtime executes, with seconds per pass.
+
+A rank runs its actions in their order. A pass begins when the one before it has ended and what it needs is there: a
+forward pass the values of the stage before, a backward pass its own forward pass and the gradients of the stage after,
+the part for the weights the part for the inputs. Between stages of one rank nothing is sent. Since the order on every
+rank is fixed, times are longest paths, found in one sweep (`simulate`); where a closed form of
+`autopar.cost_model.pipelines` is exact both agree to rounding.
+
+Messages are *overlapped*, as torch.distributed.pipelining sends them: the rank goes on, and sends one message after
+another; or *blocking*: the rank waits until its message has arrived. A receiver is always ready, as with receives
+posted ahead; runtimes that pair sends with receives order them so that no rank waits for itself, which a list does not
+say.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import PlanError, Problem
+from autopar.ir.schedules import Action, Pass, live_micro_batches
+
+Orders = Sequence[Sequence[Action]]
+_NEVER = -1.0  # times are not negative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds of the passes of one micro-batch, by stage: F, B, and I and W where the backward pass is split.
+
+    `forward_message_s[i]` and `backward_message_s[i]` are those of a message from stage i to the next and back.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    input_s: Sequence[float]
+    weight_s: Sequence[float]
+    forward_message_s: Sequence[float]
+    backward_message_s: Sequence[float]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_s)
+
+
+def equal_stages(
+    num_stages: int, *, forward_s: float, backward_s: float, weight_s: float = 0.0, message_s: float = 0.0
+) -> StageSeconds:
+    """Equal stages; the seconds are of one stage, W is a part of B."""
+    return StageSeconds(
+        forward_s=[forward_s] * num_stages,
+        backward_s=[backward_s] * num_stages,
+        input_s=[backward_s - weight_s] * num_stages,
+        weight_s=[weight_s] * num_stages,
+        forward_message_s=[message_s] * (num_stages - 1),
+        backward_message_s=[message_s] * (num_stages - 1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """One pass on the time line of a rank."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What one pass sends to the stage that needs it."""
+
+    from_rank: int
+    to_rank: int
+    from_stage: int
+    to_stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A replayed step. Arrays are per rank; `starts_s[rank][i]` and the like are of the i-th action of a rank.
+
+    `busy_s` are seconds in passes, `sending_s` those in sends that block, `idle_s` the rest of the step, `gaps_s` what
+    of it lies between a rank's first and last pass. `live` is the most (stage, micro-batch) pairs held at once.
+    """
+
+    orders: Orders
+    rank_of_stage: Sequence[int]
+    step_s: float
+    busy_s: NDArray[np.float64]
+    sending_s: NDArray[np.float64]
+    starts_s: Sequence[Sequence[float]]
+    ends_s: Sequence[Sequence[float]]
+    sent_s: Sequence[Sequence[float]]
+    arrived_s: Sequence[Sequence[float]]
+
+    @property
+    def idle_s(self) -> NDArray[np.float64]:
+        return self.step_s - self.busy_s - self.sending_s
+
+    @property
+    def gaps_s(self) -> NDArray[np.float64]:
+        spans = [end[-1] - start[0] if start else 0.0 for start, end in zip(self.starts_s, self.ends_s, strict=True)]
+        return np.array(spans) - self.busy_s - self.sending_s
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return tuple(live_micro_batches(order) for order in self.orders)
+
+    def timeline(self) -> Iterator[Interval]:
+        """Every pass, rank by rank in the order of time."""
+        for rank, (order, starts, ends) in enumerate(zip(self.orders, self.starts_s, self.ends_s, strict=True)):
+            for action, start, end in zip(order, starts, ends, strict=True):
+                yield Interval(rank=rank, action=action, start_s=start, end_s=end)
+
+    def messages(self, forward_bytes: Sequence[float], backward_bytes: Sequence[float]) -> Iterator[Message]:
+        """Every message, with the bytes that cross between each stage and the next, and back."""
+        for rank, (order, sent, arrived) in enumerate(zip(self.orders, self.sent_s, self.arrived_s, strict=True)):
+            for action, start, end in zip(order, sent, arrived, strict=True):
+                if start == _NEVER:
+                    continue
+                is_forward = action.kind == "F"
+                to = action.stage + 1 if is_forward else action.stage - 1
+                yield Message(
+                    from_rank=rank,
+                    to_rank=self.rank_of_stage[to],
+                    from_stage=action.stage,
+                    to_stage=to,
+                    micro_batch=action.micro_batch,
+                    start_s=start,
+                    end_s=end,
+                    num_bytes=forward_bytes[action.stage] if is_forward else backward_bytes[to],
+                )
+
+
+def simulate(
+    orders: Orders, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
+) -> Simulation:
+    """Replay the action lists of all ranks. Raises PlanError where ranks wait for each other, and says for what."""
+    rank_of_stage = _rank_of_stage(orders, seconds)
+    times = _replay(orders, seconds, rank_of_stage, messages == "blocking")
+    if any(len(ends) < len(order) for order, ends in zip(orders, times.ends, strict=True)):
+        raise _stuck(orders, [len(ends) for ends in times.ends], rank_of_stage)
+    busy = [sum(times.ends[rank]) - sum(times.starts[rank]) for rank in range(len(orders))]
+    return Simulation(
+        orders=orders,
+        rank_of_stage=rank_of_stage,
+        step_s=max(times.free, default=0.0),
+        busy_s=np.array(busy),
+        sending_s=np.array(times.sending),
+        starts_s=times.starts,
+        ends_s=times.ends,
+        sent_s=times.sent,
+        arrived_s=times.arrived,
+    )
+
+
+def peak_held_bytes(
+    orders: Orders, held_bytes: Sequence[float], held_for_weights_bytes: Sequence[float] | None = None
+) -> NDArray[np.float64]:
+    """Per rank, the most bytes that its stages hold for backward passes at once.
+
+    By stage, what one micro-batch holds from F to B or W, and what of it is still held after I (by default all).
+    """
+    later = held_bytes if held_for_weights_bytes is None else held_for_weights_bytes
+    found = []
+    for order in orders:
+        held = most = 0.0
+        for action in order:
+            whole, rest = held_bytes[action.stage], later[action.stage]
+            held += {"F": whole, "B": -whole, "I": rest - whole, "W": -rest}[action.kind]
+            most = max(most, held)
+        found.append(most)
+    return np.array(found)
+
+
+# ---- the sweep ----
+
+_CODES: dict[Pass, int] = {"F": 0, "B": 1, "I": 2, "W": 3}
+_Times = list[list[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replayed:
+    starts: _Times
+    ends: _Times
+    sent: _Times
+    arrived: _Times
+    sending: list[float]
+    free: list[float]
+
+
+def _replay(orders: Orders, seconds: StageSeconds, rank_of_stage: Sequence[int], blocks: bool) -> _Replayed:
+    """Times of all actions that can run. Each rank runs until it has to wait; a message wakes its receiver.
+
+    A pass's gradient, and with it the pass, is there only after the stage's forward pass: no need to look at that.
+    """
+    stages, ranks = seconds.num_stages, len(orders)
+    count = 1 + max((action.micro_batch for order in orders for action in order), default=0)
+    lasting = (seconds.forward_s, seconds.backward_s, seconds.input_s, seconds.weight_s)
+    # when the inputs of F, the gradients of B or I, and what I leaves for W are there, by stage and micro-batch
+    values = [0.0] * count + [_NEVER] * (count * (stages - 1))
+    gradients, halves = [_NEVER] * (count * stages), [_NEVER] * (count * stages)
+    needs = (values, gradients, gradients, halves)
+    coded = [[(_CODES[a.kind], a.stage, a.stage * count + a.micro_batch) for a in order] for order in orders]
+    empty: list[_Times] = [[[] for _ in range(ranks)] for _ in range(4)]
+    starts, ends, sent, arrived = empty
+    free, port, sending = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+    waiting, is_waiting = list(range(ranks)), [True] * ranks
+    while waiting:
+        rank = waiting.pop()
+        is_waiting[rank] = False
+        own, now = coded[rank], free[rank]
+        for at in range(len(ends[rank]), len(own)):
+            code, stage, cell = own[at]
+            ready = needs[code][cell]
+            if ready == _NEVER:
+                break
+            start = now if now > ready else ready
+            now = end = start + lasting[code][stage]
+            begin = there = _NEVER
+            if code == 0 and stage == stages - 1:
+                gradients[cell] = end
+            elif code == 0 or (code < 3 and stage > 0):
+                to = stage + 1 if code == 0 else stage - 1
+                other, there = rank_of_stage[to], end
+                if other != rank:
+                    lasts = seconds.forward_message_s[stage] if code == 0 else seconds.backward_message_s[to]
+                    begin = end if end > port[rank] else port[rank]
+                    there = port[rank] = begin + lasts
+                    if blocks:
+                        sending[rank] += there - end
+                        now = there
+                    if not is_waiting[other]:
+                        waiting.append(other)
+                        is_waiting[other] = True
+                if code == 0:
+                    values[cell + count] = there
+                else:
+                    gradients[cell - count] = there
+            if code == 2:
+                halves[cell] = end
+            starts[rank].append(start)
+            ends[rank].append(end)
+            sent[rank].append(begin)
+            arrived[rank].append(there)
+        free[rank] = now
+    return _Replayed(starts=starts, ends=ends, sent=sent, arrived=arrived, sending=sending, free=free)
+
+
+# ---- what cannot run ----
+
+
+def _rank_of_stage(orders: Orders, seconds: StageSeconds) -> tuple[int, ...]:
+    stages, owners, problems = seconds.num_stages, dict[int, int](), []
+    for rank, order in enumerate(orders):
+        for action in order:
+            if owners.setdefault(action.stage, rank) != rank:
+                rule = f"stage {action.stage} is also on rank {owners[action.stage]}"
+                problems.append(Problem(path=f"rank {rank}", value=str(action), rule=rule))
+    lengths = {"passes": {len(seconds.backward_s), len(seconds.input_s), len(seconds.weight_s), stages}}
+    lengths["messages"] = {len(seconds.forward_message_s) + 1, len(seconds.backward_message_s) + 1, stages}
+    for name, found in lengths.items():
+        if found != {stages}:
+            problems.append(Problem(path=f"seconds of {name}", rule=f"must be given for {stages} stages"))
+    if sorted(owners) != list(range(stages)):
+        rule = f"must hold the stages 0 to {stages - 1}, those that seconds are given of"
+        problems.append(Problem(path="action lists", value=sorted(owners), rule=rule))
+    if problems:
+        raise PlanError("the pipeline's action lists cannot be replayed", problems)
+    return tuple(owners[stage] for stage in range(stages))
+
+
+def _stuck(orders: Orders, positions: Sequence[int], rank_of_stage: Sequence[int]) -> PlanError:
+    """What every rank that is left waits for, and a circle of them where there is one."""
+    problems, waits = [], dict[int, int]()
+    for rank, (order, position) in enumerate(zip(orders, positions, strict=True)):
+        if position == len(order):
+            continue
+        action = order[position]
+        needed, owner = _needed(orders, action, rank_of_stage)
+        left = orders[owner][positions[owner] :]
+        if needed in left:
+            waits[rank] = owner
+            first = "" if left[0] == needed else f" after {left[0]}"
+            rule = f"waits for {needed}, which rank {owner} would run{first}"
+        else:
+            rule = f"waits for {needed}, which is not in the list of rank {owner}"
+        problems.append(Problem(path=f"rank {rank}", value=str(action), rule=rule))
+    path = [next(iter(waits), -1)]
+    while path[-1] in waits and path[-1] not in path[:-1]:
+        path.append(waits[path[-1]])
+    circle = " → ".join(f"rank {rank}" for rank in path[path.index(path[-1]) :]) if path[-1] in waits else ""
+    message = f"deadlock in the pipeline: {circle}" if circle else "the pipeline's action lists miss passes"
+    return PlanError(f"{message}; reorder the passes of these ranks or use a schedule's own order", problems)
+
+
+def _needed(orders: Orders, action: Action, rank_of_stage: Sequence[int]) -> tuple[Action, int]:
+    """The action that one waits for, and its rank."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind == "W":
+        return Action(stage, "I", micro_batch), rank_of_stage[stage]
+    if action.kind == "F":
+        return Action(stage - 1, "F", micro_batch), rank_of_stage[stage - 1]
+    if stage == len(rank_of_stage) - 1:
+        return Action(stage, "F", micro_batch), rank_of_stage[stage]
+    owner = rank_of_stage[stage + 1]
+    split = Action(stage + 1, "I", micro_batch)
+    return (split if split in orders[owner] else Action(stage + 1, "B", micro_batch)), owner
