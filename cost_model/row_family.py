@@ -16,7 +16,7 @@ _NAMED = (
     ("mistral", "mistral"),
     ("qwen", "qwen2"),
     ("gemma", "gemma2"),
-    ("mpt", "mpt"),
+    ("mpt", "opt"),  # transformers writes its attention out; llm-foundry has a kernel for it
     ("opt", "opt"),
 )
 
