@@ -175,7 +175,7 @@ def _product(flow: Flow, name: str) -> Operator[Expr]:
     rule, factors = sizes.bound.rule, sizes.factors()
     if flow.is_attention(name):
         factors = {f: n.subs(symbol("s"), symbol("S")) if f == "k" else n for f, n in factors.items()}
-    flops = canonical(rule.flops(factors) if rule.flops and rule.known else unruled_flops(sizes.call))
+    flops = rule.flops(factors) if rule.flops and rule.known else unruled_flops(sizes.call)
     spec = [{f for dim in dims for f in dim} for k, dims in enumerate(rule.inputs) if k not in rule.additive]
     left, right = (spec[0], spec[1]) if len(spec) > 1 else (spec[0], set())
     out = {f for dim in rule.output for f in dim}
@@ -199,7 +199,7 @@ def _product(flow: Flow, name: str) -> Operator[Expr]:
     return Operator(
         name=name,
         kind="attention" if flow.is_attention(name) else "matmul",
-        flops=flops,
+        flops=canonical(flops),
         m=canonical(m),
         n=canonical(n),
         k=canonical(flops / (2 * attention * count * m * n)),

@@ -14,6 +14,7 @@ import argparse
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from autopar.ir.program import Program
 from autopar.planning import capture_for, choose_labels
 
 FOLDER = Path(__file__).resolve().parent.parent / "cost_model" / "blocks"
+# pairwise distinct, as are their halves, quarters, sums and quotients that models make of them
 SIZES = {
-    "b": 34, "s": 22, "h": 380, "a": 20, "g": 4, "e": 14, "f": 122, "v": 202, "l": 46, "x": 58, "y": 3, "m": 62, "w": 74
+    "b": 34, "s": 22, "h": 380, "a": 20, "g": 4, "e": 14, "f": 122, "v": 202, "l": 46, "x": 58, "y": 3, "m": 62,
+    "w": 74, "q": 94, "c": 82, "r": 26, "u": 118,
 }  # fmt: skip
 
 
@@ -36,13 +39,16 @@ SIZES = {
 class Capture:
     """A family: a transformers config whose values are symbols or numbers, and sizes other than `SIZES`.
 
-    `symbols` are those that the family has, beside b and s.
+    `symbols` are those that the family has, beside b and s; `rotated` the part of a head that has rotary positions;
+    `names` sums of symbols that are sizes too.
     """
 
     model_type: str
     config: Mapping[str, Any]
     symbols: str
     sizes: Mapping[str, int] = field(default_factory=dict)
+    rotated: Fraction = Fraction(1)
+    names: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
     def size(self, name: str) -> int:
         return {**SIZES, **self.sizes}[name]
@@ -58,27 +64,139 @@ _LLAMA = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 64,
 }
+_SQUARE = {"h": 280}  # the heads together are as wide as the model: h = a·e
+_NO_WINDOW = {"sliding_window": None}
+_MOE = {**_LLAMA, "num_experts": "x", "num_experts_per_tok": "y", "moe_intermediate_size": "m"}
 CAPTURES: Mapping[str, Capture] = {
     "gpt2": Capture(
         model_type="gpt2",
         config={"n_embd": "h", "n_inner": "f", "n_head": "a", "vocab_size": "v", "n_positions": "l", "n_layer": 2},
         symbols="haefvl",
-        sizes={"h": 280},
+        sizes=_SQUARE,
+    ),
+    "opt": Capture(
+        model_type="opt",
+        config={
+            "hidden_size": "h",
+            "word_embed_proj_dim": "h",
+            "ffn_dim": "f",
+            "num_attention_heads": "a",
+            "vocab_size": "v",
+            "max_position_embeddings": "l",
+            "num_hidden_layers": 2,
+        },
+        symbols="haefvl",
+        sizes=_SQUARE,
+        names={"l + 2": ("l", 2)},
     ),
     "llama": Capture(model_type="llama", config=_LLAMA, symbols="hagefv"),
+    "mistral": Capture(model_type="mistral", config={**_LLAMA, **_NO_WINDOW}, symbols="hagefv"),
+    "qwen2": Capture(model_type="qwen2", config=_LLAMA, symbols="hagefv"),
+    "qwen3": Capture(model_type="qwen3", config=_LLAMA, symbols="hagefv"),
+    "gemma2": Capture(model_type="gemma2", config=_LLAMA, symbols="hagefv"),
+    "phi3": Capture(model_type="phi3", config={**_LLAMA, **_NO_WINDOW}, symbols="hagefv", sizes=_SQUARE),
+    "nemotron": Capture(
+        model_type="nemotron", config=_LLAMA, symbols="hagefv", sizes={"e": 28}, rotated=Fraction(1, 2)
+    ),
+    "falcon": Capture(
+        model_type="falcon",
+        config={
+            "hidden_size": "h",
+            "ffn_hidden_size": "f",
+            "num_attention_heads": "a",
+            "num_kv_heads": "g",
+            "vocab_size": "v",
+            "num_hidden_layers": 2,
+            "new_decoder_architecture": True,
+        },
+        symbols="hagefv",
+        sizes=_SQUARE,
+    ),
+    "gpt-neox": Capture(
+        model_type="gpt_neox",
+        config={
+            "hidden_size": "h",
+            "intermediate_size": "f",
+            "num_attention_heads": "a",
+            "vocab_size": "v",
+            "num_hidden_layers": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+        symbols="haefv",
+        sizes={"h": 800, "e": 40},
+        rotated=Fraction(1, 4),
+    ),
+    "mpt": Capture(
+        model_type="mpt",
+        config={"d_model": "h", "n_heads": "a", "expansion_ratio": 4, "vocab_size": "v", "n_layers": 2},
+        symbols="haefv",
+        sizes={"h": 280, "f": 1120},
+    ),
+    "mixtral": Capture(
+        model_type="mixtral",
+        config={**_LLAMA, "intermediate_size": "m", "num_local_experts": "x", "num_experts_per_tok": "y"},
+        symbols="hagevxym",
+    ),
+    "qwen2-moe": Capture(
+        model_type="qwen2_moe", config={**_MOE, "shared_expert_intermediate_size": "w"}, symbols="hagevxymw"
+    ),
+    "qwen3-moe": Capture(model_type="qwen3_moe", config=_MOE, symbols="hagevxym"),
+    "deepseek-v3": Capture(
+        model_type="deepseek_v3",
+        config={
+            "hidden_size": "h",
+            "intermediate_size": "f",
+            "num_attention_heads": "a",
+            "num_key_value_heads": "a",
+            "vocab_size": "v",
+            "n_routed_experts": "x",
+            "num_experts_per_tok": "y",
+            "moe_intermediate_size": "m",
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": "q",
+            "kv_lora_rank": "c",
+            "qk_rope_head_dim": "r",
+            "qk_nope_head_dim": "e",
+            "v_head_dim": "u",
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 4,
+            "max_position_embeddings": 64,
+        },
+        symbols="haefvxymqcru",
+        names={"e + r": ("e", "r"), "c + r": ("c", "r"), "e + u": ("e", "u")},
+    ),
 }
 
 
 def by_size(capture: Capture) -> dict[int, Expr]:
-    """What each captured size is called: symbols, halves of a rotated head, queries per key head, s + 1 labels."""
+    """What each captured size is called: symbols, rotated parts of a head, queries per key head, s + 1 labels, tokens
+    and the rows that experts see."""
     found: dict[int, Expr] = {}
-    for name in capture.symbols:
-        found[capture.size(name)] = symbol(name)
-    if "e" in capture.symbols:
-        found[capture.size("e") // 2] = symbol("e") / 2
+
+    def name(size: int, what: Expr) -> None:
+        if found.setdefault(size, what) != what:
+            raise ValueError(f"{capture.model_type}: size {size} is both {found[size]} and {what}; choose other sizes")
+
+    for each in capture.symbols:
+        name(capture.size(each), symbol(each))
+    if "r" in capture.symbols:
+        name(capture.size("r") // 2, symbol("r") / 2)
+    else:
+        width, rotated = capture.size("e"), capture.rotated
+        for part in {rotated, rotated / 2, 1 - rotated} - {Fraction(0)}:
+            name(int(width * part), symbol("e") * part.numerator / part.denominator)
     if "g" in capture.symbols:
-        found[capture.size("a") // capture.size("g")] = symbol("a") / symbol("g")
-    found[capture.size("s") + 1] = symbol("s") + 1
+        name(capture.size("a") // capture.size("g"), symbol("a") / symbol("g"))
+    name(capture.size("s") + 1, symbol("s") + 1)
+    tokens, rows = capture.size("b") * capture.size("s"), symbol("b") * symbol("s")
+    name(tokens, rows)
+    if "y" in capture.symbols:
+        name(tokens * capture.size("y"), rows * symbol("y"))
+    for parts in capture.names.values():
+        sizes = [capture.size(part) if isinstance(part, str) else part for part in parts]
+        name(sum(sizes), sum((symbol(p) if isinstance(p, str) else p for p in parts), start=symbol("b") * 0))
     return found
 
 
