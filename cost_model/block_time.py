@@ -85,7 +85,9 @@ def block_seconds(work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_fl
         for i, moved in enumerate((one.forward_bytes, one.backward_bytes)):
             spent = memory_seconds(moved_bytes=moved, bytes_per_s=speeds.bytes_per_s, launch_s=0.0)
             memory[i] = memory[i] + spent + starts[i] * speeds.launch_s
-            kernels[i] += starts[i]
+    # an eager framework's host walks through every operator, also where it has a fused kernel for the hot ones
+    for one in work.eager if engine.dispatch == "eager" else work.fused:
+        kernels = [kernels[0] + one.kernels_forward, kernels[1] + one.kernels_backward]
     device = [products[i] + attention[i] + memory[i] for i in (0, 1)]
     host = [kernels[i] * speeds.host_s for i in (0, 1)]
     whole = [(device[i] ** CORNER + host[i] ** CORNER) ** (1 / CORNER) for i in (0, 1)]

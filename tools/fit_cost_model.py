@@ -129,7 +129,6 @@ def constants() -> list[Constant]:
         _mechanism("broadcast_s", 0.5),
         _mechanism("straggler", 0.7, 0.02),
         _mechanism("step_s", 0.7),
-        _mechanism("expert_imbalance", 0.1),
     ]
 
 
