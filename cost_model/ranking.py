@@ -99,8 +99,8 @@ def _ranked(layouts: Sequence[Timed]) -> RankedGroup:
     best = min(layouts, key=lambda one: one.measured_s)
     row = best.row
     return RankedGroup(
-        name=f"{row.model or 'model not named'}, {row.num_gpus} × {row.gpu_type}, batch {row.global_batch}, "
-        f"sequence {row.seq_len}, {row.precision}",
+        name=f"{row.model or 'model not named'} ({row.layers} layers, {row.n_heads} heads), {row.num_gpus} × "
+        f"{row.gpu_type}, batch {row.global_batch}, sequence {row.seq_len}, {row.precision}",
         layouts=len(layouts),
         correlation=spearman([one.predicted_s for one in layouts], [one.measured_s for one in layouts]),
         regret=chosen.measured_s / best.measured_s - 1,

@@ -53,6 +53,12 @@ def test_presets_say_which_extra_they_need() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_report_says_which_extra_it_needs(tmp_path: Path) -> None:
+    result = autopar("validate", "runs.csv", "--report", str(tmp_path / "report.html"))
+    assert result.returncode == 2
+    assert "pip install 'autopar[report]'" in result.stderr
+
+
 def test_own_module_is_planned() -> None:
     result = autopar("plan", "bring_your_own_model:factory", "--cluster", "4xcpu", "--tp", "2")
     assert result.returncode == 0, result.stderr

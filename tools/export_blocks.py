@@ -48,7 +48,7 @@ class Capture:
     symbols: str
     sizes: Mapping[str, int] = field(default_factory=dict)
     rotated: Fraction = Fraction(1)
-    names: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    names: tuple[tuple[str | int, ...], ...] = ()
 
     def size(self, name: str) -> int:
         return {**SIZES, **self.sizes}[name]
@@ -66,6 +66,7 @@ _LLAMA = {
 }
 _SQUARE = {"h": 280}  # the heads together are as wide as the model: h = a·e
 _NO_WINDOW = {"sliding_window": None}
+_ALIGNED = {"h": 760, "m": 248, "w": 296}  # rows of grouped products are multiples of 16 bytes
 _MOE = {**_LLAMA, "num_experts": "x", "num_experts_per_tok": "y", "moe_intermediate_size": "m"}
 CAPTURES: Mapping[str, Capture] = {
     "gpt2": Capture(
@@ -87,7 +88,7 @@ CAPTURES: Mapping[str, Capture] = {
         },
         symbols="haefvl",
         sizes=_SQUARE,
-        names={"l + 2": ("l", 2)},
+        names=(("l", 2),),
     ),
     "llama": Capture(model_type="llama", config=_LLAMA, symbols="hagefv"),
     "mistral": Capture(model_type="mistral", config={**_LLAMA, **_NO_WINDOW}, symbols="hagefv"),
@@ -110,7 +111,8 @@ CAPTURES: Mapping[str, Capture] = {
             "new_decoder_architecture": True,
         },
         symbols="hagefv",
-        sizes=_SQUARE,
+        sizes={"a": 36, "h": 504},
+        names=(("a/g", 2),),
     ),
     "gpt-neox": Capture(
         model_type="gpt_neox",
@@ -136,11 +138,15 @@ CAPTURES: Mapping[str, Capture] = {
         model_type="mixtral",
         config={**_LLAMA, "intermediate_size": "m", "num_local_experts": "x", "num_experts_per_tok": "y"},
         symbols="hagevxym",
+        sizes=_ALIGNED,
     ),
     "qwen2-moe": Capture(
-        model_type="qwen2_moe", config={**_MOE, "shared_expert_intermediate_size": "w"}, symbols="hagevxymw"
+        model_type="qwen2_moe",
+        config={**_MOE, "shared_expert_intermediate_size": "w"},
+        symbols="hagevxymw",
+        sizes=_ALIGNED,
     ),
-    "qwen3-moe": Capture(model_type="qwen3_moe", config=_MOE, symbols="hagevxym"),
+    "qwen3-moe": Capture(model_type="qwen3_moe", config=_MOE, symbols="hagevxym", sizes=_ALIGNED),
     "deepseek-v3": Capture(
         model_type="deepseek_v3",
         config={
@@ -165,7 +171,12 @@ CAPTURES: Mapping[str, Capture] = {
             "max_position_embeddings": 64,
         },
         symbols="haefvxymqcru",
-        names={"e + r": ("e", "r"), "c + r": ("c", "r"), "e + u": ("e", "u")},
+        sizes=_ALIGNED,
+        names=(
+            ("e", "r"),
+            ("c", "r"),
+            ("e", "u"),
+        ),
     ),
 }
 
@@ -194,10 +205,18 @@ def by_size(capture: Capture) -> dict[int, Expr]:
     name(tokens, rows)
     if "y" in capture.symbols:
         name(tokens * capture.size("y"), rows * symbol("y"))
-    for parts in capture.names.values():
-        sizes = [capture.size(part) if isinstance(part, str) else part for part in parts]
-        name(sum(sizes), sum((symbol(p) if isinstance(p, str) else p for p in parts), start=symbol("b") * 0))
+    for parts in capture.names:
+        pairs = [_quotient(capture, part) if isinstance(part, str) else (part, part) for part in parts]
+        name(sum(size for size, _ in pairs), sum((what for _, what in pairs), start=symbol("b") * 0))
     return found
+
+
+def _quotient(capture: Capture, text: str) -> tuple[int, Expr]:
+    """Size and expression of ``a`` or ``a/g``."""
+    above, _, below = text.partition("/")
+    if not below:
+        return capture.size(above), symbol(above)
+    return capture.size(above) // capture.size(below), symbol(above) / symbol(below)
 
 
 def captured(capture: Capture) -> Program:
@@ -207,7 +226,7 @@ def captured(capture: Capture) -> Program:
     transformers.logging.set_verbosity_error()
     fields = {key: capture.size(value) if isinstance(value, str) and value in SIZES else value
               for key, value in capture.config.items()}  # fmt: skip
-    config = transformers.CONFIG_MAPPING[capture.model_type](**fields, bos_token_id=0, eos_token_id=1)
+    config = transformers.CONFIG_MAPPING[capture.model_type](**fields, bos_token_id=0, eos_token_id=1, pad_token_id=0)
     config.use_cache = False
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()

@@ -1,0 +1,177 @@
+"""Step times of published runs by two predictors that know no layout's mechanics: python benchmarks/baselines.py
+
+    constant MFU    model FLOP / (MFU × peak), one MFU per device type and precision: the median of the rows fitted on;
+                    the median of all of them where none has the device and precision
+    boosted trees   scikit-learn's histogram gradient boosting on log MFU, over the columns that are not results
+
+Both are fitted on rows and asked for others: on all rows for themselves ("in sample"), and with the row's source left
+out, for rows whose device and precision another source ran. `--tier core` takes the balanced rows only, `--dense` those
+without experts. autopar's own estimates of the same rows stand beside, where `--predictions` names files that `autopar
+validate --out` wrote. Needs ``pip install 'autopar[benchmark]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autopar.cost_model.folds import folds
+from autopar.cost_model.measured import measured_seconds, model_flops
+from autopar.cost_model.row import Row
+from autopar.cost_model.validation import Errors, errors
+from autopar.cost_model.vtrain_sweep import read_runs
+from autopar.errors import ClusterError
+from autopar.ir.device_presets import device_preset
+
+RUNS = Path(__file__).parent / "data" / "published_runs.csv"
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8", "mxfp8": "float8"}
+NUMBERS = (
+    *("n_params", "layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "head_dim", "vocab", "seq_len"),
+    *("moe_experts", "moe_topk", "gpu_mem_gb", "num_gpus", "gpus_per_node", "tp", "pp", "vpp", "cp", "ep", "dp"),
+    *("zero", "micro_batch", "global_batch", "grad_accum", "sp", "gated_mlp"),
+)
+WORDS = ("gpu_type", "precision", "recompute", "attn_impl", "framework", "inter_link")
+
+Predictor = Callable[[Sequence["Run"], Sequence["Run"]], list[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A row with a measured time: `useful_s` is what its model FLOP take at the devices' peak."""
+
+    row: Row
+    seconds: float
+    useful_s: float
+
+    @property
+    def mfu(self) -> float:
+        return self.useful_s / self.seconds
+
+
+def timed_runs(rows: Sequence[Row]) -> list[Run]:
+    """The rows that both predictors can be fitted on: with a time, model FLOP and a device whose peak is known."""
+    found = []
+    for row in rows:
+        time, batch, peak = measured_seconds(row), row.global_batch, peak_flops_per_s(row)
+        if time is None or batch is None or peak is None or row.num_gpus is None:
+            continue
+        # latent attention has about the products of its heads; what else it has, a median MFU swallows
+        flops = model_flops(replace(row, attention_type="mha"), batch)
+        if flops is not None:
+            found.append(Run(row=row, seconds=time.seconds, useful_s=flops / peak / row.num_gpus))
+    return found
+
+
+def peak_flops_per_s(row: Row) -> float | None:
+    """The device's dense peak in the row's precision, of 16 bit where it has no other."""
+    for name in (row.gpu_type, f"{row.gpu_type}gb"):
+        try:
+            peaks = device_preset(name or "").peaks()
+        except ClusterError:
+            continue
+        figure = peaks.get(DTYPES.get(row.precision or "", "")) or peaks.get("float16")
+        return None if figure is None else figure.value * 1e12
+    return None
+
+
+def constant_mfu(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
+    """Seconds at the median MFU of the device type and precision."""
+    found: dict[tuple[str | None, str | None], list[float]] = {}
+    for run in train:
+        found.setdefault((run.row.gpu_type, run.row.precision), []).append(run.mfu)
+    anywhere = median(run.mfu for run in train)
+    known = {key: median(values) for key, values in found.items()}
+    return [run.useful_s / known.get((run.row.gpu_type, run.row.precision), anywhere) for run in test]
+
+
+def boosted_trees(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
+    """Seconds at the MFU that boosted trees see in the columns."""
+    import numpy
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    codes: Mapping[str, dict[Any, int]] = {name: {} for name in WORDS}
+    for run in train:
+        for name in WORDS:
+            codes[name].setdefault(getattr(run.row, name), len(codes[name]))
+
+    def table(runs: Sequence[Run]) -> Any:
+        missing = float("nan")
+        numbers = [[missing if (v := getattr(r.row, n)) is None else math.log1p(v) for n in NUMBERS] for r in runs]
+        words = [[codes[n].get(getattr(r.row, n), missing) for n in WORDS] for r in runs]
+        return numpy.concatenate([numpy.array(numbers, float), numpy.array(words, float)], axis=1)
+
+    known = table(train)
+    kept = [i for i in range(known.shape[1]) if len(set(known[:, i][~numpy.isnan(known[:, i])])) > 1]
+    is_word = [i >= len(NUMBERS) for i in kept]
+    model = HistGradientBoostingRegressor(
+        categorical_features=is_word, learning_rate=0.05, max_iter=300, min_samples_leaf=5, random_state=0
+    )
+    model.fit(known[:, kept], [math.log(run.mfu) for run in train])
+    logs = model.predict(table(test)[:, kept])
+    return [run.useful_s / math.exp(value) for run, value in zip(test, logs, strict=True)]
+
+
+PREDICTORS: Mapping[str, Predictor] = {"constant MFU": constant_mfu, "boosted trees": boosted_trees}
+
+
+def in_sample(runs: Sequence[Run], predictor: Predictor) -> dict[str, float]:
+    """Seconds of every run by its row's id, fitted on all of them."""
+    return {run.row.id: s for run, s in zip(runs, predictor(runs, runs), strict=True)}
+
+
+def source_left_out(runs: Sequence[Run], predictor: Predictor) -> dict[str, float]:
+    """Seconds by id of the runs whose device and precision other sources ran, fitted on those sources."""
+    found: dict[str, float] = {}
+    for fold in folds([run.row for run in runs]):
+        test = [runs[i] for i in fold.test]
+        seconds = predictor([runs[i] for i in fold.train], test)
+        found |= {run.row.id: s for run, s in zip(test, seconds, strict=True)}
+    return found
+
+
+def errors_of(runs: Sequence[Run], seconds: Mapping[str, float], ids: frozenset[str]) -> Errors:
+    """Errors of predicted `seconds` over the rows `ids`."""
+    return errors(seconds[r.row.id] / r.seconds - 1 for r in runs if r.row.id in ids and r.row.id in seconds)
+
+
+def read_predictions(path: Path) -> dict[str, float]:
+    """Seconds by id of a file that `autopar validate --out` wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return {line["id"]: float(line["seconds"]) for line in csv.DictReader(file)}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="?", type=Path, default=RUNS)
+    parser.add_argument("--tier", choices=("core", "all"), default="core")
+    parser.add_argument("--dense", action="store_true", help="rows without experts only")
+    parser.add_argument("--predictions", type=Path, help="of autopar, fitted on all rows")
+    parser.add_argument("--left-out", type=Path, help="of autopar, each fitted without the row's source")
+    given = parser.parse_args()
+    rows = [row for row in read_runs(given.runs) if given.tier == "all" or row.tier == "core"]
+    runs = timed_runs([row for row in rows if not (given.dense and row.moe_experts)])
+    ways: list[tuple[str, dict[str, dict[str, float]], Path | None]] = [
+        ("in sample", {name: in_sample(runs, p) for name, p in PREDICTORS.items()}, given.predictions),
+        ("source left out", {name: source_left_out(runs, p) for name, p in PREDICTORS.items()}, given.left_out),
+    ]
+    print(f"{'':34}{'n':>6}{'median':>9}{'mean':>9}{'p90':>9}{'worst':>9}{'bias':>9}")
+    for way, predicted, path in ways:
+        if path is not None:
+            predicted["autopar"] = read_predictions(path)
+        ids = frozenset.intersection(*(frozenset(seconds) for seconds in predicted.values()))  # the same rows for all
+        for name, seconds in predicted.items():
+            e = errors_of(runs, seconds, ids)
+            figures = (e.median, e.mean, e.p90, e.max)
+            cells = "".join("" if value is None else f"{value:>9.1%}" for value in figures)
+            print(f"{way + ', ' + name:34}{e.n:>6}{cells}{e.bias or 0.0:>+9.1%}")
+
+
+if __name__ == "__main__":
+    main()

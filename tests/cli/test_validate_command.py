@@ -1,0 +1,215 @@
+"""`autopar validate`: what it prints and writes, over an estimator whose errors are known."""
+
+import csv
+import json
+import re
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from run import autopar, json_of, refused
+
+from autopar.cli.validate_report import html_report
+from autopar.cost_model.row import COLUMNS, Row, RowEstimate, Unmodelled, read_rows
+from autopar.cost_model.validation import validate_rows
+from autopar.cost_model.vtrain_sweep import read_runs
+
+DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
+RUNS = DATA / "published_runs.csv"
+SWEEP = DATA / "sweep_vtrain_single_a100.csv"
+VOID = ("meta", "link", "br", "img", "input", "rect", "circle", "line", "path", "polygon")
+
+
+def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+    """Every row in a second and half its device's memory; experts are not modelled."""
+    assert all(row.step_time_s is None and row.outcome is None and row.peak_mem_gb is None for row in rows)
+    return [
+        Unmodelled(id=row.id, reason="experts | are <not> known")
+        if row.moe_experts
+        else RowEstimate(
+            id=row.id,
+            seconds=1.0,
+            peak_bytes=(row.gpu_mem_gb or 80) * 2**29,
+            fits=None if row.gpu_mem_gb is None else True,
+            parts={"all": 1.0},
+        )
+        for row in rows
+    ]
+
+
+@pytest.fixture(autouse=True)
+def known_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("autopar.cost_model.row_estimate")
+    module.estimate_rows = estimate_rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_table() -> None:
+    shown = autopar("validate", str(RUNS), "--tier", "core")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("312 of 343 rows modelled")
+    assert any(line.startswith("mosaic_llmfoundry") for line in lines)
+    assert any(line.startswith("all ") for line in lines)
+    assert "every source weighed once" in shown.stdout
+    assert "rows that ran out of memory are predicted not to fit" in shown.stdout
+    assert "not modelled, experts | are <not> known: amd_primus_005, nvidia_dgxc_" in shown.stdout
+    assert all(len(line) <= 160 for line in lines)
+
+
+def test_json_is_what_the_measures_are() -> None:
+    data = json_of("validate", str(RUNS), "--by", "gpu_type")
+    rows = read_rows(RUNS)
+    expected = validate_rows(rows, estimate_rows, by="gpu_type")
+    assert data == json.loads(json.dumps(expected.to_dict()))
+    overall = data["overall"]
+    assert (overall["rows"], overall["modelled"]) == (878, 838)
+    assert {"n", "median", "p90", "mean", "max", "bias"} == overall["step_time"].keys() == overall["memory"].keys()
+    assert data["by"].keys() == {row.gpu_type for row in rows}
+    assert sum(part["rows"] for part in data["by"].values()) == 878
+    assert len(data["unmodelled"]) == 40
+
+
+def test_sweep_has_groups_of_its_own() -> None:
+    data = json_of("validate", str(SWEEP))
+    assert data["overall"]["rows"] == 1440
+    assert data["overall"]["ranking"]["groups"] == len(data["ranked_groups"]) == 96
+
+
+def test_predictions(tmp_path: Path) -> None:
+    out = tmp_path / "predictions.csv"
+    assert autopar("validate", str(RUNS), "--out", str(out)).exit_code == 0
+    with out.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert list(lines[0]) == ["id", "seconds", "peak_bytes", "fits"]
+    assert len(lines) == 838
+    assert {line["fits"] for line in lines} == {"true", ""}
+    assert all(float(line["seconds"]) == 1.0 and int(line["peak_bytes"]) > 0 for line in lines)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_rows_without_results_are_predicted(tmp_path: Path) -> None:
+    """Somebody's own runs, before they ran."""
+    runs, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
+    with RUNS.open(newline="") as source, runs.open("w", newline="") as target:
+        writer = csv.DictWriter(target, COLUMNS[: COLUMNS.index("outcome")], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(csv.DictReader(source))
+    data = json_of("validate", str(runs), "--out", str(out))
+    assert data["overall"]["modelled"] == 838
+    assert data["overall"]["step_time"] == dict.fromkeys(("median", "p90", "mean", "max", "bias")) | {"n": 0}
+    assert len(out.read_text().splitlines()) == 839
+    assert autopar("validate", str(runs), "--report", str(tmp_path / "report.html")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("no_such.csv",), "no such file"),
+        ((str(RUNS), "--tier", "cor"), "did you mean 'core'?"),
+        ((str(RUNS), "--by", "gpu"), "valid: gpu_type, group, source_key"),
+        ((str(SWEEP), "--tier", "core"), "none of the 1440 rows"),
+        ((str(DATA / "README.md"),), "the header of"),
+        ((str(RUNS), "--out", "/no/such/folder/x.csv"), "--out /no/such/folder/x.csv cannot be written"),
+        ((str(RUNS), "--report", str(DATA)), "cannot be written"),
+        ((str(RUNS), "--out", str(RUNS)), "is the file of the runs"),
+    ],
+)
+def test_refused(arguments: tuple[str, ...], says: str) -> None:
+    before = RUNS.read_bytes()
+    assert says in refused("validate", *arguments)
+    assert RUNS.read_bytes() == before
+
+
+def test_bad_file_writes_nothing(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs.csv", tmp_path / "out.csv"
+    runs.write_text(RUNS.read_text().replace(",2304,", ",wide,"))
+    assert "megatron_sc21_t1_001, hidden: must be a whole number" in refused("validate", str(runs), "--out", str(out))
+    assert not out.exists()
+
+
+# --- the page ------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tags in order, checked to be closed, and every attribute."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("path", [RUNS, SWEEP], ids=["collection", "sweep"])
+def test_report(tmp_path: Path, path: Path) -> None:
+    report = tmp_path / "report.html"
+    shown = autopar("validate", str(path), "--report", str(report))
+    assert f"written to {report}" in shown.stdout.replace("\n", "")
+    text = report.read_text(encoding="utf-8")
+    assert len(text.encode()) < 500_000
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not [a for a in page.attributes if a[1] in ("src", "href") or a[1].startswith("on")]
+    policy = [value for tag, name, value in page.attributes if (tag, name) == ("meta", "content")]
+    assert policy[0].startswith("default-src 'none'")
+    assert ("meta", "name", "viewport") in page.attributes
+    assert not re.search(r"url\((?!#inside)|@import|https?://", text)
+    measured = [c for c in validate_rows(read_runs(path), estimate_rows).compared if c.time_error is not None]
+    assert text.count("<title>") == 1 + len(measured)  # one dot each, and the page's own
+    drawn = [float(value) for tag, name, value in page.attributes if tag == "circle" and name in ("cx", "cy")]
+    assert drawn and all(0 <= place <= 480 for place in drawn)
+
+
+def test_hostile_names(tmp_path: Path) -> None:
+    attack = '"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}'
+    rows = [
+        replace(row, id=f"{attack}{i}", model=attack, source_key=attack, gpu_type=attack, group=attack)
+        for i, row in enumerate(read_rows(RUNS)[:12])
+    ]
+
+    def estimate(asked: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+        found = estimate_rows(asked)
+        return [Unmodelled(id=found[0].id, reason=attack), *found[1:]]
+
+    text = html_report(validate_rows(rows, estimate), title=attack, subtitle=attack)
+    page = Page(text)
+    assert not {"script", "img"} & set(page.tags)
+    assert not [a for a in page.attributes if a[1].startswith("on")]
+    assert "49" not in re.findall(r"\{\{.*?\}\}|(?<=onerror=alert\(1\)&gt;)\d+", text)
+    assert text.count("&lt;script&gt;") > 10
+
+
+def test_report_without_any_measured_row() -> None:
+    rows = [replace(row.without_result(), outcome=None) for row in read_rows(RUNS)[:3]]
+    text = html_report(validate_rows(rows, estimate_rows), title="mine.csv", subtitle="")
+    assert "<svg" not in Page(text).tags and "By source_key" in text
+
+
+def test_huge_files_give_small_pages() -> None:
+    one = read_rows(RUNS)[0]
+    rows = [replace(one, id=f"{'x' * 3_000}{i}", source_key=f"source {i % 500}", tp=i + 1) for i in range(4_000)]
+    text = html_report(validate_rows(rows, estimate_rows), title="big.csv", subtitle="")
+    assert len(text.encode()) < 500_000
+    assert "are left out" in text

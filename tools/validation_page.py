@@ -1,0 +1,278 @@
+"""Writes docs/validation.md: what the cost model says of published runs, beside baselines on the same rows:
+
+    python tools/validation_page.py [--left-out PREDICTIONS.csv] [--without-baselines]
+
+`--left-out` names predictions of the published runs by a model fitted without the row's source, in the columns of
+`autopar validate --out`. Baselines need ``pip install 'autopar[benchmark]'``.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.cost_model.folds import folds
+from autopar.cost_model.row import Estimator, Row, RowEstimate
+from autopar.cost_model.validation import (
+    Compared,
+    Errors,
+    Measures,
+    Ranking,
+    compare,
+    errors,
+    measures,
+    predict,
+    split_by,
+    summarise,
+)
+from autopar.cost_model.vtrain_sweep import read_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "docs" / "validation.md"
+RUNS = ROOT / "benchmarks" / "data" / "published_runs.csv"
+SWEEP = ROOT / "benchmarks" / "data" / "sweep_vtrain_single_a100.csv"
+LEFT_OUT = ROOT / "benchmarks" / "results" / "left_out_predictions.csv"
+ERRORS = ("median", "mean", "p90", "worst", "bias")
+
+INTRODUCTION = """# What the cost model says of published runs
+
+Step time and memory that others published, beside what autopar predicts from model, machine and layout alone: the
+columns of the result are taken away before a row is predicted. The runs are in `benchmarks/data`, with their
+description. An error is predicted / measured - 1; median, mean, p90 (90th percentile) and worst are of its size, the
+bias is the median with its sign. Time is the stated step time, else what the source's throughput comes to.
+
+The noise of the data is a floor: the same configuration published twice differs by 4.6 % in the median, by 2
+to 16 % in all. The rows of tier `core` are balanced over sources; the others are sweeps of layouts, for ranking.
+"""
+
+
+def page(
+    estimator: Estimator, *, left_out: Mapping[str, float] | None, with_baselines: bool, today: datetime.date
+) -> str:
+    """The whole page."""
+    rows = read_runs(RUNS)
+    start = time.perf_counter()
+    estimates = predict(rows, estimator)
+    seconds = time.perf_counter() - start
+    everything = compare(rows, estimates)
+    core = [one for one in everything if one.row.tier == "core"]
+    swept = read_runs(SWEEP)
+    sweep = compare(swept, predict(swept, estimator))
+    text = [
+        INTRODUCTION,
+        f"Written by `python tools/validation_page.py` on {today.isoformat()}; the {len(rows)} rows took\n"
+        f"{seconds:.2f} s to predict. `autopar validate benchmarks/data/published_runs.csv --tier core` prints the\n"
+        "same figures.\n",
+        _overall(core, everything, sweep),
+        _by("## By source, tier core", split_by(core, "source_key")),
+        _by("## By source, all rows", split_by(everything, "source_key")),
+        _by("## By GPU, tier core", split_by(core, "gpu_type")),
+        _ranking(everything, sweep),
+        _left_out(core, left_out),
+    ]
+    if with_baselines:
+        text.append(_baselines(core, left_out))
+    text += [_iteration_times(estimator), _memory(everything), _not_modelled(everything)]
+    return "\n".join(text)
+
+
+def _overall(core: Sequence[Compared], everything: Sequence[Compared], sweep: Sequence[Compared]) -> str:
+    dense = [one for one in core if not one.row.moe_experts]
+    named = {
+        "tier core": core,
+        "tier core, dense": dense,
+        "tier core, experts": [one for one in core if one.row.moe_experts],
+        "all rows": everything,
+        "vTrain's single-node sweep": sweep,
+    }
+    weighed = summarise(core).mean_over_sources["step_time"]
+    note = (
+        ""
+        if weighed is None
+        else f"\nEvery source weighed once, the mean of the medians of tier core is {weighed:.1%}.\n"
+    )
+    return _by("## All together", named) + note
+
+
+def _by(title: str, parts: Mapping[str, Sequence[Compared]]) -> str:
+    header = ("", "rows", "modelled", "state enough", "timed", *ERRORS, "memory rows", "median", "bias")
+    lines = []
+    for name, part in parts.items():
+        m: Measures = measures(part)
+        stated = f"{m.stated_modelled} of {m.stated}"
+        memory = (m.memory.n or "", _percent(m.memory.median), _signed(m.memory.bias))
+        lines.append((name, m.rows, m.modelled, stated, *_errors(m.step_time), *memory))
+    return f"{title}\n\n{_table(header, lines)}"
+
+
+def _ranking(everything: Sequence[Compared], sweep: Sequence[Compared]) -> str:
+    found = summarise(everything)
+    header = ("", "groups", "layouts", "rank correlation, median group", "worst tenth", "regret, median group", "p90")
+    lines = [
+        (name, r.groups, r.layouts, _two(r.correlation_median), _two(r.correlation_p10), *_regrets(r))
+        for name, r in {
+            "published runs": found.overall.ranking,
+            **{key: part.ranking for key, part in found.by.items() if part.ranking.groups},
+            "vTrain's single-node sweep": measures(sweep).ranking,
+        }.items()
+    ]
+    groups = [
+        (g.name, g.layouts, _two(g.correlation), _percent(g.regret), f"`{g.predicted_best}`", f"`{g.measured_best}`")
+        for g in found.groups
+    ]
+    each = _table(("work", "layouts", "rank correlation", "regret", "predicted fastest", "measured fastest"), groups)
+    return (
+        "## Layouts of the same work\n\n"
+        "Groups of at least five layouts of the same model, devices, batch, sequence and precision. The regret is the\n"
+        "measured time of the layout predicted fastest over the best measured, minus 1.\n\n"
+        f"{_table(header, lines)}\n{each}"
+    )
+
+
+def _left_out(core: Sequence[Compared], left_out: Mapping[str, float] | None) -> str:
+    title = "## With the source left out\n"
+    if left_out is None:
+        return f"{title}\nNo predictions were given.\n"
+    timed = [one for one in core if one.time is not None]
+    rows = [one.row for one in timed]
+    header = ("source", "timed", *ERRORS)
+
+    def of(chosen: Sequence[Compared]) -> Errors:
+        return errors(left_out[c.row.id] / c.time.seconds - 1 for c in chosen if c.time and c.row.id in left_out)
+
+    parts = {fold.source: [timed[i] for i in fold.test] for fold in folds(rows)}
+    lines = [(source, *_errors(of(part))) for source, part in parts.items()]
+    known = [one for part in parts.values() for one in part]
+    dense = [one for one in known if not one.row.moe_experts]
+    lines += [
+        ("all", *_errors(of(known))),
+        ("all, dense", *_errors(of(dense))),
+        ("every row, also of devices that no other source ran", *_errors(of(timed))),
+    ]
+    return (
+        f"{title}\nThe constants fitted on the other sources alone, for rows of tier core whose device and precision "
+        f"occur in another source.\n\n{_table(header, lines)}"
+    )
+
+
+def _baselines(core: Sequence[Compared], left_out: Mapping[str, float] | None) -> str:
+    """Predictors without mechanics on the rows that all of them know."""
+    module: Any = _benchmark("baselines")
+    estimated = {c.row.id: c.estimate.seconds for c in core if isinstance(c.estimate, RowEstimate)}
+    lines: list[tuple[object, ...]] = []
+    for kind, chosen in (("", core), (", dense", [c for c in core if not c.row.moe_experts])):
+        runs = module.timed_runs([c.row for c in chosen])
+        for way, predictions, own in (
+            ("in sample", module.in_sample, estimated),
+            ("source left out", module.source_left_out, left_out),
+        ):
+            found = {name: predictions(runs, one) for name, one in module.PREDICTORS.items()}
+            if own is not None:
+                found["**autopar**"] = own
+            ids = frozenset.intersection(*(frozenset(seconds) for seconds in found.values()))
+            lines += [(f"{name}, {way}{kind}", *_errors(module.errors_of(runs, s, ids))) for name, s in found.items()]
+    return (
+        "## Beside predictors without mechanics\n\n"
+        "One MFU per device and precision, and boosted trees over the columns (`benchmarks/baselines.py`), fitted and\n"
+        "asked here, tier core, the same rows for each.\n\n"
+        f"{_table(('', 'timed', *ERRORS), lines)}"
+    )
+
+
+def _iteration_times(estimator: Estimator) -> str:
+    rows: list[Row] = _benchmark("iteration_times").iteration_times()
+    compared = compare(rows, predict(rows, estimator))
+    lines = [
+        (c.row.model, c.row.num_gpus, c.row.recompute, f"{c.time.seconds:.2f}", _signed(c.time_error))
+        for c in compared
+        if c.time is not None
+    ]
+    found = measures(compared).step_time
+    return (
+        "## Eight iteration times of Korthikanti et al. 2022\n\n"
+        f"Mean error {_percent(found.mean)}, worst {_percent(found.max)}.\n\n"
+        f"{_table(('model', 'GPUs', 'recompute', 'published s', 'error'), lines)}"
+    )
+
+
+def _memory(everything: Sequence[Compared]) -> str:
+    oom = measures(everything).oom
+    kinds: dict[str, list[Compared]] = {}
+    for one in everything:
+        if one.memory_error is not None:
+            kinds.setdefault((one.row.mem_kind or "").partition(";")[0], []).append(one)
+    lines = [(kind, *_errors(errors(one.memory_error for one in part))) for kind, part in sorted(kinds.items())]
+    return (
+        "## Memory by how it was measured\n\nSizes are read as GiB, as torch and nvidia-smi count. Of "
+        f"{oom.oom_rows} rows that ran out of memory {oom.oom_predicted} are predicted not to fit; of {oom.ok_rows} "
+        f"that ran, {oom.ok_predicted_oom}.\n\n{_table(('memory is', 'rows', *ERRORS), lines)}"
+    )
+
+
+def _not_modelled(everything: Sequence[Compared]) -> str:
+    found: dict[str, list[str]] = {}
+    for one in summarise(everything).unmodelled:
+        found.setdefault(one.reason, []).append(one.id)
+    lines = [f"- {reason}: {', '.join(f'`{row}`' for row in ids)}" for reason, ids in found.items()]
+    return "\n".join(["## Rows not modelled\n", *(lines or ["None."]), ""])
+
+
+def _errors(found: Errors) -> tuple[object, ...]:
+    sizes = (found.median, found.mean, found.p90, found.max)
+    return (found.n or "", *(_percent(value) for value in sizes), _signed(found.bias))
+
+
+def _regrets(ranking: Ranking) -> tuple[str, str]:
+    return _percent(ranking.regret_median), _percent(ranking.regret_p90)
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1%}"
+
+
+def _two(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _benchmark(name: str) -> Any:
+    """A module of benchmarks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--left-out", type=Path, default=LEFT_OUT)
+    parser.add_argument("--without-baselines", action="store_true")
+    parser.add_argument("--out", type=Path, default=TARGET)
+    given = parser.parse_args()
+    from autopar.cost_model.row_estimate import estimate_rows
+
+    read: Callable[[Path], Mapping[str, float]] = _benchmark("baselines").read_predictions
+    left_out = read(given.left_out) if given.left_out.exists() else None
+    today = datetime.datetime.now(datetime.UTC).date()
+    text = page(estimate_rows, left_out=left_out, with_baselines=not given.without_baselines, today=today)
+    given.out.write_text(text, encoding="utf-8")
+    print(f"written to {given.out}")
+
+
+if __name__ == "__main__":
+    main()
