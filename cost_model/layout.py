@@ -51,13 +51,13 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What of a model its blocks' expressions do not say: how many of which block, and the batch.
+    """What of a model its blocks' expressions do not say: how many of which repeated block, and its widths.
 
-    `dense_blocks` and `expert_blocks` are counts of "layer" and "moe_layer" blocks, entries broadcast with layouts.
+    `counts` are the calls of every repeated block by role; "first" and "last" are not among them. Entries broadcast
+    with layouts.
     """
 
-    dense_blocks: Floats
-    expert_blocks: Floats
+    counts: tuple[tuple[str, Floats], ...]
     hidden: Floats
     sequence: Floats
     experts_per_token: Floats
@@ -65,5 +65,5 @@ class Shape:
 
     @property
     def blocks(self) -> Floats:
-        found: Floats = self.dense_blocks + self.expert_blocks
-        return found
+        """All repeated blocks."""
+        return np.asarray(sum(count for _, count in self.counts))

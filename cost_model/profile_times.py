@@ -7,7 +7,10 @@ The part of full efficiency that tiling leaves to a product of m×k by k×n, `co
 Multiplication Background User's Guide", sections 4-5, explains tile and wave quantisation):
 
     tiles = count · ⌈m/tile_m⌉ · ⌈n/tile_n⌉
-    part  = (count·m·n) / (tiles·tile_m·tile_n) · min(1, tiles/units) · k / (k + k_half)
+    waves = tiles / units
+    part  = (count·m·n) / (tiles·tile_m·tile_n) · waves / (waves + 1/4) · k / (k + k_half)
+
+The quarter of a wave is what the last one, which is rarely full, leaves idle; one unit has no waves.
 """
 
 from typing import Any
@@ -21,6 +24,7 @@ Floats = NDArray[np.float64]
 # a fused backward pass computes the scores again: five products for the forward pass' two (Dao 2023,
 # "FlashAttention-2", section 4.1, which counts 2.5 times the forward FLOP)
 BACKWARD_PER_FORWARD = 2.5
+IDLE_WAVE = 0.25
 
 
 def tile_part(tile: Tile, m: ArrayLike, n: ArrayLike, k: ArrayLike, count: ArrayLike = 1.0) -> Floats:
@@ -28,7 +32,9 @@ def tile_part(tile: Tile, m: ArrayLike, n: ArrayLike, k: ArrayLike, count: Array
     m, n, k, count = (np.asarray(one, dtype=np.float64) for one in (m, n, k, count))
     tiles = count * np.ceil(m / tile.m) * np.ceil(n / tile.n)
     filled = count * m * n / (tiles * tile.m * tile.n)
-    return _floats(filled * np.minimum(1.0, tiles / tile.units) * k / (k + tile.k_half))
+    waves = tiles / tile.units
+    idle = IDLE_WAVE if tile.units > 1 else 0.0
+    return _floats(filled * waves / (waves + idle) * k / (k + tile.k_half))
 
 
 def matmul_seconds(

@@ -185,8 +185,10 @@ def _shape(cases: Sequence[_Case]) -> Shape:
         return (row.moe_layers or row.layers or 0) if row.moe_experts else 0
 
     return Shape(
-        dense_blocks=_array(cases, lambda row: (row.layers or 0) - expert_blocks(row)),
-        expert_blocks=_array(cases, expert_blocks),
+        counts=(
+            ("layer", _array(cases, lambda row: (row.layers or 0) - expert_blocks(row))),
+            ("moe_layer", _array(cases, expert_blocks)),
+        ),
         hidden=_array(cases, lambda row: row.hidden),
         sequence=_array(cases, lambda row: row.seq_len),
         experts_per_token=_array(cases, lambda row: row.moe_topk or 1),

@@ -81,7 +81,7 @@ def step_seconds(
     busy = np.where(pp > 1, ends, middle + head.both + first.both)
     message = model.message()
     idle = np.where(pp > 1, (pp - 1) / v * (middle + 2 * message), 0.0)
-    messages = np.where(pp > 1, 2 * v * message * n, 0.0)
+    messages = np.where(pp > 1, v * message * n, 0.0)  # one each way at once: links are full duplex
     state = model.state(per_rank)
     sums, optimizer = model.data_sums(state, middle), model.optimizer(state)
     ends_gathers = model.end_gathers() * n
@@ -139,8 +139,8 @@ class _Model:
         """The mean of dense and expert blocks, with their collectives; fills `parts`."""
         shape = self.shape
         found: list[tuple[Floats, Passes, dict[str, Floats]]] = []
-        for role, count in (("layer", shape.dense_blocks), ("moe_layer", shape.expert_blocks)):
-            if role in self.family.roles and np.any(count > 0):
+        for role, count in shape.counts:
+            if np.any(count > 0):
                 passes, parts = self._block(role)
                 found.append((count / shape.blocks, passes, parts))
         self.parts = {
@@ -242,7 +242,7 @@ class _Model:
 
     def _with_gathers(self, computing: Passes, role: str) -> Passes:
         layouts, engine = self.layouts, self.engine
-        shards = layouts.zero >= 3
+        shards = (layouts.zero >= 3) & (layouts.pp == 1)  # with stages, weights stay gathered for a step (torchtitan)
         if not np.any(shards | (layouts.zero == 2)):
             return computing
         elements = sum(self._parameters(role))
@@ -284,7 +284,7 @@ class _Model:
         for role in ("first", "last"):
             gather, scatter = self._gather_and_scatter(sum(self._parameters(role)))
             total = total + (2 * gather + scatter) / 2
-        return np.where(self.layouts.zero >= 3, total, 0.0)
+        return np.where((self.layouts.zero >= 3) & (self.layouts.pp == 1), total, 0.0)
 
     # ---- ends ----
 
@@ -318,8 +318,8 @@ class _Model:
     def state(self, per_rank: Floats) -> State:
         """Parameters of the rank that has the embedding."""
         dense, expert = np.zeros(1), np.zeros(1)
-        for role, count in (("layer", self.shape.dense_blocks), ("moe_layer", self.shape.expert_blocks)):
-            if role in self.family.roles and np.any(count > 0):
+        for role, count in self.shape.counts:
+            if np.any(count > 0):
                 one, other = self._parameters(role)
                 share = count / self.shape.blocks * per_rank
                 dense, expert = dense + share * one, expert + share * other
@@ -347,7 +347,7 @@ class _Model:
             total = left + (self.machine.overlap_slowdown - 1) * np.minimum(total, window)
         if engine.parameter_sync == "broadcasts":
             total = total + np.where(layouts.zero >= 1, layouts.shard * self.mechanisms.broadcast_s, 0.0)
-        own = (layouts.zero >= 3) | ((layouts.zero == 2) & (layouts.pp == 1))
+        own = (layouts.zero >= 2) & (layouts.pp == 1)
         return np.where(own | (layouts.data_ranks <= 1), 0.0, total)
 
     def optimizer(self, state: State) -> Floats:

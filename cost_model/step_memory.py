@@ -95,8 +95,8 @@ def _activations(
 ) -> tuple[Floats, Floats]:
     """Bytes that one mean block keeps of one micro-batch, and bytes of its input."""
     saved, inputs = np.zeros(1), np.zeros(1)
-    for role, count in (("layer", shape.dense_blocks), ("moe_layer", shape.expert_blocks)):
-        if role not in family.roles or not np.any(count > 0):
+    for role, count in shape.counts:
+        if not np.any(count > 0):
             continue
         share = count / shape.blocks
         for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
@@ -126,8 +126,8 @@ def _logits(family: Family[Any]) -> Floats:
 
 def _parameters(family: Family[Any], shape: Shape, per_rank: Floats) -> tuple[Floats, Floats]:
     dense, expert = np.zeros(1), np.zeros(1)
-    for role, count in (("layer", shape.dense_blocks), ("moe_layer", shape.expert_blocks)):
-        if role in family.roles and np.any(count > 0):
+    for role, count in shape.counts:
+        if np.any(count > 0):
             work = family.block(role, "tp")
             share = count / shape.blocks * per_rank
             dense = dense + share * (work.parameters_split + work.parameters_whole)

@@ -83,13 +83,13 @@ def _efficiency(owner: str, dtypes: Sequence[str], freedom: float) -> Constant:
     return _profile(f"{owner}.efficiency.{dtypes[0]}", [owner], freedom, lambda p: p.efficiency[dtypes[0]], put, PART)
 
 
-def _attention(owner: str, freedom: float) -> Constant:
+def _attention(owners: Sequence[str], freedom: float) -> Constant:
     def put(profile: DeviceProfile, value: float) -> DeviceProfile:
         ratio = value / profile.attention.forward
         attention = replace(profile.attention, forward=value, backward=profile.attention.backward * ratio)
         return replace(profile, attention=attention)
 
-    return _profile(f"{owner}.attention.forward", [owner], freedom, lambda p: p.attention.forward, put, PART)
+    return _profile(f"{owners[0]}.attention.forward", owners, freedom, lambda p: p.attention.forward, put, PART)
 
 
 def _link(tier: Any, field: str, freedom: float) -> Constant:
@@ -107,7 +107,7 @@ def constants() -> list[Constant]:
     return [
         *(_efficiency(owner, wide, 0.15) for owner in ("v100", "a100", "h100", "h100-500w", "b200")),
         *(_efficiency(owner, ("float8",), 0.15) for owner in ("h100", "h100-500w", "b200")),
-        *(_attention(owner, 0.2) for owner in ("a100", "h100", "b200")),
+        *(_attention(owners, 0.2) for owners in (("a100",), ("h100", "h100-500w"), ("b200",))),
         _profile("gpu.memory_efficiency", GPU, 0.06, lambda p: p.memory_efficiency, lambda p, v: replace(p, memory_efficiency=v), PART),
         _profile("gpu.tile.k_half", GPU, 0.4, lambda p: p.tile.k_half, lambda p, v: replace(p, tile=replace(p.tile, k_half=v))),
         _profile("gpu.launch_s", GPU, 0.4, lambda p: p.launch_s, lambda p, v: replace(p, launch_s=v)),
@@ -127,7 +127,7 @@ def constants() -> list[Constant]:
         _mechanism("message_exposed", 0.5, 1.0),
         _mechanism("gradient_window", 0.3, 1.0),
         _mechanism("broadcast_s", 0.5),
-        _mechanism("straggler", 0.7, 0.02),
+        _mechanism("straggler", 0.7, 0.03),
         _mechanism("step_s", 0.7),
     ]
 
