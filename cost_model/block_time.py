@@ -65,7 +65,9 @@ class BlockSeconds:
     waiting: Floats
 
 
-def block_seconds(work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool) -> BlockSeconds:
+def block_seconds(
+    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool
+) -> BlockSeconds:
     """One micro-batch through one block. `fused`: attention is one kernel (else scores are written)."""
     zero = np.zeros(1)
     products, attention, memory = [zero, zero], [zero, zero], [zero, zero]

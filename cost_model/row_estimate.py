@@ -268,7 +268,7 @@ def _with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) 
         return family
 
     def divided(one: Any) -> Any:
-        if one.kind != "matmul" or not one.name.startswith("experts"):
+        if one.kind != "matmul" or not one.name.startswith("grouped_mm"):
             return one
         return replace(one, count=one.count / layouts.ep, m=one.m * layouts.ep * constants.expert_imbalance)
 

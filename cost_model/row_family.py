@@ -1,5 +1,7 @@
 """Which family of captured blocks a published row's architecture is of, and the sizes to evaluate it at."""
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from autopar.cost_model import expressions
@@ -9,7 +11,7 @@ from autopar.cost_model.row import Row
 # beginnings of model names, lower case, longest first; architectures that columns alone do not tell apart
 _NAMED = (
     ("gpt-neox", "gpt-neox"),
-    ("deepseek", "deepseek"),
+    ("deepseek", "deepseek-v3"),
     ("nemotron", "nemotron"),
     ("mixtral", "mixtral"),
     ("falcon", "falcon"),
@@ -25,9 +27,9 @@ def family_name(row: Row) -> str:
     """The family of a row's architecture: by its columns, and by its model's name where they leave it open."""
     shipped = expressions.family_names()
     if row.moe_experts:
-        if row.attention_type == "mla" and "deepseek" in shipped:
-            return "deepseek"
-        return "qwen-moe" if row.moe_shared_ffn and "qwen-moe" in shipped else "mixtral"
+        if row.attention_type == "mla":
+            return "deepseek-v3"
+        return "qwen2-moe" if row.moe_shared_ffn else "mixtral"
     named = next((name for start, name in _NAMED if (row.model or "").lower().startswith(start)), None)
     if named in shipped and (named in ("mpt", "nemotron", "opt", "gpt-neox", "falcon")) == (not row.gated_mlp):
         return named
@@ -37,9 +39,14 @@ def family_name(row: Row) -> str:
     return "nemotron" if grouped and "nemotron" in shipped else "gpt2"
 
 
+@cache
 def family_of(name: str) -> Family[Any]:
-    """The expressions of a family."""
-    return expressions.family(name)
+    """The expressions of a family; a mixture of experts between dense blocks has those of llama."""
+    found = expressions.family(name)
+    if "moe_layer" in found.roles and "layer" not in found.roles:
+        dense = dict(expressions.family("llama").blocks)["layer"]
+        found = replace(found, blocks=(*found.blocks, ("layer", dense)))
+    return found
 
 
 def numbers_of(row: Row) -> dict[str, float]:

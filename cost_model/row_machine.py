@@ -69,7 +69,9 @@ def machine_of(row: Row) -> RowMachine:
     preset = preset_of(row.gpu_type or "")
     engine = engine_of_framework(row.framework) or engine_named("megatron" if (row.pp or 1) > 1 else "fsdp")
     # an NVLink domain is a host here; a preset knows it where a row gives the devices of a tray
-    devices_per_host = max(float(row.gpus_per_node or 0), preset.devices_per_host.value if "nvl" in preset.description.lower() else 0)
+    devices_per_host = max(
+        float(row.gpus_per_node or 0), preset.devices_per_host.value if "nvl" in preset.description.lower() else 0
+    )
     devices_per_host = devices_per_host or preset.devices_per_host.value
     stated = inter_host_bytes_per_s(row.inter_link, row.gpus_per_node or devices_per_host)
     return RowMachine(

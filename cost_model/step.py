@@ -143,9 +143,7 @@ class _Model:
             if np.any(count > 0):
                 passes, parts = self._block(role)
                 found.append((count / shape.blocks, passes, parts))
-        self.parts = {
-            name: np.asarray(sum(share * parts[name] for share, _, parts in found)) for name in found[0][2]
-        }
+        self.parts = {name: np.asarray(sum(share * parts[name] for share, _, parts in found)) for name in found[0][2]}
         return Passes(
             forward=np.asarray(sum(share * passes.forward for share, passes, _ in found)),
             backward=np.asarray(sum(share * passes.backward for share, passes, _ in found)),
@@ -186,9 +184,7 @@ class _Model:
         )
 
     def _seconds(self, work: BlockWork[Any]) -> BlockSeconds:
-        return block_seconds(
-            work, self.machine.speeds, self.engine, in_float8=self.in_float8, fused=self.fused
-        )
+        return block_seconds(work, self.machine.speeds, self.engine, in_float8=self.in_float8, fused=self.fused)
 
     def _selective(self, seconds: BlockSeconds) -> Floats:
         return seconds.attention_forward if self.engine.selective == "attention" else seconds.forward / 2

@@ -48,7 +48,9 @@ def step_memory(
     n, p, v = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1)
     flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
     flight = np.where(p > 1, flight, 1)
-    kept = np.select([layouts.recompute == 2, layouts.recompute == 1], [inputs, _selective(engine, saved, inputs)], saved)
+    kept = np.select(
+        [layouts.recompute == 2, layouts.recompute == 1], [inputs, _selective(engine, saved, inputs)], saved
+    )
     working = np.where(layouts.recompute == 2, saved, 0.0)
     dense, expert = _parameters(family, shape, per_rank)
     expert = expert / layouts.ep

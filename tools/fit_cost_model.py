@@ -60,7 +60,10 @@ def _mechanism(name: str, freedom: float, most: float = math.inf) -> Constant:
 
 
 def _profile(
-    name: str, owners: Sequence[str], freedom: float, get: Callable[[DeviceProfile], float],
+    name: str,
+    owners: Sequence[str],
+    freedom: float,
+    get: Callable[[DeviceProfile], float],
     put: Callable[[DeviceProfile, float], DeviceProfile],
     most: float = math.inf,
 ) -> Constant:
@@ -78,7 +81,9 @@ def _profile(
 
 def _efficiency(owner: str, dtypes: Sequence[str], freedom: float) -> Constant:
     def put(profile: DeviceProfile, value: float) -> DeviceProfile:
-        return replace(profile, efficiency={**profile.efficiency, **{d: value for d in dtypes if d in profile.efficiency}})
+        return replace(
+            profile, efficiency={**profile.efficiency, **{d: value for d in dtypes if d in profile.efficiency}}
+        )
 
     return _profile(f"{owner}.efficiency.{dtypes[0]}", [owner], freedom, lambda p: p.efficiency[dtypes[0]], put, PART)
 
@@ -98,7 +103,9 @@ def _link(tier: Any, field: str, freedom: float) -> Constant:
         link: LinkProfile = replace(profile.links[tier], usual=usual)
         return replace(profile, links={**profile.links, tier: link})
 
-    return _profile(f"gpu.{tier}.{field}", GPU, freedom, lambda p: float(getattr(p.links[tier].usual, field)), put, PART)
+    return _profile(
+        f"gpu.{tier}.{field}", GPU, freedom, lambda p: float(getattr(p.links[tier].usual, field)), put, PART
+    )
 
 
 def constants() -> list[Constant]:
@@ -108,12 +115,28 @@ def constants() -> list[Constant]:
         *(_efficiency(owner, wide, 0.15) for owner in ("v100", "a100", "h100", "h100-500w", "b200")),
         *(_efficiency(owner, ("float8",), 0.15) for owner in ("h100", "h100-500w", "b200")),
         *(_attention(owners, 0.2) for owners in (("a100",), ("h100", "h100-500w"), ("b200",))),
-        _profile("gpu.memory_efficiency", GPU, 0.06, lambda p: p.memory_efficiency, lambda p, v: replace(p, memory_efficiency=v), PART),
-        _profile("gpu.tile.k_half", GPU, 0.4, lambda p: p.tile.k_half, lambda p, v: replace(p, tile=replace(p.tile, k_half=v))),
+        _profile(
+            "gpu.memory_efficiency",
+            GPU,
+            0.06,
+            lambda p: p.memory_efficiency,
+            lambda p, v: replace(p, memory_efficiency=v),
+            PART,
+        ),
+        _profile(
+            "gpu.tile.k_half",
+            GPU,
+            0.4,
+            lambda p: p.tile.k_half,
+            lambda p, v: replace(p, tile=replace(p.tile, k_half=v)),
+        ),
         _profile("gpu.launch_s", GPU, 0.4, lambda p: p.launch_s, lambda p, v: replace(p, launch_s=v)),
         _profile("gpu.host_launch_s", GPU, 0.4, lambda p: p.host_launch_s, lambda p, v: replace(p, host_launch_s=v)),
         _profile(
-            "gpu.overlap_slowdown-1", GPU, 0.5, lambda p: p.overlap_slowdown - 1,
+            "gpu.overlap_slowdown-1",
+            GPU,
+            0.5,
+            lambda p: p.overlap_slowdown - 1,
             lambda p, v: replace(p, overlap_slowdown=1 + v),
         ),
         _link("in_host", "efficiency", 0.1),
