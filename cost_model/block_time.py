@@ -11,7 +11,7 @@ dropout reads 2 and writes 2 and a mask of 1; their gradients read and write the
 saved ones). Products in float8 read and write once more what they cast: 3 bytes an element.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,18 +110,21 @@ def _product(one: Operator[Any], speeds: Speeds, *, in_float8: bool) -> tuple[Fl
     forward = _matmul(m, n, k, count, speeds, low)
     backward = _matmul(m, k, n, count, speeds, low) + _matmul(k, n, m, count, speeds, low)
     if low:
-        forward = forward + CAST_BYTES * count * m * k / speeds.bytes_per_s
-        backward = backward + CAST_BYTES * count * m * (n + k) / speeds.bytes_per_s
+        forward = forward + count * m * k / speeds.bytes_per_s
+        backward = backward + CAST_BYTES * count * m * n / speeds.bytes_per_s
     return forward, backward
 
 
 def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, in_float8: bool) -> Floats:
     rate = speeds.float8_flops_per_s if in_float8 else speeds.product_flops_per_s
     assert rate is not None
+    # a tile's start and end take the same time at any rate, so they are worth the more of k the faster a unit is
+    faster = rate / speeds.product_flops_per_s
+    tile = replace(speeds.tile, k_half=speeds.tile.k_half * faster)
     return matmul_seconds(
         flops=2.0 * count * m * n * k,
         moved_bytes=2.0 * count * (m * k + k * n + m * n),
-        part=tile_part(speeds.tile, m, n, k, count),
+        part=tile_part(tile, m, n, k, count),
         peak_flops_per_s=rate,
         bytes_per_s=speeds.bytes_per_s,
         launch_s=speeds.launch_s,

@@ -69,7 +69,7 @@ class Engine(StrictModel):
     unstated_virtual: Literal["one", "all"]
     balances_ends: bool
     selective: Literal["attention", "half"]
-    state_bytes: Literal[16, 18, 20]
+    state_bytes: Literal[16, 18, 20, 22, 28]
     sharded_state_bytes: Literal[12, 16]
     sources: dict[str, _Text]
 

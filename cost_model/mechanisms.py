@@ -30,6 +30,7 @@ class Mechanisms:
     broadcast_s          seconds of one rank's broadcast of its updated parameters
     straggler            deviation of one rank's step time: n ranks wait for the slowest, sqrt(2 ln n) deviations
     step_s               seconds of a step beside everything else: data, clipping, logging
+    allocator_cache      memory that the framework's allocator holds beside what is in use, as part of it
     expert_imbalance     tokens of the busiest expert rank over the mean (≥ 1)
     """
 
@@ -45,6 +46,7 @@ class Mechanisms:
     broadcast_s: float
     straggler: float
     step_s: float
+    allocator_cache: float
     expert_imbalance: float
 
 

@@ -142,12 +142,13 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     family = evaluate(family_of(first.family), _numbers(cases, layouts))
     memory_bytes = (first.row.gpu_mem_gb or first.machine.preset.memory_gb.value) * 1e9
     unstated = np.array([case.row.recompute is None for case in cases])
-    memory = step_memory(family, shape, layouts, engine, reserve_bytes=profile.reserve_bytes, fused=first.fused)
+    held = {"reserve_bytes": profile.reserve_bytes, "cache": mechanisms().allocator_cache, "fused": first.fused}
+    memory = step_memory(family, shape, layouts, engine, **held)
     for level in (1, 2):  # what does not say whether it recomputes does so as little as fits
         tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * memory_bytes)
         if tight.any():
             layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
-            memory = step_memory(family, shape, layouts, engine, reserve_bytes=profile.reserve_bytes, fused=first.fused)
+            memory = step_memory(family, shape, layouts, engine, **held)
     return Group(
         indices=tuple(index for index, _ in members),
         cases=cases,

@@ -2,7 +2,8 @@
 
     state        16, 18 or 20 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
                  master weights and moments, 2 the gradients too, 3 all of it
-    gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched
+    gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched; with stages all
+                 of a rank's weights and gradients, which stay whole for a step (torchtitan, FSDP under pipelines)
     activations  what the backward pass needs of every block of every micro-batch in flight; under full recomputation
                  the blocks' inputs, and one block's values while it is computed again
     in flight    min(n, p) under 1F1B on the first rank, p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
@@ -26,6 +27,7 @@ from autopar.cost_model.layout import Layouts, Shape
 Floats = NDArray[Any]
 WEIGHT_BYTES = 2
 LOGIT_BYTES = 2 + 4 + 4
+GRADIENT_BYTES = 4  # of whole gradients, summed over micro-batches in float32
 GATHERED_BLOCKS = 2
 # softmax output 2, dropout mask 1, dropped output 2, an element of the scores (Korthikanti et al. 2022, equation 1)
 SAVED_SCORE_BYTES = 5
@@ -40,7 +42,14 @@ class StepMemory:
 
 
 def step_memory(
-    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, reserve_bytes: float, fused: bool
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+    fused: bool,
 ) -> StepMemory:
     """Peak of every layout."""
     per_rank = np.where(layouts.pp > 1, np.ceil(shape.blocks / layouts.pp), shape.blocks)
@@ -63,16 +72,19 @@ def step_memory(
         state = _state(elements, layouts, engine, layouts.shard) + _state(
             expert, layouts, engine, np.maximum(layouts.shard / layouts.ep, 1)
         )
-        gathered = np.where(layouts.zero >= 3, WEIGHT_BYTES * GATHERED_BLOCKS * (elements + expert) / per_rank, 0.0)
+        both = elements + expert
+        some = WEIGHT_BYTES * GATHERED_BLOCKS * both / per_rank
+        gathered = np.where(layouts.zero >= 3, np.where(p > 1, (WEIGHT_BYTES + GRADIENT_BYTES) * both, some), 0.0)
         found.append(
             {
                 "state": state,
                 "gathered": gathered,
                 "activations": live * per_rank * kept + working,
                 "logits": logits if role == "last" else np.where(p > 1, 0.0, logits),
-                "reserve": reserve_bytes + 0.0 * state,
             }
         )
+        held = sum(found[-1].values())
+        found[-1] |= {"cache": cache * held, "reserve": reserve_bytes + 0.0 * held}
     totals = [np.asarray(sum(parts.values())) for parts in found]
     is_last = totals[1] > totals[0]
     parts = {name: np.where(is_last, found[1][name], found[0][name]) for name in found[0]}

@@ -97,6 +97,19 @@ def _attention(owners: Sequence[str], freedom: float) -> Constant:
     return _profile(f"{owners[0]}.attention.forward", owners, freedom, lambda p: p.attention.forward, put, PART)
 
 
+PEAKS = {"v100": 125 / 80, "a100": 312 / 108, "h100": 989 / 132, "h100-500w": 989 / 132, "b200": 2250 / 148}
+
+
+def _k_half(freedom: float) -> Constant:
+    def put(profile: DeviceProfile, value: float) -> DeviceProfile:
+        ratio = PEAKS.get(profile.name, PEAKS["h100"]) / PEAKS["a100"]
+        return replace(profile, tile=replace(profile.tile, k_half=value * ratio))
+
+    return _profile(
+        "gpu.tile.k_half", ["a100", *(g for g in GPU if g != "a100")], freedom, lambda p: p.tile.k_half, put
+    )
+
+
 def _link(tier: Any, field: str, freedom: float) -> Constant:
     def put(profile: DeviceProfile, value: float) -> DeviceProfile:
         usual: Call = replace(profile.links[tier].usual, **{field: value})
@@ -123,13 +136,7 @@ def constants() -> list[Constant]:
             lambda p, v: replace(p, memory_efficiency=v),
             PART,
         ),
-        _profile(
-            "gpu.tile.k_half",
-            GPU,
-            0.4,
-            lambda p: p.tile.k_half,
-            lambda p, v: replace(p, tile=replace(p.tile, k_half=v)),
-        ),
+        _k_half(0.4),
         _profile("gpu.launch_s", GPU, 0.4, lambda p: p.launch_s, lambda p, v: replace(p, launch_s=v)),
         _profile("gpu.host_launch_s", GPU, 0.4, lambda p: p.host_launch_s, lambda p, v: replace(p, host_launch_s=v)),
         _profile(
