@@ -48,7 +48,7 @@ def bubble_s(
     Exact for gpipe, 1f1b, interleaved-1f1b and dualpipev; for interleaved-zero-bubble with n ≥ p or v = 1; for
     zbv-zero-bubble with n ≥ 2p-1 or F = I = W. Elsewhere a lower bound. Raises InputError for an unknown schedule.
     """
-    p, v, n = (np.asarray(each) for each in (pp, virtual_stages, micro_batches))
+    p, v, n = np.broadcast_arrays(pp, virtual_stages, micro_batches)
     stage = (_over(forward_s, v), _over(backward_s, v) - _over(weight_s, v), _over(weight_s, v))
     idle: Number = np.where(p > 1, _largest(_sums(schedule)(p, v, n), stage), 0.0)[()]
     return idle
@@ -157,7 +157,7 @@ def exposed_messages(schedule: str, *, pp: Number, virtual_stages: Number = 1, m
     a multiple of p. Exact for those three. For the others: the messages of one micro-batch's way, in v order without
     the turn that stays on a rank; a lower bound, simulate for more.
     """
-    p, v, n = (np.asarray(each) for each in (pp, virtual_stages, micro_batches))
+    p, v, n = np.broadcast_arrays(pp, virtual_stages, micro_batches)
     _sums(schedule)
     if schedule == "1f1b":
         turns, rest = np.divmod(n - 1, p)
@@ -166,13 +166,13 @@ def exposed_messages(schedule: str, *, pp: Number, virtual_stages: Number = 1, m
         count = v * 2 * (p - 1)
     else:
         count = 2 * (p * v - 1)
-    exposed: Number = np.where(p > 1, count + 0 * (p + v + n), 0)[()]
+    exposed: Number = np.where(p > 1, count, 0)[()]
     return exposed
 
 
 def blocking_message_s(*, pp: Number, virtual_stages: Number = 1, micro_batches: Number, message_s: Number) -> Number:
     """Seconds that an inner rank spends in sends that it waits for: v forward and v backward per micro-batch."""
-    p, v, n = (np.asarray(each) for each in (pp, virtual_stages, micro_batches))
+    p, v, n = np.broadcast_arrays(pp, virtual_stages, micro_batches)
     waited: Number = np.where(p > 1, 2 * v * n * np.asarray(message_s), 0.0)[()]
     return waited
 
@@ -189,7 +189,7 @@ def live_stage_micro_batches(
     p(1 + (p-1)/(pv)) on the first rank (Korthikanti et al. 2022, section 4.2), p under ZB-H1 on every rank, PP + 1
     stages' worth under dualpipev. `autopar.ir.schedules.live_micro_batches` counts the same on an action list.
     """
-    p, v, n, r = (np.asarray(each) for each in (pp, virtual_stages, micro_batches, rank))
+    p, v, n, r = np.broadcast_arrays(pp, virtual_stages, micro_batches, rank)
     _sums(schedule)
     in_round = n // np.maximum(1, n // p)
     most = {
