@@ -189,6 +189,21 @@ def test_one_sender_sends_one_message_after_another() -> None:
     assert found.step_s == 1.0 + 5.0 * n + 1.0 + 1.0 + 5.0 * n + 1.0
 
 
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_bytes_over_a_boundary_of_ranks(v: int) -> None:
+    """One tensor per boundary, micro-batch and direction, v times interleaved."""
+    p, n, size = 4, 8, 7.0
+    found = simulate(
+        actions("interleaved-1f1b" if v > 1 else "1f1b", p, v, n), equal_stages(p * v, forward_s=1.0, backward_s=2.0)
+    )
+    crossing = [(m.from_rank, m.to_rank) for m in found.messages([size] * p * v, [size] * p * v)]
+    for rank in range(p - 1):
+        assert crossing.count((rank, rank + 1)) == crossing.count((rank + 1, rank)) == v * n
+    around = (v - 1) * n
+    assert crossing.count((p - 1, 0)) == crossing.count((0, p - 1)) == around
+    assert sum(m.num_bytes for m in found.messages([size] * p * v, [size] * p * v)) == size * len(crossing)
+
+
 def test_bytes_held() -> None:
     """1f1b holds min(n, p - i) micro-batches of stage i; what only I needs is freed before W."""
     held = [8.0, 4.0, 2.0, 1.0]

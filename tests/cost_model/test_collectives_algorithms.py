@@ -235,3 +235,15 @@ def test_unknown_names_are_refused() -> None:
         seconds("allreduce", 1.0, group(1, 8))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="no algorithm 'rings'; did you mean 'ring'"):
         seconds("all_reduce", 1.0, group(1, 8), "rings")  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 1024), whole)
+def test_what_training_sends(ranks: int, num_bytes: float) -> None:
+    """Data parallel and ZeRO-1, 2: 2P a micro-batch; ZeRO-3: 3P; sequence parallelism as much as tensor parallelism."""
+    reduced, gathered, scattered = (
+        sent_bytes(kind, num_bytes, ranks) for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    )
+    assert reduced == pytest.approx(2 * num_bytes * (ranks - 1) / ranks)
+    assert gathered + scattered == pytest.approx(reduced)
+    assert 2 * gathered + scattered == pytest.approx(1.5 * reduced)
+    assert 4 * reduced == pytest.approx(4 * gathered + 4 * scattered)
