@@ -14,6 +14,7 @@ from autopar.cost_model.pipelines import (
     step_s,
     unequal_1f1b_lower_s,
     unequal_step_s,
+    warm_up_passes,
 )
 from autopar.cost_model.simulate import Orders, StageSeconds, equal_stages, peak_held_bytes, simulate
 from autopar.errors import PlanError
@@ -54,6 +55,8 @@ def test_agrees_with_the_closed_form(schedule: str, p: int, v: int, n: int) -> N
             assert closed * (1 - 1e-12) <= found.step_s <= one_after_another
     live = live_stage_micro_batches(schedule, pp=p, virtual_stages=v, micro_batches=n, rank=np.arange(p))
     assert found.live == tuple(np.broadcast_to(live, p).tolist())
+    warm_up = warm_up_passes(schedule, pp=p, virtual_stages=v, micro_batches=n, rank=np.arange(p))
+    assert warm_up.tolist() == [next(i for i, a in enumerate(order) if a.kind != "F") for order in orders]
 
 
 @pytest.mark.parametrize("p, n", [(2, 4), (3, 6), (4, 8), (8, 16)])
