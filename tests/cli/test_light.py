@@ -20,6 +20,8 @@ LIGHT_COMMANDS = (
     ["trace", "--help"],
     ["doctor", "--help"],
     ["doctor", "--ranks", "0"],
+    ["calibrate", "--help"],
+    ["calibrate", "--ranks", "0", "--minutes", "0"],
     ["models"],
     ["clusters", "--json"],
     ["plan", "lama3-8b", "--cluster", "4xcpu"],
@@ -51,7 +53,7 @@ def test_version() -> None:
 
 def test_every_command_has_help() -> None:
     top = autopar("--help").stdout
-    for command in ("plan", "coverage", "verify", "trace", "doctor", "models", "clusters"):
+    for command in ("plan", "coverage", "verify", "trace", "doctor", "calibrate", "models", "clusters"):
         assert command in top
         assert autopar(command, "--help").exit_code == 0
 
