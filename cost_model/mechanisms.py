@@ -7,8 +7,10 @@ on published training runs, all others are arithmetic or somebody's measurement.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
+from pathlib import Path
 
 from autopar.errors import InputError
 from autopar.ir.strict_yaml import read_yaml
@@ -59,3 +61,14 @@ def mechanisms() -> Mechanisms:
     if problems or not isinstance(content, dict) or sorted(content) != sorted(names):
         raise InputError("mechanisms.yaml must have a value and a source for each of " + ", ".join(names), problems)
     return Mechanisms(**{name: float(content[name]["value"]) for name in names})
+
+
+def dump_mechanisms(found: Mechanisms, sources: Mapping[str, str], path: Path) -> None:
+    """Write ``mechanisms.yaml`` again; a number that `sources` does not name keeps the source that it has."""
+    content, _ = read_yaml(path)
+    assert isinstance(content, dict)
+    lines = [
+        f'{name}: {{value: {getattr(found, name):g}, source: "{sources.get(name, content[name]["source"])}"}}'
+        for name in (field.name for field in fields(Mechanisms))
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

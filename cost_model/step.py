@@ -20,7 +20,7 @@ from autopar.cost_model.block_time import BlockSeconds, Speeds, block_seconds
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import BlockWork, Family
 from autopar.cost_model.layout import Layouts, Shape
-from autopar.cost_model.links import Links, gather_s, message_s
+from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import Mechanisms
 
 Floats = NDArray[Any]
@@ -202,8 +202,7 @@ class _Model:
             for sent in self.family.block(role, variant).sent:
                 if sent.of == "parameter":
                     continue
-                spent = gather_s(self.machine.links, sent.whole_bytes, self.layouts.tp, np.ones(1))
-                spent = spent * (2 if sent.collective == "all_reduce" else 1)
+                spent = self.machine.links.seconds(sent.collective, sent.whole_bytes, self.layouts.tp, np.ones(1))
                 i = 0 if sent.is_forward else 1
                 found[i] = found[i] + is_chosen * spent * (1 - self._hidden())
         return found[0], found[1]
@@ -215,7 +214,7 @@ class _Model:
         for one in self.family.block(role, "tp").products:
             if one.kind == "attention":
                 kv_bytes = kv_bytes + 2 * WEIGHT_BYTES * layouts.micro_batch * one.n * one.k * self._kv_heads(one)
-        spent = gather_s(self.machine.links, kv_bytes, layouts.cp, layouts.tp)
+        spent = self.machine.links.seconds("all_gather", kv_bytes, layouts.cp, layouts.tp)
         return np.where(layouts.cp > 1, 0.1 * spent, 0.0)
 
     def _kv_heads(self, one: Any) -> Floats:
@@ -226,7 +225,7 @@ class _Model:
         layouts, shape = self.layouts, self.shape
         tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
         moved = WEIGHT_BYTES * tokens * shape.experts_per_token * shape.hidden
-        spent = gather_s(self.machine.links, moved, layouts.ep, layouts.tp)
+        spent = self.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
         return np.where(layouts.ep > 1, 2 * spent, 0.0)
 
     # ---- ZeRO 3 ----
@@ -244,9 +243,7 @@ class _Model:
         elements = sum(self._parameters(role))
         gather, scatter = self._gather_and_scatter(elements)
         copies = layouts.data_ranks / layouts.shard
-        copy_sum = 2 * gather_s(
-            self.machine.links,
-            engine.shard_gradient_bytes * elements / layouts.shard,
+        copy_sum = 2 * self.machine.links.seconds("all_gather", engine.shard_gradient_bytes * elements / layouts.shard,
             copies,
             layouts.tp * layouts.shard,
         )
@@ -264,8 +261,8 @@ class _Model:
             one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
             return np.asarray(WEIGHT_BYTES * one), np.asarray(engine.shard_gradient_bytes * one)
         return (
-            gather_s(links, WEIGHT_BYTES * elements, layouts.shard, layouts.tp),
-            gather_s(links, engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
+            links.seconds("all_gather", WEIGHT_BYTES * elements, layouts.shard, layouts.tp),
+            links.seconds("all_gather", engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
         )
 
     def _beside(self, computing: Floats, moving: Floats) -> Floats:
@@ -307,7 +304,7 @@ class _Model:
         split = layouts.tp if engine.splits_messages else np.where(layouts.sequence_parallel, layouts.tp, 1)
         is_inside = layouts.num_devices <= self.machine.links.devices_per_host
         waits = self.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
-        return np.where(layouts.pp > 1, waits * message_s(self.machine.links, size / split, is_inside), 0.0)
+        return np.where(layouts.pp > 1, waits * self.machine.links.message_s(size / split, is_inside), 0.0)
 
     # ---- data parallelism ----
 
@@ -333,11 +330,11 @@ class _Model:
             shard = np.minimum(layouts.shard, ranks)
             stride = layouts.tp * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
             grads, weights = engine.gradient_bytes * elements, engine.parameter_bytes * elements
-            total = total + gather_s(links, grads, shard, stride)
+            total = total + links.seconds("all_gather", grads, shard, stride)
             total = total + np.where(
-                layouts.zero >= 1, gather_s(links, weights, shard, stride), gather_s(links, grads, shard, stride)
+                layouts.zero >= 1, links.seconds("all_gather", weights, shard, stride), links.seconds("all_gather", grads, shard, stride)
             )
-            total = total + 2 * gather_s(links, grads / shard, ranks / shard, stride * shard)
+            total = total + 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
         if engine.gradient_sync == "during":
             left = np.maximum(total - self.mechanisms.gradient_window * window, 0.0)
             total = left + (self.machine.overlap_slowdown - 1) * np.minimum(total, window)

@@ -22,6 +22,8 @@ LIGHT_COMMANDS = (
     ["doctor", "--ranks", "0"],
     ["validate", "--help"],
     ["validate", "no_such.csv"],
+    ["calibrate", "--help"],
+    ["calibrate", "--ranks", "0", "--minutes", "0"],
     ["models"],
     ["clusters", "--json"],
     ["plan", "lama3-8b", "--cluster", "4xcpu"],
@@ -53,7 +55,7 @@ def test_version() -> None:
 
 def test_every_command_has_help() -> None:
     top = autopar("--help").stdout
-    for command in ("plan", "coverage", "verify", "trace", "validate", "doctor", "models", "clusters"):
+    for command in ("plan", "coverage", "verify", "trace", "validate", "doctor", "calibrate", "models", "clusters"):
         assert command in top
         assert autopar(command, "--help").exit_code == 0
 
