@@ -2,7 +2,7 @@
 
     block    = (device^4 + host^4)^(1/4)        the longer of the two, without a corner where they cross
     device   = products + attention + memory-bound kernels, each by `autopar.cost_model.profile_times`
-    host     = kernels started · host seconds of one (by the engine's way of dispatch)
+    host     = kernels started · host seconds of one (by the engine's way of dispatch); a collective counts as three
 
 Backward products are two for each forward product: of the input, m×n·k, and of the weight, k×m·n. Attention that writes
 its scores is two batched products and, per score, 9 bytes forward and 11 backward: softmax reads and writes 2 each,
@@ -34,6 +34,7 @@ SCORE_BYTES = (9.0, 11.0)
 CAST_BYTES = 3.0
 ALIGNED = 8  # elements of 16 bits in the 16 bytes that tensor cores want aligned
 CORNER = 4.0
+COLLECTIVE_KERNELS = 3.0  # what a collective costs the host: checks, streams and events around its kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,16 @@ class BlockSeconds:
 
 
 def block_seconds(
-    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool
+    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool, is_split: Any = False
 ) -> BlockSeconds:
-    """One micro-batch through one block. `fused`: attention is one kernel (else scores are written)."""
+    """One micro-batch through one block. `fused`: attention is one kernel (else scores are written); `is_split`: tensor
+    parallelism calls the block's collectives."""
     zero = np.zeros(1)
     products, attention, memory = [zero, zero], [zero, zero], [zero, zero]
-    kernels = [0.0, 0.0]
+    kernels: list[Any] = [0.0, 0.0]
+    for sent in work.sent:
+        i = 0 if sent.is_forward else 1
+        kernels[i] = kernels[i] + COLLECTIVE_KERNELS * np.where(is_split, 1.0, 0.0)
     for one in work.products:
         if one.kind == "matmul":
             found = _product(one, speeds, in_float8=in_float8)

@@ -70,7 +70,7 @@ class Engine(StrictModel):
     balances_ends: bool
     selective: Literal["attention", "half"]
     state_bytes: Literal[16, 18, 20, 22, 28]
-    sharded_state_bytes: Literal[12, 16]
+    sharded_state_bytes: Literal[12, 16, 24]
     sources: dict[str, _Text]
 
 

@@ -184,7 +184,14 @@ class _Model:
         )
 
     def _seconds(self, work: BlockWork[Any]) -> BlockSeconds:
-        return block_seconds(work, self.machine.speeds, self.engine, in_float8=self.in_float8, fused=self.fused)
+        return block_seconds(
+            work,
+            self.machine.speeds,
+            self.engine,
+            in_float8=self.in_float8,
+            fused=self.fused,
+            is_split=self.layouts.tp > 1,
+        )
 
     def _selective(self, seconds: BlockSeconds) -> Floats:
         return seconds.attention_forward if self.engine.selective == "attention" else seconds.forward / 2

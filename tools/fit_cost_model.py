@@ -147,8 +147,8 @@ def constants() -> list[Constant]:
         _attention(["b200"], 0.3),
         _k_half(256),
         _number("memory_efficiency", "memory_efficiency", 0.85, 0.06, PART),
-        _number("launch_s", "launch_us", 5e-6, 0.4),
-        _number("host_launch_s", "host_launch_us", 15e-6, 0.4),
+        _number("launch_s", "launch_us", 4e-6, 0.15),
+        _number("host_launch_s", "host_launch_us", 25e-6, 0.4),
         _link("in_host", "efficiency", 0.8, 0.1),
         _link("inter_host", "efficiency", 0.8, 0.1),
         _mechanism("first_attention", 0.75, 0.2),
@@ -240,13 +240,10 @@ def leave_one_out(rows: Sequence[Row], *, rounds: int) -> None:
     """Every source predicted by a fit on the others, where its device and precision occur among them."""
     whole = runs(rows)
     predicted = np.full(len(whole.rows), np.nan)
-    place = {row.id: i for i, row in enumerate(whole.rows)}
     for fold in folds(whole.rows):
-        world, _ = fit(runs(fold.train), rounds=rounds)
-        mine = whole.predict(world)
-        for row in fold.test:
-            predicted[place[row.id]] = mine[place[row.id]]
-        print(f"  without {fold.source_key}: {len(fold.test)} rows", flush=True)
+        world, _ = fit(runs([whole.rows[i] for i in fold.train]), rounds=rounds)
+        predicted[list(fold.test)] = whole.predict(world)[list(fold.test)]
+        print(f"  without {fold.source}: {len(fold.test)} rows", flush=True)
     report(whole, predicted)
     with LEFT_OUT.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
