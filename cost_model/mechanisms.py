@@ -25,7 +25,7 @@ class Mechanisms:
     misaligned           seconds of products of heads whose width is no multiple of 8, over aligned ones (≥ 1)
     lean_dispatch        host seconds of a kernel started by compiled code, as part of an eager operator's
     graph_dispatch       the same in a recorded graph
-    async_hidden         part of tensor collectives hidden by "async" overlap
+    async_hidden         part of backward tensor collectives hidden by "async" overlap
     pipelined_hidden     part of tensor collectives hidden by "pipelined" overlap
     message_exposed      part of messages between stages that "overlapped" ones still cost
     gradient_window      part of one backward pass that can hide gradient sums made "during" it

@@ -162,14 +162,16 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
 
 def _estimates(group: Group) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
-    seconds, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, memory.peak_bytes))
+    needed = memory.peak_bytes - memory.parts["cache"]  # the allocator gives its cache back before it fails
+    held = np.maximum(needed, np.minimum(memory.peak_bytes, group.memory_bytes))
+    seconds, needed, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, needed, held))
     parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}
     return [
         RowEstimate(
             id=case.row.id,
             seconds=float(seconds[i]),
             peak_bytes=float(peak[i]),
-            fits=bool(peak[i] <= FULL * group.memory_bytes),
+            fits=bool(needed[i] <= FULL * group.memory_bytes),
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
         )

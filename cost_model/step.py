@@ -84,12 +84,14 @@ def step_seconds(
     messages = np.where(pp > 1, v * message * n, 0.0)  # one each way at once: links are full duplex
     state = model.state(per_rank)
     sums, optimizer = model.data_sums(state, middle), model.optimizer(state)
+    adding = model.accumulation(state)
     ends_gathers = model.end_gathers() * n
     straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
-    before = n * busy + idle + messages + sums + optimizer + ends_gathers + mechanisms.step_s
+    before = n * busy + idle + messages + sums + optimizer + adding + ends_gathers + mechanisms.step_s
     parts = {name: n * per_rank * seconds for name, seconds in model.parts.items()}
     parts["embedding, head, loss"] = n * (busy - middle)
     parts |= {"bubble": idle, "messages": messages, "data collectives": sums + ends_gathers, "optimizer": optimizer}
+    parts["gradient accumulation"] = adding
     parts |= {"fixed": mechanisms.step_s + 0.0 * before, "stragglers": straggling * before}
     return StepSeconds(seconds=before * (1 + straggling), parts=parts)
 
@@ -196,11 +198,11 @@ class _Model:
     def _selective(self, seconds: BlockSeconds) -> Floats:
         return seconds.attention_forward if self.engine.selective == "attention" else seconds.forward / 2
 
-    def _hidden(self) -> Floats:
+    def _hidden(self, *, is_forward: bool) -> Floats:
         how = self.engine.tensor_overlap
         if how == "pipelined":  # needs activations that are split over the sequence
             return np.where(self.layouts.sequence_parallel, self.mechanisms.pipelined_hidden, 0.0)
-        return np.asarray(self.mechanisms.async_hidden if how == "async" else 0.0)
+        return np.asarray(self.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)
 
     def _tensor_collectives(self, role: str) -> tuple[Floats, Floats]:
         """Seconds of a block's tensor collectives that computing waits for."""
@@ -211,7 +213,7 @@ class _Model:
                     continue
                 spent = self.machine.links.seconds(sent.collective, sent.whole_bytes, self.layouts.tp, np.ones(1))
                 i = 0 if sent.is_forward else 1
-                found[i] = found[i] + is_chosen * spent * (1 - self._hidden())
+                found[i] = found[i] + is_chosen * spent * (1 - self._hidden(is_forward=sent.is_forward))
         return found[0], found[1]
 
     def _context(self, role: str) -> Floats:
@@ -349,6 +351,13 @@ class _Model:
             total = total + np.where(layouts.zero >= 1, layouts.shard * self.mechanisms.broadcast_s, 0.0)
         own = (layouts.zero >= 2) & (layouts.pp == 1)
         return np.where(own | (layouts.data_ranks <= 1), 0.0, total)
+
+    def accumulation(self, state: State) -> Floats:
+        """Adding each micro-batch's weight gradients to their sum, by a kernel of its own."""
+        if self.engine.accumulation == "fused":
+            return np.zeros(1)
+        moved = (WEIGHT_BYTES + 2 * self.engine.gradient_bytes) * (state.dense + state.expert)
+        return np.asarray((self.layouts.micro_batches - 1) * moved / self.machine.speeds.bytes_per_s)
 
     def optimizer(self, state: State) -> Floats:
         layouts = self.layouts

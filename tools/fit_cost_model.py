@@ -159,7 +159,7 @@ def constants() -> list[Constant]:
         _mechanism("message_exposed", 0.5, 0.5, 1.0),
         _mechanism("gradient_window", 0.8, 0.3, 1.0),
         _mechanism("broadcast_s", 0.002, 0.5),
-        _mechanism("straggler", 0.01, 0.7, 0.03),
+        _mechanism("straggler", 0.008, 0.3, 0.03),
         _mechanism("step_s", 0.01, 0.7),
     ]
 
