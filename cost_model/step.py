@@ -11,7 +11,7 @@ The last factor is the expected largest of n normal variables: every rank waits 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +27,7 @@ from autopar.cost_model.mechanisms import Mechanisms
 Floats = NDArray[Any]
 # Adam reads gradient, master weight and two moments, writes the latter three and the weight: 4·4 + 3·4 + 2
 OPTIMIZER_BYTES = 30
+PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
 CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring
 
 
@@ -41,10 +42,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Seconds of one rank's share of something in one micro-batch."""
+    """Seconds of one rank's share of something in one micro-batch; `weight` is the part of `backward` whose results
+    no other pass waits for."""
 
     forward: Floats
     backward: Floats
+    weight: Floats | float = 0.0
 
     @property
     def both(self) -> Floats:
@@ -214,7 +217,7 @@ class _Model:
             "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1),
             "shard collectives": np.maximum(moving - (whole.both - computing.both), 0.0),
         }
-        return whole, parts, hidden
+        return replace(whole, weight=seconds.products / PRODUCTS), parts, hidden
 
     def _of_variants(self, role: str) -> BlockSeconds:
         tensor, sequence = (self._seconds(self.family.block(role, variant)) for variant in ("tp", "sp"))
@@ -346,7 +349,11 @@ class _Model:
             return Passes(forward=none, backward=none)
         seconds = self._of_variants_whole(role)
         forward, backward = self._tensor_collectives(role)
-        return Passes(forward=seconds.forward + forward, backward=seconds.backward + backward)
+        return Passes(
+            forward=seconds.forward + forward,
+            backward=seconds.backward + backward,
+            weight=seconds.products / PRODUCTS,
+        )
 
     def _of_variants_whole(self, role: str) -> BlockSeconds:
         """As `_of_variants`, in 16 bits: heads are not computed in float8."""
