@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.cluster_machine import ClusterMachine, cluster_machine, default_precision
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.expressions import Family, evaluate
+from autopar.cost_model.expressions import VARIANTS, Family, evaluate
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.row_estimate import FULL
@@ -190,7 +190,9 @@ def estimate_works(
     per_step, devices = float(batch * works.sequence), cluster.num_devices
     model_flops, again_flops = pricing.flops(batch)
     reached = model_flops / (seconds * devices)
-    alone = float(pricing.step(_without_data_parallelism(layouts)).seconds[0])
+    alone = seconds
+    if degrees.dp > 1:
+        alone = float(pricing.step(_without_data_parallelism(layouts)).seconds[0])
     peak = float(memory.peak_bytes[0])
     return Estimate(
         model=name or works.family.name,
@@ -291,15 +293,26 @@ class _Pricing:
         self.works, self.question, self.machine = works, question, machine
         self.constants, self.precision = constants, precision
         self.fused = question.engine.attention == "fused"
+        self.families: dict[float, Family[Any]] = {}
         self.shape = _shape(works)
 
     def family(self, layouts: Layouts) -> Family[Any]:
+        """The numbers of a layout of the question, which has its own data-parallel degree or none."""
+        degree = float(layouts.dp[0])
+        if degree not in self.families:
+            self.families[degree] = self._family(layouts)
+        return self.families[degree]
+
+    def _family(self, layouts: Layouts) -> Family[Any]:
         works, tokens = self.works, float(self.works.sequence)
         sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
         numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
         numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "d": layouts.dp}
         numbers |= {"s": tokens / layouts.cp, "S": np.array([tokens])}
-        return with_experts(evaluate(works.family, numbers), layouts, self.constants)
+        roles = works.family.roles
+        found = evaluate(tuple(works.family.block(role, "tp") for role in roles), numbers)  # both variants are one
+        blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, found, strict=True))
+        return with_experts(replace(works.family, blocks=blocks), layouts, self.constants)
 
     def stages(self) -> Stages | None:
         degrees, cuts = self.question.degrees, self.question.cuts
@@ -335,8 +348,11 @@ class _Pricing:
     def flops(self, sequences: float) -> tuple[float, float]:
         """FLOP of a step over all devices: the model's, and what is computed again."""
         ones = {name: 1.0 for name in (*self.works.mesh.names, "b", "t", "d")}
-        family = evaluate(self.works.family, {**ones, "s": float(self.works.sequence), "S": float(self.works.sequence)})
-        forward = {role: sum(one.flops for one in family.block(role, "tp").products) for role in family.roles}
+        tokens = float(self.works.sequence)
+        roles = self.works.family.roles
+        products = tuple(tuple(one.flops for one in self.works.family.block(role, "tp").products) for role in roles)
+        found = evaluate(products, {**ones, "s": tokens, "S": tokens})
+        forward = {role: sum(flops) for role, flops in zip(roles, found, strict=True)}
         repeated = sum(count * forward[role] for role, count in self.works.counts)
         whole = repeated + forward["first"] + forward["last"]
         again = repeated * self._recomputed_share() if self.question.degrees.recompute == "full" else 0.0

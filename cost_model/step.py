@@ -220,7 +220,10 @@ class _Model:
         return replace(whole, weight=seconds.products / PRODUCTS), parts, hidden
 
     def _of_variants(self, role: str) -> BlockSeconds:
-        tensor, sequence = (self._seconds(self.family.block(role, variant)) for variant in ("tp", "sp"))
+        works = [self.family.block(role, variant) for variant in ("tp", "sp")]
+        if works[0] is works[1]:  # of a captured program, whose labels have decided
+            return self._seconds(works[0])
+        tensor, sequence = (self._seconds(work) for work in works)
         chosen = self.layouts.sequence_parallel
         return BlockSeconds(
             **{
