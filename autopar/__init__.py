@@ -7,7 +7,9 @@ from autopar._version import __version__
 
 if TYPE_CHECKING:
     from autopar.api import parallelize
+    from autopar.cost_model.estimate import Estimate
     from autopar.errors import AutoparError
+    from autopar.estimation import estimate
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.plan import Plan
     from autopar.planning import coverage
@@ -19,9 +21,11 @@ if TYPE_CHECKING:
 # The face is lazy: `import autopar` and `autopar --help` must not wait for torch.
 _HOMES = {
     "coverage": "autopar.planning",
+    "estimate": "autopar.estimation",
     "parallelize": "autopar.api",
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
+    "Estimate": "autopar.cost_model.estimate",
     "Plan": "autopar.ir.plan",
     "ParallelModel": "autopar.runtime.module",
     "prove_rule": "autopar.runtime.rule_proof",
@@ -31,10 +35,12 @@ _HOMES = {
 __all__ = [
     "AutoparError",
     "ClusterSpec",
+    "Estimate",
     "ParallelModel",
     "Plan",
     "__version__",
     "coverage",
+    "estimate",
     "parallelize",
     "prove_rule",
     "register_rule",

@@ -232,17 +232,25 @@ def _leaves(value: Any) -> Iterator[Any]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _leaves(item)
-    elif hasattr(value, "free_symbols"):
+    elif _is_expression(value):
         yield value
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {each.name: _mapped(getattr(value, each.name), function) for each in dataclasses.fields(value)}
-        return type(value)(**parts)
+        return type(value)(**{name: _mapped(getattr(value, name), function) for name in _fields(type(value))})
     if isinstance(value, tuple):
         return tuple(_mapped(item, function) for item in value)
-    return function(value) if hasattr(value, "free_symbols") else value
+    return function(value) if _is_expression(value) else value
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(kind))
+
+
+def _is_expression(value: Any) -> bool:
+    return hasattr(type(value), "free_symbols")  # of the class: on an object sympy would collect them
 
 
 # ---- files ----

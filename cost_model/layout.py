@@ -54,7 +54,8 @@ class Shape:
     """What of a model its blocks' expressions do not say: how many of which repeated block, and its widths.
 
     `counts` are the calls of every repeated block by role; "first" and "last" are not among them. Entries broadcast
-    with layouts.
+    with layouts. `element_bytes` are those of weights and activations; `tensor_dims` the mesh dimensions whose product
+    is `tp`, where there are several: name, ranks, and how far apart they lie.
     """
 
     counts: tuple[tuple[str, Floats], ...]
@@ -62,6 +63,8 @@ class Shape:
     sequence: Floats
     experts_per_token: Floats
     is_tied: Floats
+    element_bytes: float = 2.0
+    tensor_dims: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def blocks(self) -> Floats:

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import Engine
+from autopar.cost_model.expert_parallel import with_experts
 from autopar.cost_model.expressions import Family, evaluate
 from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.row import Row, RowEstimate, Unmodelled
-from autopar.cost_model.row_machine import RowMachine, machine_for, machine_of
 from autopar.cost_model.row_family import family_name, family_of, numbers_of
+from autopar.cost_model.row_machine import RowMachine, machine_for, machine_of
 from autopar.cost_model.step import StepSeconds, step_seconds
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.errors import ClusterError
@@ -72,7 +73,7 @@ class Group:
         """Price the rows with the numbers of a profile and of mechanisms."""
         first = self.cases[0]
         return step_seconds(
-            _with_experts(self.family, self.layouts, constants),
+            with_experts(self.family, self.layouts, constants),
             self.shape,
             self.layouts,
             machine_for(replace(first.machine, profile=profile), constants, precision=self.precision),
@@ -263,20 +264,3 @@ def _numbers(cases: Sequence[_Case], layouts: Layouts) -> dict[str, Floats]:
     numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "S": keys, "s": keys / layouts.cp}
     numbers["g"] = np.maximum(numbers["g"], layouts.tp)  # fewer key heads than ranks are held several times
     return numbers
-
-
-def _with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -> Family[Any]:
-    """Expert products under expert parallelism: a rank has x/ep experts, each of which gets the tokens of ep ranks."""
-    if "moe_layer" not in family.roles:
-        return family
-
-    def divided(one: Any) -> Any:
-        if one.kind != "matmul" or not one.name.startswith("grouped_mm"):
-            return one
-        return replace(one, count=one.count / layouts.ep, m=one.m * layouts.ep * constants.expert_imbalance)
-
-    def of_variants(variants: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, replace(work, products=tuple(map(divided, work.products)))) for name, work in variants)
-
-    blocks = tuple((role, of_variants(v) if role == "moe_layer" else v) for role, v in family.blocks)
-    return replace(family, blocks=blocks)

@@ -3,17 +3,18 @@
 import re
 from dataclasses import dataclass, replace
 
-from autopar.cost_model.block_time import Speeds
+import numpy as np
+
+from autopar.cost_model.block_time import Speeds, host_seconds
 from autopar.cost_model.device_profile import AttentionEfficiency, DeviceProfile
 from autopar.cost_model.engine import Engine, engine_named, engine_of_framework
 from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import Mechanisms
-from autopar.cost_model.block_time import host_seconds
 from autopar.cost_model.row import Row
 from autopar.cost_model.shipped_profiles import device_profile
 from autopar.cost_model.step import Machine
 from autopar.errors import ClusterError
-from autopar.ir.device import Device, device_of_preset
+from autopar.ir.device import Device, Link, device_of_preset, link_of_preset
 from autopar.ir.device_presets import DevicePreset, device_preset, device_presets
 
 BITS_PER_BYTE = 8
@@ -85,28 +86,41 @@ def machine_of(row: Row) -> RowMachine:
 
 def machine_for(found: RowMachine, mechanisms: Mechanisms, *, precision: str) -> Machine:
     """The time model's view of a row's machine."""
-    profile, device = found.profile, device_of_preset(found.preset)
-    in_host, between = profile.link("in_host").usual, profile.link("inter_host").usual
+    preset, device = found.preset, device_of_preset(found.preset)
     return Machine(
-        speeds=speeds_of(device, profile, found.engine, mechanisms, precision=precision),
-        links=Links(
-            in_host_bytes_per_s=found.preset.in_host.bandwidth_gb_per_s.value * 1e9 * in_host.efficiency,
-            in_host_latency_s=found.preset.in_host.latency_us.value / 1e6 + in_host.call_s / 4,
-            inter_host_bytes_per_s=found.inter_host_bytes_per_s * between.efficiency,
-            inter_host_latency_s=found.preset.inter_host.latency_us.value / 1e6,
+        speeds=speeds_of(device, found.profile, found.engine, mechanisms, precision=precision),
+        links=links_of(
+            preset.name,
+            found.profile,
+            in_host=link_of_preset(preset.in_host),
+            inter_host=replace(link_of_preset(preset.inter_host), bytes_per_s=found.inter_host_bytes_per_s),
             devices_per_host=found.devices_per_host,
-            is_switched=found.preset.name[:4] not in ("v100", "mi25", "mi30", "mi32", "mi35"),
         ),
-        overlap_slowdown=profile.overlap_slowdown,
+        overlap_slowdown=found.profile.overlap_slowdown,
+    )
+
+
+def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
+    """What collectives reach of links whose figures are given."""
+    near, between = profile.link("in_host").usual, profile.link("inter_host").usual
+    return Links(
+        in_host_bytes_per_s=np.asarray(in_host.bytes_per_s * near.efficiency),
+        in_host_latency_s=in_host.latency_s + near.call_s / 4,
+        inter_host_bytes_per_s=np.asarray(inter_host.bytes_per_s * between.efficiency),
+        inter_host_latency_s=inter_host.latency_s,
+        devices_per_host=np.asarray(devices_per_host),
+        is_switched=device[:4] not in ("v100", "mi25", "mi30", "mi32", "mi35"),
     )
 
 
 def speeds_of(
     device: Device, profile: DeviceProfile, engine: Engine, mechanisms: Mechanisms, *, precision: str
 ) -> Speeds:
-    """What kernels of `precision` ("bf16", "fp16", "fp8") reach on a device under an engine."""
+    """What kernels of `precision` ("bf16", "fp16", "fp8", "fp32") reach on a device under an engine."""
     peaks = device.peak_flops_per_s
     wide = "bfloat16" if "bfloat16" in peaks and precision != "fp16" else "float16"
+    if precision == "fp32" or wide not in peaks:
+        wide = "float32"  # torch multiplies float32 in tf32 only where that was asked for
     scale = {
         "first": mechanisms.first_attention,
         "second": 1.0,

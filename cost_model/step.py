@@ -10,8 +10,9 @@ The last factor is the expected largest of n normal variables: every rank waits 
 1928; the form for large n.)
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,10 @@ from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import Mechanisms
 
 Floats = NDArray[Any]
-WEIGHT_BYTES = 2
 # Adam reads gradient, master weight and two moments, writes the latter three and the weight: 4·4 + 3·4 + 2
 OPTIMIZER_BYTES = 30
+PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
+CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Seconds of one rank's share of something in one micro-batch."""
+    """Seconds of one rank's share of something in one micro-batch; `weight` is the part of `backward` whose results
+    no other pass waits for."""
 
     forward: Floats
     backward: Floats
+    weight: Floats | float = 0.0
 
     @property
     def both(self) -> Floats:
@@ -52,11 +56,30 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """A pipeline whose stages are known: seconds of one micro-batch on the busiest rank, `blocks` how many repeated
+    blocks that rank has; seconds of the step that it idles, and that it waits for messages."""
+
+    busy: Floats
+    blocks: Floats
+    idle: Floats
+    messages: Floats
+
+
+# from the passes of every role, and the seconds of one message, to what a plan's own stages make of them
+Pipeline: TypeAlias = Callable[[Mapping[str, Passes], Floats], Pipelined]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """Seconds of a step, and what makes them up; the parts add up to `seconds`."""
+    """Seconds of a step, and what makes them up; the parts add up to `seconds`.
+
+    `hidden` are seconds of collectives that run beside computing, by the names of the parts that they would add to.
+    """
 
     seconds: Floats
     parts: dict[str, Floats]
+    hidden: dict[str, Floats]
 
 
 def step_seconds(
@@ -69,8 +92,12 @@ def step_seconds(
     *,
     in_float8: bool,
     fused: bool,
+    pipeline: Pipeline | None = None,
 ) -> StepSeconds:
-    """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout."""
+    """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout.
+
+    With a `pipeline` its stages count; without one, blocks are cut evenly and the closed form of 1F1B holds.
+    """
     model = _Model(family, shape, layouts, machine, engine, mechanisms, in_float8=in_float8, fused=fused)
     block, head = model.mean_block(), model.end("last", np.zeros(1))
     first = model.end("first", np.zeros(1))
@@ -82,6 +109,10 @@ def step_seconds(
     message = model.message()
     idle = np.where(pp > 1, (pp - 1) / v * (middle + 2 * message), 0.0)
     messages = np.where(pp > 1, v * message * n, 0.0)  # one each way at once: links are full duplex
+    if pipeline is not None:
+        own = pipeline({**model.passes, "first": first, "last": head}, message)
+        busy, per_rank, idle, messages = own.busy, own.blocks, own.idle, own.messages
+        middle = per_rank * block.both
     state = model.state(per_rank)
     sums, optimizer = model.data_sums(state, middle), model.optimizer(state)
     adding = model.accumulation(state)
@@ -93,7 +124,10 @@ def step_seconds(
     parts |= {"bubble": idle, "messages": messages, "data collectives": sums + ends_gathers, "optimizer": optimizer}
     parts["gradient accumulation"] = adding
     parts |= {"fixed": mechanisms.step_s + 0.0 * before, "stragglers": straggling * before}
-    return StepSeconds(seconds=before * (1 + straggling), parts=parts)
+    hidden = {name: n * per_rank * seconds for name, seconds in model.hidden.items()}
+    waits = mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
+    hidden |= {"messages": messages * (1 / waits - 1), "data collectives": model.hidden_sums}
+    return StepSeconds(seconds=before * (1 + straggling), parts=parts, hidden=hidden)
 
 
 def _blocks_per_rank(blocks: Floats, layouts: Layouts, engine: Engine) -> tuple[Floats, Floats]:
@@ -134,49 +168,64 @@ class _Model:
         self.machine, self.engine, self.mechanisms = machine, engine, mechanisms
         self.in_float8, self.fused = in_float8, fused
         self.parts: dict[str, Floats] = {}
+        self.hidden: dict[str, Floats] = {}
+        self.hidden_sums: Floats = np.zeros(1)
+        self.passes: dict[str, Passes] = {}
 
     # ---- blocks ----
 
     def mean_block(self) -> Passes:
-        """The mean of dense and expert blocks, with their collectives; fills `parts`."""
+        """The mean of dense and expert blocks, with their collectives; fills `parts`, `hidden`, `passes`."""
         shape = self.shape
-        found: list[tuple[Floats, Passes, dict[str, Floats]]] = []
+        found: list[tuple[Floats, Passes, dict[str, Floats], dict[str, Floats]]] = []
         for role, count in shape.counts:
             if np.any(count > 0):
-                passes, parts = self._block(role)
-                found.append((count / shape.blocks, passes, parts))
-        self.parts = {name: np.asarray(sum(share * parts[name] for share, _, parts in found)) for name in found[0][2]}
+                passes, parts, hidden = self._block(role)
+                found.append((count / shape.blocks, passes, parts, hidden))
+                self.passes[role] = passes
+        self.parts = {name: np.asarray(sum(one[0] * one[2][name] for one in found)) for name in found[0][2]}
+        self.hidden = {name: np.asarray(sum(one[0] * one[3][name] for one in found)) for name in found[0][3]}
         return Passes(
-            forward=np.asarray(sum(share * passes.forward for share, passes, _ in found)),
-            backward=np.asarray(sum(share * passes.backward for share, passes, _ in found)),
+            forward=np.asarray(sum(share * passes.forward for share, passes, *_ in found)),
+            backward=np.asarray(sum(share * passes.backward for share, passes, *_ in found)),
         )
 
-    def _block(self, role: str) -> tuple[Passes, dict[str, Floats]]:
+    def _block(self, role: str) -> tuple[Passes, dict[str, Floats], dict[str, Floats]]:
         layouts = self.layouts
         seconds = self._of_variants(role)
         forward, backward = self._tensor_collectives(role)
         context = self._context(role)
-        experts = self._all_to_all() if role == "moe_layer" else np.zeros(1)
+        experts = self._all_to_all() if role.startswith("moe_layer") else np.zeros(1)
+        tensor = forward + backward
+        behind = forward * self._behind(is_forward=True) + backward * self._behind(is_forward=False)
         forward, backward = forward + context + experts, backward + 2 * context + experts
         again = np.where(layouts.recompute == 2, seconds.forward + forward, 0.0)
         again = np.where(layouts.recompute == 1, self._selective(seconds), again)
         computing = Passes(forward=seconds.forward + forward, backward=seconds.backward + backward + again)
-        whole = self._with_gathers(computing, role)
+        whole, moving = self._with_gathers(computing, role)
         parts = {
             "products": seconds.products,
             "attention": seconds.attention,
             "memory-bound": seconds.memory,
             "host": seconds.waiting,
             "recomputation": again,
-            "tensor collectives": forward + backward - 2 * experts - 3 * context,
+            "tensor collectives": tensor,
             "context collectives": 3 * context + 0.0 * forward,
             "expert collectives": 2 * experts + 0.0 * forward,
             "shard collectives": whole.both - computing.both,
         }
-        return whole, parts
+        hidden = {
+            "tensor collectives": behind,
+            "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1),
+            "shard collectives": np.maximum(moving - (whole.both - computing.both), 0.0),
+        }
+        return replace(whole, weight=seconds.products / PRODUCTS), parts, hidden
 
     def _of_variants(self, role: str) -> BlockSeconds:
-        tensor, sequence = (self._seconds(self.family.block(role, variant)) for variant in ("tp", "sp"))
+        works = [self.family.block(role, variant) for variant in ("tp", "sp")]
+        if works[0] is works[1]:  # of a captured program, whose labels have decided
+            return self._seconds(works[0])
+        tensor, sequence = (self._seconds(work) for work in works)
         chosen = self.layouts.sequence_parallel
         return BlockSeconds(
             **{
@@ -204,6 +253,11 @@ class _Model:
             return np.where(self.layouts.sequence_parallel, self.mechanisms.pipelined_hidden, 0.0)
         return np.asarray(self.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)
 
+    def _behind(self, *, is_forward: bool) -> Floats:
+        """Hidden seconds of tensor collectives for each one that computing waits for."""
+        hidden = self._hidden(is_forward=is_forward)
+        return np.asarray(hidden / (1 - hidden))
+
     def _tensor_collectives(self, role: str) -> tuple[Floats, Floats]:
         """Seconds of a block's tensor collectives that computing waits for."""
         found = [np.zeros(1), np.zeros(1)]
@@ -211,10 +265,19 @@ class _Model:
             for sent in self.family.block(role, variant).sent:
                 if sent.of == "parameter":
                     continue
-                spent = self.machine.links.seconds(sent.collective, sent.whole_bytes, self.layouts.tp, np.ones(1))
+                spent = self.machine.links.seconds(sent.collective, sent.whole_bytes, *self._ranks(sent.mesh_dim))
                 i = 0 if sent.is_forward else 1
                 found[i] = found[i] + is_chosen * spent * (1 - self._hidden(is_forward=sent.is_forward))
         return found[0], found[1]
+
+    def _ranks(self, mesh_dim: str) -> tuple[Floats, Floats]:
+        """Ranks of a mesh dimension of labels, and how far apart they lie."""
+        if mesh_dim == "dp":
+            return self.layouts.dp, self.layouts.tp * self.layouts.cp
+        one = np.ones(1)
+        return next(
+            ((n * one, by * one) for name, n, by in self.shape.tensor_dims if name == mesh_dim), (self.layouts.tp, one)
+        )
 
     def _context(self, role: str) -> Floats:
         """Ring attention's passing on of keys and values, forward; a tenth is not hidden behind attention."""
@@ -222,9 +285,11 @@ class _Model:
         kv_bytes = np.zeros(1)
         for one in self.family.block(role, "tp").products:
             if one.kind == "attention":
-                kv_bytes = kv_bytes + 2 * WEIGHT_BYTES * layouts.micro_batch * one.n * one.k * self._kv_heads(one)
+                kv_bytes = (
+                    kv_bytes + 2 * self.shape.element_bytes * layouts.micro_batch * one.n * one.k * self._kv_heads(one)
+                )
         spent = self.machine.links.seconds("all_gather", kv_bytes, layouts.cp, layouts.tp)
-        return np.where(layouts.cp > 1, 0.1 * spent, 0.0)
+        return np.where(layouts.cp > 1, CONTEXT_EXPOSED * spent, 0.0)
 
     def _kv_heads(self, one: Any) -> Floats:
         return np.asarray(one.count / self.layouts.micro_batch)
@@ -233,7 +298,7 @@ class _Model:
         """Tokens to their experts and back, one pass: two all-to-alls over the expert ranks."""
         layouts, shape = self.layouts, self.shape
         tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
-        moved = WEIGHT_BYTES * tokens * shape.experts_per_token * shape.hidden
+        moved = self.shape.element_bytes * tokens * shape.experts_per_token * shape.hidden
         spent = self.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
         return np.where(layouts.ep > 1, 2 * spent, 0.0)
 
@@ -241,36 +306,40 @@ class _Model:
 
     def _parameters(self, role: str) -> tuple[Floats, Floats]:
         work = self.family.block(role, "tp")
-        ep = self.layouts.ep if role == "moe_layer" else 1.0
+        ep = self.layouts.ep if role.startswith("moe_layer") else 1.0
         return np.asarray(work.parameters_split + work.parameters_whole), np.asarray(work.parameters_expert / ep)
 
-    def _with_gathers(self, computing: Passes, role: str) -> Passes:
+    def _with_gathers(self, computing: Passes, role: str) -> tuple[Passes, Floats]:
+        """Passes beside the collectives of ZeRO 2 and 3, and the seconds of those."""
         layouts, engine = self.layouts, self.engine
         shards = (layouts.zero >= 3) & (layouts.pp == 1)  # with stages, weights stay gathered for a step (torchtitan)
         if not np.any(shards | (layouts.zero == 2)):
-            return computing
+            return computing, np.zeros(1)
         elements = sum(self._parameters(role))
         gather, scatter = self._gather_and_scatter(elements)
         copies = layouts.data_ranks / layouts.shard
-        copy_sum = 2 * self.machine.links.seconds("all_gather", engine.shard_gradient_bytes * elements / layouts.shard,
+        copy_sum = 2 * self.machine.links.seconds(
+            "all_gather",
+            engine.shard_gradient_bytes * elements / layouts.shard,
             copies,
             layouts.tp * layouts.shard,
         )
         again = np.where(shards, gather, 0.0)  # ZeRO 2 keeps what it gathered
-        forward = self._beside(computing.forward, np.where(shards, gather, 0.0))
+        forward = self._beside(computing.forward, again)
         backward = self._beside(computing.backward, again + scatter + copy_sum)
         sums = shards | ((layouts.zero == 2) & (layouts.pp == 1))
-        return Passes(
+        whole = Passes(
             forward=np.where(sums, forward, computing.forward), backward=np.where(sums, backward, computing.backward)
         )
+        return whole, np.where(sums, 2 * again + scatter + copy_sum, 0.0)
 
     def _gather_and_scatter(self, elements: Any) -> tuple[Floats, Floats]:
         layouts, engine, links = self.layouts, self.engine, self.machine.links
         if engine.shard_gather == "blocking":  # through one port of a host
             one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
-            return np.asarray(WEIGHT_BYTES * one), np.asarray(engine.shard_gradient_bytes * one)
+            return np.asarray(self.shape.element_bytes * one), np.asarray(engine.shard_gradient_bytes * one)
         return (
-            links.seconds("all_gather", WEIGHT_BYTES * elements, layouts.shard, layouts.tp),
+            links.seconds("all_gather", self.shape.element_bytes * elements, layouts.shard, layouts.tp),
             links.seconds("all_gather", engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
         )
 
@@ -296,7 +365,11 @@ class _Model:
             return Passes(forward=none, backward=none)
         seconds = self._of_variants_whole(role)
         forward, backward = self._tensor_collectives(role)
-        return Passes(forward=seconds.forward + forward, backward=seconds.backward + backward)
+        return Passes(
+            forward=seconds.forward + forward,
+            backward=seconds.backward + backward,
+            weight=seconds.products / PRODUCTS,
+        )
 
     def _of_variants_whole(self, role: str) -> BlockSeconds:
         """As `_of_variants`, in 16 bits: heads are not computed in float8."""
@@ -309,7 +382,7 @@ class _Model:
     def message(self) -> Floats:
         """Seconds that a rank waits for one message between stages, one way."""
         layouts, engine = self.layouts, self.engine
-        size = WEIGHT_BYTES * layouts.micro_batch * self.shape.sequence / layouts.cp * self.shape.hidden
+        size = self.shape.element_bytes * layouts.micro_batch * self.shape.sequence / layouts.cp * self.shape.hidden
         split = layouts.tp if engine.splits_messages else np.where(layouts.sequence_parallel, layouts.tp, 1)
         is_inside = layouts.num_devices <= self.machine.links.devices_per_host
         waits = self.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
@@ -341,22 +414,26 @@ class _Model:
             grads, weights = engine.gradient_bytes * elements, engine.parameter_bytes * elements
             total = total + links.seconds("all_gather", grads, shard, stride)
             total = total + np.where(
-                layouts.zero >= 1, links.seconds("all_gather", weights, shard, stride), links.seconds("all_gather", grads, shard, stride)
+                layouts.zero >= 1,
+                links.seconds("all_gather", weights, shard, stride),
+                links.seconds("all_gather", grads, shard, stride),
             )
             total = total + 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
+        moving = total
         if engine.gradient_sync == "during":
             left = np.maximum(total - self.mechanisms.gradient_window * window, 0.0)
             total = left + (self.machine.overlap_slowdown - 1) * np.minimum(total, window)
         if engine.parameter_sync == "broadcasts":
             total = total + np.where(layouts.zero >= 1, layouts.shard * self.mechanisms.broadcast_s, 0.0)
-        own = (layouts.zero >= 2) & (layouts.pp == 1)
-        return np.where(own | (layouts.data_ranks <= 1), 0.0, total)
+        own = (layouts.zero >= 2) & (layouts.pp == 1) | (layouts.data_ranks <= 1)
+        self.hidden_sums = np.where(own, 0.0, np.maximum(moving - total, 0.0))
+        return np.where(own, 0.0, total)
 
     def accumulation(self, state: State) -> Floats:
         """Adding each micro-batch's weight gradients to their sum, by a kernel of its own."""
         if self.engine.accumulation == "fused":
             return np.zeros(1)
-        moved = (WEIGHT_BYTES + 2 * self.engine.gradient_bytes) * (state.dense + state.expert)
+        moved = (self.shape.element_bytes + 2 * self.engine.gradient_bytes) * (state.dense + state.expert)
         return np.asarray((self.layouts.micro_batches - 1) * moved / self.machine.speeds.bytes_per_s)
 
     def optimizer(self, state: State) -> Floats:

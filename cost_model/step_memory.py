@@ -25,8 +25,7 @@ from autopar.cost_model.expressions import BlockWork, Family
 from autopar.cost_model.layout import Layouts, Shape
 
 Floats = NDArray[Any]
-WEIGHT_BYTES = 2
-LOGIT_BYTES = 2 + 4 + 4
+FLOAT_BYTES = 4
 GRADIENT_BYTES = 4  # of whole gradients, summed over micro-batches in float32
 GATHERED_BLOCKS = 2
 # softmax output 2, dropout mask 1, dropped output 2, an element of the scores (Korthikanti et al. 2022, equation 1)
@@ -53,33 +52,30 @@ def step_memory(
 ) -> StepMemory:
     """Peak of every layout."""
     per_rank = np.where(layouts.pp > 1, np.ceil(shape.blocks / layouts.pp), shape.blocks)
-    saved, inputs = _activations(family, shape, layouts, engine, fused=fused)
+    saved, inputs = activations(family, shape, layouts, engine, fused=fused)
     n, p, v = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1)
     flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
     flight = np.where(p > 1, flight, 1)
-    kept = np.select(
-        [layouts.recompute == 2, layouts.recompute == 1], [inputs, _selective(engine, saved, inputs)], saved
-    )
+    kept = kept_bytes(saved, inputs, layouts.recompute, engine)
     working = np.where(layouts.recompute == 2, saved, 0.0)
     dense, expert = _parameters(family, shape, per_rank)
     expert = expert / layouts.ep
     ends = {role: _role(family, role) for role in ("first", "last")}
-    logits = LOGIT_BYTES * _logits(family)
+    logits = logit_bytes(family, shape)
     found: list[dict[str, Floats]] = []
     for role, live in (("first", flight), ("last", np.where(p > 1, np.minimum(n, np.maximum(flight - p + 1, 1)), 1))):
         one = np.where(p > 1, ends[role], _both(ends, shape))
         elements = dense + one
-        state = _state(elements, layouts, engine, layouts.shard) + _state(
-            expert, layouts, engine, np.maximum(layouts.shard / layouts.ep, 1)
-        )
+        state = state_bytes(elements, expert, shape, layouts, engine)
         both = elements + expert
-        some = WEIGHT_BYTES * GATHERED_BLOCKS * both / per_rank
-        gathered = np.where(layouts.zero >= 3, np.where(p > 1, (WEIGHT_BYTES + GRADIENT_BYTES) * both, some), 0.0)
+        some = shape.element_bytes * GATHERED_BLOCKS * both / per_rank
+        gathered = np.where(p > 1, (shape.element_bytes + GRADIENT_BYTES) * both, some)
         found.append(
-            {
-                "state": state,
-                "gathered": gathered,
-                "activations": live * per_rank * kept + working,
+            state
+            | {
+                "gathered": np.where(layouts.zero >= 3, gathered, 0.0),
+                "activations": live * per_rank * kept,
+                "workspace": working,
                 "logits": logits if role == "last" else np.where(p > 1, 0.0, logits),
             }
         )
@@ -91,20 +87,29 @@ def step_memory(
     return StepMemory(peak_bytes=np.maximum(totals[0], totals[1]), parts=parts)
 
 
-def _state(elements: Floats, layouts: Layouts, engine: Engine, shard: Floats) -> Floats:
+def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
+    """Bytes of a rank's parameters, of their gradients and of the optimizer's state; `expert` elements have fewer ranks
+    to be divided over."""
     divided = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
-    whole = engine.state_bytes - divided
-    gradients = whole - WEIGHT_BYTES
-    per_element = np.select(
-        [layouts.zero >= 3, layouts.zero == 2, layouts.zero == 1],
-        [engine.state_bytes / shard, WEIGHT_BYTES + (gradients + divided) / shard, whole + divided / shard],
-        engine.state_bytes,
-    )
-    found: Floats = per_element * elements
+    if shape.element_bytes == FLOAT_BYTES:  # no master copy: the optimizer has Adam's moments alone
+        divided = 2 * FLOAT_BYTES
+    weights = shape.element_bytes
+    each = {"parameters": (weights, 3), "gradients": (engine.state_bytes - divided - weights, 2)}
+    each["optimizer state"] = (divided, 1)
+    found = {}
+    for name, (size, stage) in each.items():
+        shards = [layouts.shard, np.maximum(layouts.shard / layouts.ep, 1)]
+        ways = [np.where(layouts.zero >= stage, shard, 1.0) for shard in shards]
+        found[name] = np.asarray(size * (elements / ways[0] + expert / ways[1]))
     return found
 
 
-def _activations(
+def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
+    """What a block keeps of a micro-batch, of `saved` without recomputation and its `inputs`."""
+    return np.select([recompute == 2, recompute == 1], [inputs, _selective(engine, saved, inputs)], saved)
+
+
+def activations(
     family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool
 ) -> tuple[Floats, Floats]:
     """Bytes that one mean block keeps of one micro-batch, and bytes of its input."""
@@ -130,6 +135,11 @@ def _scores(work: BlockWork[Any]) -> Floats:
 
 def _selective(engine: Engine, saved: Floats, inputs: Floats) -> Floats:
     return saved if engine.selective == "attention" else (saved + inputs) / 2
+
+
+def logit_bytes(family: Family[Any], shape: Shape) -> Floats:
+    """Logits in their own width, a float32 copy and its gradient."""
+    return np.asarray((shape.element_bytes + 2 * FLOAT_BYTES) * _logits(family))
 
 
 def _logits(family: Family[Any]) -> Floats:

@@ -203,9 +203,7 @@ def fit(found: Runs, *, rounds: int = 20) -> tuple[World, list[float]]:
     chosen, weights = constants(), found.weights()
 
     def values_at(logs: NDArray[np.float64]) -> list[float]:
-        return [
-            min(one.most, one.prior * math.exp(log * one.freedom)) for one, log in zip(chosen, logs, strict=True)
-        ]
+        return [min(one.most, one.prior * math.exp(log * one.freedom)) for one, log in zip(chosen, logs, strict=True)]
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         error = np.log(found.predict(_world(values_at(logs))) / found.measured_s) * weights
@@ -248,9 +246,7 @@ def leave_one_out(rows: Sequence[Row], *, rounds: int) -> None:
     with LEFT_OUT.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["id", "seconds"])
-        writer.writerows(
-            [row.id, f"{p:.6g}"] for row, p in zip(whole.rows, predicted, strict=True) if np.isfinite(p)
-        )
+        writer.writerows([row.id, f"{p:.6g}"] for row, p in zip(whole.rows, predicted, strict=True) if np.isfinite(p))
 
 
 def write(world: World, values: Sequence[float], num_rows: int) -> None:

@@ -10,6 +10,7 @@ from autopar.cli.clusters import clusters
 from autopar.cli.command import register
 from autopar.cli.coverage import coverage
 from autopar.cli.doctor import doctor
+from autopar.cli.estimate import estimate
 from autopar.cli.models import models
 from autopar.cli.plan import plan
 from autopar.cli.trace import trace
@@ -41,7 +42,7 @@ def _root(
     """Exit status: 0 done; 1 verification failed, or a bug; 2 bad input; 3 no feasible plan."""
 
 
-for command in (plan, coverage, verify, trace, validate, doctor, calibrate, models, clusters):
+for command in (plan, estimate, coverage, verify, trace, validate, doctor, calibrate, models, clusters):
     register(app, command)
 
 

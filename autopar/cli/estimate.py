@@ -1,0 +1,217 @@
+"""`autopar estimate`: step time, throughput, utilisation and peak memory of a plan, with what makes them up."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.output import console, print_json, progress, table
+from autopar.errors import InputError, Problem
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.explanation import readable_bytes, readable_seconds
+from autopar.options import PlanOptions
+
+if TYPE_CHECKING:
+    from autopar.cost_model.device_profile import DeviceProfile
+    from autopar.cost_model.engine import Engine
+    from autopar.cost_model.estimate import Estimate, RunCost
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}
+
+
+def estimate(
+    model: ModelArgument,
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="64xh100, 4xcpu, ..., a YAML file, or detect.", show_default=False)
+    ],
+    options: PlanOptions,
+    engine: Annotated[
+        str, typer.Option(help="Whose mechanisms are priced: autopar, or a framework such as megatron or fsdp.")
+    ] = "autopar",
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Device profile, as `autopar calibrate` writes. (default: the one shipped)", show_default=False
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp8 or fp32. (default: bf16; fp32 on CPUs)", show_default=False)
+    ] = None,
+    cp: Annotated[int, typer.Option(help="Context-parallel degree: priced, not run.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel degree: priced, not run.")] = 1,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Tokens of the whole run, such as 15e12: adds days, money, energy.", show_default=False),
+    ] = None,
+    grams_co2_per_kwh: Annotated[
+        float | None, typer.Option(help="Of the electricity, for CO2 of the run.", show_default=False)
+    ] = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    as_json: Json = False,
+) -> None:
+    """Predict step time and memory of MODEL under a plan on a cluster. Needs no GPU and no memory for the weights.
+
+    The model is captured and labelled as `autopar plan` does; the degrees are yours, or fully sharded data parallelism.
+    For example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
+    """
+    spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
+    ranks = _ranks(spec, cp, ep)
+    degrees = options.degrees(ranks)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
+    with progress(f"building {model} without memory") as say:
+        from autopar.models import resolve_model
+
+        own = is_factory(model)
+        batch = None if own else (degrees.micro_batch or 1) * degrees.num_micro_batches
+        dtype = None if own else _DTYPES[wanted]
+        found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
+        from autopar.estimation import estimate as run
+
+        made = run(
+            found.model,
+            spec,
+            options.wish(),
+            example_inputs=found.example_inputs,
+            global_batch=options.global_batch,
+            engine=found_engine,
+            profile=found_profile,
+            precision=wanted if precision is not None or not own else None,
+            cp=cp,
+            ep=ep,
+            tokens=tokens,
+            grams_co2_per_kwh=grams_co2_per_kwh,
+            name=found.name,
+            say=lambda text: say(f"{found.name}: {text}"),
+        )
+    if as_json:
+        print_json(made.to_dict())
+        return
+    _show(made)
+    for note in found.notes:
+        console().print(note, markup=False)
+
+
+def _inputs(
+    cluster: str, engine: str, profile: Path | None, precision: str | None, tokens: float | None, grams: float | None
+) -> "tuple[ClusterSpec, Engine, DeviceProfile | None, str]":
+    """What needs no model, checked before one is built; everything wrong with the options at once."""
+    from autopar.cost_model.cluster_machine import PRECISIONS, cluster_machine, default_precision
+    from autopar.cost_model.engine import engine_named
+    from autopar.cost_model.mechanisms import mechanisms
+    from autopar.cost_model.profile_file import load_profile
+
+    problems = [
+        Problem(path=option, value=value, rule="must be a number greater than 0")
+        for option, value in (("--tokens", tokens), ("--grams-co2-per-kwh", grams))
+        if value is not None and not 0 < value < float("inf")
+    ]
+    if grams is not None and tokens is None:
+        problems.append(Problem(path="--grams-co2-per-kwh", rule="is of a whole run", suggestion="add --tokens"))
+    if precision is not None and precision not in PRECISIONS:
+        problems.append(Problem(path="--precision", value=precision, rule=f"must be one of {', '.join(PRECISIONS)}"))
+    if problems:
+        raise InputError("the options cannot be used", problems)
+    found = engine_named(engine)
+    spec = ClusterSpec.parse(cluster)
+    wanted = precision or default_precision(spec)
+    own = None if profile is None else load_profile(profile)
+    cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
+    return spec, found, own, wanted
+
+
+def _ranks(cluster: ClusterSpec, cp: int, ep: int) -> int:
+    """Ranks of one part of the sequence."""
+    problems = [
+        Problem(path=option, value=value, rule="must be a whole number of at least 1")
+        for option, value in (("--cp", cp), ("--ep", ep))
+        if value < 1
+    ]
+    if not problems and cluster.num_devices % cp:
+        problems.append(Problem(path="--cp", value=cp, rule=f"must divide the {cluster.num_devices} devices"))
+    if problems:
+        raise InputError("the options cannot be used", problems)
+    return cluster.num_devices // cp
+
+
+# ---- printing ----
+
+
+def _show(made: "Estimate") -> None:
+    out = console()
+    names = ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate")
+    mesh = " × ".join(f"{name} {made.degrees[name]}" for name in names if made.degrees[name] > 1) or "one rank"
+    zero = f", ZeRO {made.degrees['zero']}" if made.degrees["dp_shard"] > 1 else ""
+    title = f"{made.model} ({made.num_parameters / 1e9:.3g} billion parameters) on {made.cluster}: {mesh}{zero}"
+    out.print(title, markup=False, style="bold")
+    times = made.degrees["micro_batches"] * made.degrees["accumulate"]
+    out.print(
+        f"{made.global_batch} sequences of {made.sequence} tokens a step, {times} micro-batches of "
+        f"{made.degrees.get('micro_batch', 1)}; engine {made.engine}, {made.precision}, profile {made.profile}\n",
+        markup=False,
+    )
+    rows = [
+        ("step", readable_seconds(made.step_s)),
+        ("tokens/s", f"{made.tokens_per_s:,.0f}"),
+        ("tokens/s of a device", f"{made.tokens_per_s_per_device:,.0f}"),
+        ("TFLOP/s of a device", f"{made.tflops_per_device:.1f}"),
+        ("MFU, HFU", f"{made.mfu:.1%}, {made.hfu:.1%}"),
+        ("peak memory", f"{readable_bytes(made.peak_bytes)} of {readable_bytes(made.device_bytes)}"),
+    ]
+    if made.num_devices > made.least_devices:
+        rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {made.least_devices} devices"))
+    out.print(table(("", ""), rows))
+    if not made.fits:
+        out.print("does not fit the devices' memory", markup=False, style="bold red")
+    out.print()
+    out.print(_time_table(made))
+    out.print()
+    memory = [(what, readable_bytes(size), _part(size, made.peak_bytes)) for what, size in made.memory_bytes.items()]
+    out.print(table(("memory of the fullest rank", "", "part"), [row for row in memory if row[2]], right=("", "part")))
+    if made.run is not None:
+        out.print()
+        out.print(table(("whole run", ""), _run_rows(made.run), right=("",)))
+    for only in made.formula_only:
+        out.print(f"formula only: {only}", markup=False, style="yellow")
+    for assumption in made.assumptions:
+        out.print(f"assumed: {assumption}", markup=False)
+
+
+def _time_table(made: "Estimate") -> object:
+    rows = [(what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.compute_s.items() if s > 0]
+    rows += [
+        (
+            one.what,
+            one.mesh_dim,
+            readable_seconds(one.exposed_s),
+            _part(one.exposed_s, made.step_s),
+            readable_seconds(one.hidden_s) if one.hidden_s > 0 else "",
+        )
+        for one in made.collectives
+        if one.exposed_s > 0 or one.hidden_s > 0
+    ]
+    rows += [(what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.other_s.items() if s > 0]
+    columns = ("time of a step", "mesh", "seconds", "part", "hidden")
+    return table(columns, rows, right=("seconds", "part", "hidden"))
+
+
+def _run_rows(run: "RunCost") -> list[tuple[str, str]]:
+    rows = [
+        ("tokens", f"{run.tokens:,.0f}"),
+        ("steps", f"{run.steps:,.0f}"),
+        ("days", f"{run.days:,.2f}"),
+        ("device hours", f"{run.device_hours:,.0f}"),
+    ]
+    if run.price_usd is not None:
+        rows.append(("US dollars", f"{run.price_usd:,.0f}"))
+    if run.energy_kwh is not None:
+        rows.append(("kWh of the devices", f"{run.energy_kwh:,.0f}"))
+    if run.co2_kg is not None:
+        rows.append(("kg of CO2", f"{run.co2_kg:,.0f}"))
+    return rows
+
+
+def _part(value: float, whole: float) -> str:
+    return f"{value / whole:.1%}" if value else ""
