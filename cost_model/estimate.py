@@ -347,7 +347,7 @@ class _Pricing:
 
     def flops(self, sequences: float) -> tuple[float, float]:
         """FLOP of a step over all devices: the model's, and what is computed again."""
-        ones = {name: 1.0 for name in (*self.works.mesh.names, "b", "t", "d")}
+        ones = dict.fromkeys((*self.works.mesh.names, "b", "t", "d"), 1.0)
         tokens = float(self.works.sequence)
         roles = self.works.family.roles
         products = tuple(tuple(one.flops for one in self.works.family.block(role, "tp").products) for role in roles)
