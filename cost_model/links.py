@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.collectives import Transfer, seconds
+from autopar.cost_model.collectives import Algorithm, Transfer, seconds
 from autopar.cost_model.groups import Group
 
 Floats = NDArray[Any]
@@ -54,7 +54,7 @@ class Links:
 
     def seconds(self, kind: Transfer, whole_bytes: Floats, ranks: Floats, stride: Floats) -> Floats:
         """Seconds of one collective of `whole_bytes` in all; 0 for one rank."""
-        algorithm = "direct" if kind in ("all_to_all", "send") else "ring"
+        algorithm: Algorithm = "direct" if kind in ("all_to_all", "send") else "ring"
         return np.asarray(seconds(kind, whole_bytes, self.group(np.asarray(ranks), np.asarray(stride)), algorithm))
 
     def message_s(self, message_bytes: Floats, is_inside: Floats) -> Floats:

@@ -1,6 +1,6 @@
-"""What each mechanism of an engine costs, the same for every engine that has it: few numbers, each with its source.
+"""What each mechanism of an engine costs, the same for every engine that has it: few numbers with sources.
 
-The numbers stand in ``mechanisms.yaml``; those whose source begins with "fitted" were set by ``tools/fit_cost_model.py``
+The numbers stand in ``mechanisms.yaml``; those that are "fitted" were set by ``tools/fit_cost_model.py``
 on published training runs, all others are arithmetic or somebody's measurement. This module does not import torch.
 """
 

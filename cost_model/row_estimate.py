@@ -114,11 +114,11 @@ def prepare(rows: Sequence[Row]) -> tuple[list[Group], dict[int, Unmodelled]]:
 def _case(row: Row) -> _Case | Unmodelled:
     missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch")]
     if missing:
-        return Unmodelled(row.id, f"does not state {', '.join(missing)}")
+        return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
     try:
         machine = machine_of(row)
     except ClusterError as error:
-        return Unmodelled(row.id, str(error))
+        return Unmodelled(id=row.id, reason=str(error))
     family = family_name(row)
     attn = (row.attn_impl or "").lower()
     fused = machine.engine.attention == "fused" if not attn else "unfused" not in attn
@@ -143,13 +143,24 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     family = evaluate(family_of(first.family), _numbers(cases, layouts))
     memory_bytes = (first.row.gpu_mem_gb or first.machine.preset.memory_gb.value) * 1e9
     unstated = np.array([case.row.recompute is None for case in cases])
-    held = {"reserve_bytes": profile.reserve_bytes, "cache": mechanisms().allocator_cache, "fused": first.fused}
-    memory = step_memory(family, shape, layouts, engine, **held)
+
+    def memory_of(layouts: Layouts) -> StepMemory:
+        return step_memory(
+            family,
+            shape,
+            layouts,
+            engine,
+            reserve_bytes=profile.reserve_bytes,
+            cache=mechanisms().allocator_cache,
+            fused=first.fused,
+        )
+
+    memory = memory_of(layouts)
     for level in (1, 2):  # what does not say whether it recomputes does so as little as fits
         tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * memory_bytes)
         if tight.any():
             layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
-            memory = step_memory(family, shape, layouts, engine, **held)
+            memory = memory_of(layouts)
     return Group(
         indices=tuple(index for index, _ in members),
         cases=cases,

@@ -104,11 +104,11 @@ def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: 
     """What collectives reach of links whose figures are given."""
     near, between = profile.link("in_host").usual, profile.link("inter_host").usual
     return Links(
-        in_host_bytes_per_s=np.asarray(in_host.bytes_per_s * near.efficiency),
+        in_host_bytes_per_s=in_host.bytes_per_s * near.efficiency,
         in_host_latency_s=in_host.latency_s + near.call_s / 4,
-        inter_host_bytes_per_s=np.asarray(inter_host.bytes_per_s * between.efficiency),
+        inter_host_bytes_per_s=inter_host.bytes_per_s * between.efficiency,
         inter_host_latency_s=inter_host.latency_s,
-        devices_per_host=np.asarray(devices_per_host),
+        devices_per_host=devices_per_host,
         is_switched=device[:4] not in ("v100", "mi25", "mi30", "mi32", "mi35"),
     )
 

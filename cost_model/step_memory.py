@@ -1,6 +1,6 @@
 """Peak memory of one rank for many layouts at once: state, gathered weights, activations in flight, logits, reserve.
 
-    state        16, 18 or 20 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
+    state        16 to 28 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
                  master weights and moments, 2 the gradients too, 3 all of it
     gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched; with stages all
                  of a rank's weights and gradients, which stay whole for a step (torchtitan, FSDP under pipelines)
@@ -79,7 +79,7 @@ def step_memory(
                 "logits": logits if role == "last" else np.where(p > 1, 0.0, logits),
             }
         )
-        held = sum(found[-1].values())
+        held = np.asarray(sum(found[-1].values()))
         found[-1] |= {"cache": cache * held, "reserve": reserve_bytes + 0.0 * held}
     totals = [np.asarray(sum(parts.values())) for parts in found]
     is_last = totals[1] > totals[0]
@@ -90,7 +90,7 @@ def step_memory(
 def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
     """Bytes of a rank's parameters, of their gradients and of the optimizer's state; `expert` elements have fewer ranks
     to be divided over."""
-    divided = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
+    divided: int = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
     if shape.element_bytes == FLOAT_BYTES:  # no master copy: the optimizer has Adam's moments alone
         divided = 2 * FLOAT_BYTES
     weights = shape.element_bytes

@@ -130,7 +130,8 @@ def _link(tier: Any, field: str, prior: float, freedom: float) -> Constant:
 
 def _number(field: str, path: str, prior: float, freedom: float, most: float = math.inf) -> Constant:
     def change(profile: DeviceProfile, value: float) -> DeviceProfile:
-        return replace(profile, **{field: value})
+        changes: dict[str, Any] = {field: value}
+        return replace(profile, **changes)
 
     return _profile([path], GPU, prior, freedom, change, most)
 
@@ -181,7 +182,8 @@ class Runs:
     def weights(self) -> NDArray[np.float64]:
         counts = Counter(row.source_key for row in self.rows)
         found = np.array([1 / math.sqrt(counts[row.source_key]) for row in self.rows])
-        return found / found.mean()
+        scaled: NDArray[np.float64] = found / found.mean()
+        return scaled
 
 
 def runs(rows: Sequence[Row]) -> Runs:
@@ -249,11 +251,11 @@ def leave_one_out(rows: Sequence[Row], *, rounds: int) -> None:
         writer.writerows([row.id, f"{p:.6g}"] for row, p in zip(whole.rows, predicted, strict=True) if np.isfinite(p))
 
 
-def write(world: World, values: Sequence[float], num_rows: int) -> None:
+def write(world: World, num_rows: int) -> None:
     """The fitted numbers into the files, each with its prior and the rows that it was fitted on."""
     sources: dict[str, str] = {}
     written: dict[str, dict[str, str]] = {name: {} for name in GPU}
-    for one, value in zip(constants(), values, strict=True):
+    for one in constants():
         text = f"fitted on {num_rows} published runs by tools/fit_cost_model.py, {date.today()}; prior {one.prior:g}"
         if not one.owners:
             sources[one.name] = text
@@ -282,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one, value in zip(constants(), values, strict=True):
         print(f"  {one.name:32s} {one.prior:.4g} -> {value:.4g}")
     report(found, found.predict(world))
-    write(world, values, len(found.rows))
+    write(world, len(found.rows))
     return 0
 
 
