@@ -114,11 +114,12 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
             peaks[sample.work.name] = max(peaks.get(sample.work.name, 0.0), rate)
         elif sample.work.part == "memory":
             speed = max(speed, rate)
-    figures = {dtype: float(f"{peak:.4g}") for dtype, peak in peaks.items()}
+    figures = {dtype: rounded(peak) for dtype, peak in peaks.items()}
+    figures.setdefault("float32", device.peak("float32"))  # which every device has
     return replace(
         device,
-        peak_flops_per_s=figures or device.peak_flops_per_s,
-        memory_bandwidth_bytes_per_s=float(f"{speed:.4g}") if speed else device.memory_bandwidth_bytes_per_s,
+        peak_flops_per_s=figures,
+        memory_bandwidth_bytes_per_s=rounded(speed) if speed else device.memory_bandwidth_bytes_per_s,
         source="the best rates that autopar calibrate measured",
     )
 

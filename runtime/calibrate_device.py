@@ -39,7 +39,7 @@ LENGTHS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 819
 ATTENTION_TOKENS, HEAD_SIZES = {"cpu": 2048, "cuda": 2**18}, {"cpu": (32, 64), "cuda": (64, 128)}
 MEMORY_BYTES = {
     "cpu": (2**14, 2**16, 2**18, 2**20, 2**22, 2**24),
-    "cuda": (2**22, 2**24, 2**26, 2**28, 2**30),
+    "cuda": (2**26, 2**27, 2**28, 2**29, 2**30),  # more than caches hold
 }
 OPERATORS = 100  # of one chain of tiny ones
 
