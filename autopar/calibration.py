@@ -11,7 +11,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -39,6 +39,7 @@ MEASURING = 0.5  # of the time that is left; the rest goes to preparing, to firs
 LEAST = 0.1  # of its share of all the time is left to every work, however late it is
 TOO_LONG = 3.0  # times the budget of a work: it is left out, and so are larger ones of its kind
 TIMEOUT_S, PASSES = 300.0, 3
+STEADY = 0.25  # passes of a machine that does nothing else differ by less
 Progress = Callable[[int, int, str], None]  # works done, works in all, what comes next
 
 
@@ -53,11 +54,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A profile, what it was fitted to, and how many works took too long to be measured."""
+    """A profile, what it was fitted to, and how many works took too long to be measured.
+
+    `spread` is what the slowest pass took longer than the fastest, in the median of works; None after one pass.
+    """
 
     profile: DeviceProfile
     samples: tuple[Sample, ...]
     num_skipped: int
+    spread: float | None = None
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.spread is not None and self.spread > STEADY
 
 
 def calibrate(
@@ -81,7 +90,7 @@ def calibrate(
     meter = _Meter(todo, minutes, on_progress)
     found = [(stage, [measured(stage, device, meter.budget_s, meter.step)]) for stage in todo]
     how = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-    return _fitted(found, cluster, device, _measurement(how, 1, started))
+    return combined(found, cluster, device, _measurement(how, 1, started))
 
 
 def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, started: float) -> Calibration:
@@ -95,7 +104,7 @@ def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, start
             found.append((stage, world.run("autopar.calibration:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
     how = f"gloo, {num_ranks} ranks at once on {os.cpu_count()} cores, one thread each"
-    return _fitted(found, cluster, device, _measurement(how, num_ranks, started))
+    return combined(found, cluster, device, _measurement(how, num_ranks, started))
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
@@ -116,7 +125,7 @@ def _in_job(minutes: float, on_progress: Progress, started: float) -> Calibratio
         every = json.loads(broadcast_text(json.dumps([json.loads(text) for text in texts])))
         found.append((stage, every))
     how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {len(set(hosts))} hosts"
-    return _fitted(found, cluster, device, _measurement(how, len(hosts), started))
+    return combined(found, cluster, device, _measurement(how, len(hosts), started))
 
 
 def passes(minutes: float) -> int:
@@ -217,7 +226,7 @@ def _measurement(how: str, ranks: int, started: float) -> Measurement:
     )
 
 
-def _fitted(
+def combined(
     found: Sequence[tuple[Stage, Sequence[Sequence[float | None]]]],
     cluster: ClusterSpec,
     device: torch.device,
@@ -234,6 +243,10 @@ def _fitted(
                 own.append(median(there) if stage.groups is None else max(there))
     samples = [Sample(work=work, seconds=median(own)) for work, own in every.values() if own]
     skipped = len(every) - len(samples)
+    spreads = [max(own) / min(own) - 1 for _, own in every.values() if len(own) > 1]
+    spread = round(median(spreads), 3) if spreads else None
+    if spread is not None:
+        measurement = replace(measurement, how=f"{measurement.how}, passes differ by {spread:.0%}")
     group, is_cpu = cluster.groups[0], device.type == "cpu"
     known = group.device
     setting = Setting(
@@ -245,7 +258,8 @@ def _fitted(
         reserve_bytes=reserve_bytes(device),
         link=None if is_cpu else group.in_host,
     )
-    return Calibration(profile=fit_profile(samples, setting), samples=tuple(samples), num_skipped=skipped)
+    profile = fit_profile(samples, setting)
+    return Calibration(profile=profile, samples=tuple(samples), num_skipped=skipped, spread=spread)
 
 
 def to_dict(calibration: Calibration) -> dict[str, Any]:
@@ -255,4 +269,5 @@ def to_dict(calibration: Calibration) -> dict[str, Any]:
         "fit": {name: asdict(error) for name, error in calibration.profile.fit.items()},
         "samples": [sample.to_dict() for sample in calibration.samples],
         "num_skipped": calibration.num_skipped,
+        "spread": calibration.spread,
     }

@@ -44,7 +44,7 @@ def test_ranks_are_measured_and_the_profile_is_written(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_one_process_as_json() -> None:
     found = json.loads(calibrate("--json"))
-    assert found.keys() == {"profile", "fit", "samples", "num_skipped"}
+    assert found.keys() == {"profile", "fit", "samples", "num_skipped", "spread"}
     assert found["profile"]["device"]["device_type"] in ("cpu", "cuda")
     assert found["profile"]["measured"]["ranks"] == 1
     assert all(sample["seconds"] > 0 for sample in found["samples"])
