@@ -11,7 +11,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
@@ -35,10 +35,11 @@ from autopar.runtime.calibrate_links import Groups
 from autopar.runtime.launch import Ranks
 
 DEFAULT_MINUTES = 3.0
-MEASURING = 0.6  # of the time that is left; the rest goes to preparing, to first runs and to the fit
+MEASURING = 0.5  # of the time that is left; the rest goes to preparing, to first runs and to the fit
 LEAST = 0.1  # of its share of all the time is left to every work, however late it is
 TOO_LONG = 3.0  # times the budget of a work: it is left out, and so are larger ones of its kind
-TIMEOUT_S = 300.0
+TIMEOUT_S, PASSES = 300.0, 3
+STEADY = 0.25  # passes of a machine that does nothing else differ by less
 Progress = Callable[[int, int, str], None]  # works done, works in all, what comes next
 
 
@@ -53,11 +54,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A profile, what it was fitted to, and how many works took too long to be measured."""
+    """A profile, what it was fitted to, and how many works took too long to be measured.
+
+    `spread` is what the slowest pass took longer than the fastest, in the median of works; None after one pass.
+    """
 
     profile: DeviceProfile
     samples: tuple[Sample, ...]
     num_skipped: int
+    spread: float | None = None
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.spread is not None and self.spread > STEADY
 
 
 def calibrate(
@@ -77,16 +86,16 @@ def calibrate(
         return _in_job(minutes, on_progress, started)
     cluster = ClusterSpec.detect()
     device = torch.device(cluster.device_type)
-    todo = stages(cluster.device_type, dtypes_of(device), [socket.gethostname()])
+    todo = stages(cluster.device_type, dtypes_of(device), [socket.gethostname()]) * passes(minutes)
     meter = _Meter(todo, minutes, on_progress)
     found = [(stage, [measured(stage, device, meter.budget_s, meter.step)]) for stage in todo]
     how = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-    return _fitted(found, cluster, device, _measurement(how, 1, started))
+    return combined(found, cluster, device, _measurement(how, 1, started))
 
 
 def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, started: float) -> Calibration:
     cluster, device = ClusterSpec.preset(f"{num_ranks}xcpu"), torch.device("cpu")
-    todo = stages("cpu", dtypes_of(device), [socket.gethostname()] * num_ranks)
+    todo = stages("cpu", dtypes_of(device), [socket.gethostname()] * num_ranks) * passes(minutes)
     meter, found = _Meter(todo, minutes, on_progress), []
     on_progress(0, meter.total, "starting ranks")
     with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False) as world:
@@ -95,7 +104,7 @@ def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, start
             found.append((stage, world.run("autopar.calibration:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
     how = f"gloo, {num_ranks} ranks at once on {os.cpu_count()} cores, one thread each"
-    return _fitted(found, cluster, device, _measurement(how, num_ranks, started))
+    return combined(found, cluster, device, _measurement(how, num_ranks, started))
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
@@ -108,7 +117,7 @@ def _in_job(minutes: float, on_progress: Progress, started: float) -> Calibratio
     device = start_process_group(cluster, timeout_s=TIMEOUT_S)
     names = gather_texts(socket.gethostname())
     hosts = json.loads(broadcast_text(json.dumps(names)))
-    todo = stages(device.type, dtypes_of(device), hosts)
+    todo = stages(device.type, dtypes_of(device), hosts) * passes(minutes)
     meter, found = _Meter(todo, minutes, on_progress), []
     for stage in todo:
         budget_s = float(broadcast_text(repr(meter.budget_s)))  # of rank 0: all must do the same
@@ -116,7 +125,12 @@ def _in_job(minutes: float, on_progress: Progress, started: float) -> Calibratio
         every = json.loads(broadcast_text(json.dumps([json.loads(text) for text in texts])))
         found.append((stage, every))
     how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {len(set(hosts))} hosts"
-    return _fitted(found, cluster, device, _measurement(how, len(hosts), started))
+    return combined(found, cluster, device, _measurement(how, len(hosts), started))
+
+
+def passes(minutes: float) -> int:
+    """How often everything is measured: what else a machine does comes and goes, and must not hit one part alone."""
+    return PASSES if minutes >= 1 else 1
 
 
 def stages(device_type: str, dtypes: tuple[str, ...], hosts: Sequence[str]) -> list[Stage]:
@@ -212,21 +226,27 @@ def _measurement(how: str, ranks: int, started: float) -> Measurement:
     )
 
 
-def _fitted(
+def combined(
     found: Sequence[tuple[Stage, Sequence[Sequence[float | None]]]],
     cluster: ClusterSpec,
     device: torch.device,
     measurement: Measurement,
 ) -> Calibration:
-    """One sample of each work: the median of ranks, of collectives the last one's, and the profile of all of them."""
-    samples, skipped = list[Sample](), 0
+    """One sample of each work, the median of passes, and the profile of all of them. Of ranks the median counts, of
+    what they do together the last one's."""
+    every: dict[tuple[str, int], tuple[Work, list[float]]] = {}
     for stage, ranks in found:
-        for work, times in zip(stage.works, zip(*ranks, strict=True), strict=True):
+        for index, (work, times) in enumerate(zip(stage.works, zip(*ranks, strict=True), strict=True)):
+            _, own = every.setdefault((stage.name, index), (work, []))
             there = [seconds for seconds in times if seconds is not None]
-            if len(there) < len(times):
-                skipped += 1
-            else:
-                samples.append(Sample(work=work, seconds=median(there) if stage.groups is None else max(there)))
+            if len(there) == len(times):
+                own.append(median(there) if stage.groups is None else max(there))
+    samples = [Sample(work=work, seconds=median(own)) for work, own in every.values() if own]
+    skipped = len(every) - len(samples)
+    spreads = [max(own) / min(own) - 1 for _, own in every.values() if len(own) > 1]
+    spread = round(median(spreads), 3) if spreads else None
+    if spread is not None:
+        measurement = replace(measurement, how=f"{measurement.how}, passes differ by {spread:.0%}")
     group, is_cpu = cluster.groups[0], device.type == "cpu"
     known = group.device
     setting = Setting(
@@ -238,7 +258,8 @@ def _fitted(
         reserve_bytes=reserve_bytes(device),
         link=None if is_cpu else group.in_host,
     )
-    return Calibration(profile=fit_profile(samples, setting), samples=tuple(samples), num_skipped=skipped)
+    profile = fit_profile(samples, setting)
+    return Calibration(profile=profile, samples=tuple(samples), num_skipped=skipped, spread=spread)
 
 
 def to_dict(calibration: Calibration) -> dict[str, Any]:
@@ -248,4 +269,5 @@ def to_dict(calibration: Calibration) -> dict[str, Any]:
         "fit": {name: asdict(error) for name, error in calibration.profile.fit.items()},
         "samples": [sample.to_dict() for sample in calibration.samples],
         "num_skipped": calibration.num_skipped,
+        "spread": calibration.spread,
     }

@@ -2,10 +2,11 @@
 
     compute          blocks run, without the collectives inside them (tp, cp, ep: the block waits for those)
     <mesh dimension> its collectives: all of them inside blocks, else what no block hides
-    point-to-point   messages that no block hides
+    point-to-point   sends that no block hides
     idle             nothing of the above: the bubble, and waiting
 
-On gloo a pass of a pipeline stage begins where the schedule enters it, so that time in a pass outside its blocks is
+A receive lasts from when it is posted until the data is there, which is the other stage's doing: it counts as idle. On
+gloo a pass of a pipeline stage begins where the schedule enters it, so that time in a pass outside its blocks is
 waiting, too. Format: docs/trace.md.
 """
 
@@ -71,7 +72,7 @@ def _slices(trace: Mapping[str, Any]) -> dict[int, dict[str, list[tuple[Span, bo
         ):
             rule = "must have pid, cat, ts and dur"
             problems.append(Problem(path=f"traceEvents[{index}]", rule=rule, value=event))
-        elif track != HOST:
+        elif track != HOST and not (track == MESSAGES and "RECV" in str(event.get("name"))):
             is_block = "call" in (event.get("args") or {})
             found.setdefault(pid, {}).setdefault(track, []).append(((start, start + duration), is_block))
     if not problems and not found:

@@ -1,9 +1,8 @@
 """The machine and engine of a published row: device preset and profile, links as its text states them, engine."""
 
+import contextlib
 import re
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from autopar.cost_model.block_time import Speeds, host_seconds
 from autopar.cost_model.device_profile import AttentionEfficiency, DeviceProfile
@@ -13,9 +12,9 @@ from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row import Row
 from autopar.cost_model.shipped_profiles import device_profile
 from autopar.cost_model.step import Machine
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, did_you_mean
 from autopar.ir.device import Device, Link, device_of_preset, link_of_preset
-from autopar.ir.device_presets import DevicePreset, device_preset, device_presets
+from autopar.ir.device_presets import DevicePreset, device_names, device_preset, device_presets
 
 BITS_PER_BYTE = 8
 # "8x HDR InfiniBand 200Gb/s per node", "RDMA 400Gb/s per GPU", "400 Gb/s per node"
@@ -42,14 +41,15 @@ def preset_of(gpu_type: str) -> DevicePreset:
     Raises ClusterError for a device that no preset describes.
     """
     wanted = gpu_type.lower().replace("_", "-").replace(" ", "-")
-    try:
+    with contextlib.suppress(ClusterError):
         return device_preset(wanted)
-    except ClusterError:
-        begin = re.match(r"[a-z]+[0-9]+[a-z]?", wanted)
-        names = sorted(n for n in device_presets() if begin and re.split(r"[-.]", n)[0] == begin[0])
-        if not names:
-            raise
-        return device_preset(names[-1])
+    with contextlib.suppress(ClusterError):  # memory without its unit
+        return device_preset(f"{wanted}gb")
+    begin = re.match(r"[a-z]+[0-9]+[a-z]?", wanted)
+    names = sorted(name for name in device_presets() if begin and re.split(r"[-.]", name)[0] == begin[0])
+    if not names:
+        raise ClusterError(f"unknown device {gpu_type!r}; {did_you_mean(wanted, device_names())}")
+    return device_preset(names[-1])
 
 
 def inter_host_bytes_per_s(text: str | None, devices_per_host: float) -> float | None:

@@ -83,6 +83,9 @@ def _show(found: "Calibration", out: Path | None) -> None:
     screen.print()
     if found.num_skipped:
         screen.print(f"note: {found.num_skipped} works took too long and were left out; --minutes gives more time")
+    if found.is_disturbed:
+        text = f"passes differ by {found.spread:.0%}: this machine did other things; calibrate again when it does not"
+        screen.print(f"note: {text}", style="yellow", markup=False)
     for sentence in profile.assumptions():
         screen.print(f"note: {sentence}", markup=False)
     if out is not None:

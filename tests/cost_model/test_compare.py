@@ -135,6 +135,7 @@ def test_terms_of_a_trace_add_up_to_the_step() -> None:
         span("tp", 180, 210),
         span("dp", 280, 340),  # hidden for all but 20
         span("point-to-point", 450, 470),
+        replace(span("point-to-point", 470, 800), name="0RECV_B0"),  # waits for the other stage
         span("host", 0, 900),
     ]
     second = [block(0, 100), span("tp", 900, 1000)]

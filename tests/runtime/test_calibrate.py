@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.calibration import Stage, measured, stages
+from autopar.calibration import Stage, combined, measured, stages
+from autopar.cost_model.device_profile import Measurement
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
 from autopar.runtime.calibrate_cuda import dtypes_of, num_units, products_in, reserve_bytes, torch_dtype
 from autopar.runtime.calibrate_device import Pace, device_works, measure, prepared, seconds_of
@@ -99,6 +101,21 @@ def test_what_takes_too_long_is_left_out() -> None:
     works = [Work(part="memory", name="copy", amount=float(2**i)) for i in (16, 36)]  # the second would not fit at all
     found = measured(Stage(name="memory", works=tuple(works)), CPU, 1e-4, lambda work: None)
     assert found[0] is not None and found[1] is None
+
+
+@pytest.mark.parametrize(("factor", "is_disturbed"), [(1.1, False), (2.0, True)])
+def test_passes_that_differ_are_told(factor: float, is_disturbed: bool) -> None:
+    todo = [s for s in stages("cpu", ("float32",), ["a"]) if s.name in ("memory", "launches")]
+    cluster = ClusterSpec.preset("2xcpu")
+    measurement = Measurement(date="2026-11-21", host="here", how="two ranks", ranks=2, seconds=1.0)
+    found = []
+    for slower in (1.0, factor, (1 + factor) / 2):
+        for stage in todo:
+            found.append((stage, [[work.amount * 1e-9 * slower for work in stage.works]] * 2))
+    made = combined(found, cluster, CPU, measurement)
+    assert made.is_disturbed is is_disturbed and made.spread == pytest.approx(factor - 1, abs=1e-3)
+    assert made.samples[0].seconds == pytest.approx(made.samples[0].work.amount * 1e-9 * (1 + factor) / 2)
+    assert made.profile.measured is not None and "passes differ by" in made.profile.measured.how
 
 
 def test_groups_follow_the_hosts() -> None:
