@@ -26,6 +26,7 @@ from autopar.cost_model.expressions import (
 from autopar.errors import InputError
 
 NUMBERS = {name: float(3 + k) for k, name in enumerate(SYMBOLS)}
+PAIRS = {symbol(name): value for name, value in NUMBERS.items()}
 A, B, T = symbol("a"), symbol("b"), symbol("t")
 
 
@@ -51,9 +52,9 @@ def test_values_are_those_of_sympy() -> None:
     work = family("llama").block("layer", "sp")
     found = evaluate(work, NUMBERS)
     for one, other in zip(work.products, found.products, strict=True):
-        assert other.flops == pytest.approx(float(one.flops.subs(NUMBERS)), rel=1e-12)
+        assert other.flops == pytest.approx(float(one.flops.subs(PAIRS)), rel=1e-12)
         assert other.name == one.name and other.kernels_forward == one.kernels_forward
-    assert found.saved_eager_bytes == pytest.approx(float(work.saved_eager_bytes.subs(NUMBERS)), rel=1e-12)
+    assert found.saved_eager_bytes == pytest.approx(float(work.saved_eager_bytes.subs(PAIRS)), rel=1e-12)
 
 
 def test_arrays_give_arrays() -> None:
