@@ -3,7 +3,7 @@
     python tools/export_blocks.py            all families
     python tools/export_blocks.py llama      some
 
-Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled at tp = 2 with and
+Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled at tp = 4 with and
 without sequence parallelism; sizes become the symbols of `autopar.cost_model.expressions`. `exported` is what the
 tests compare the files with.
 """
@@ -29,12 +29,13 @@ from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.planning import capture_for, choose_labels
 
+TP = 4
 FOLDER = Path(__file__).resolve().parent.parent / "cost_model" / "blocks"
 # in proportions of real models, so that labels are theirs, and pairwise distinct, as are the halves, quarters, sums and
 # quotients that models make of them
 SIZES = {
-    "b": 34, "s": 22, "h": 380, "a": 20, "g": 4, "e": 14, "f": 1234, "v": 2018, "l": 46, "x": 58, "y": 3, "m": 62,
-    "w": 74, "q": 94, "c": 82, "r": 26, "u": 118,
+    "b": 4, "s": 44, "h": 380, "a": 20, "g": 4, "e": 14, "f": 1236, "v": 2020, "l": 68, "x": 8, "y": 3, "m": 248,
+    "w": 296, "q": 92, "c": 76, "r": 52, "u": 116,
 }  # fmt: skip
 
 
@@ -69,7 +70,7 @@ _LLAMA = {
 }
 _SQUARE = {"h": 280}  # the heads together are as wide as the model: h = a·e
 _NO_WINDOW = {"sliding_window": None}
-_ALIGNED = {"h": 760, "m": 248, "w": 296}  # rows of grouped products are multiples of 16 bytes
+_ALIGNED = {"h": 760}  # rows of grouped products are multiples of 16 bytes
 _MOE = {**_LLAMA, "num_experts": "x", "num_experts_per_tok": "y", "moe_intermediate_size": "m"}
 CAPTURES: Mapping[str, Capture] = {
     "gpt2": Capture(
@@ -152,7 +153,7 @@ CAPTURES: Mapping[str, Capture] = {
         model_type="mixtral",
         config={**_LLAMA, "intermediate_size": "m", "num_local_experts": "x", "num_experts_per_tok": "y"},
         symbols="hagevxym",
-        sizes=_ALIGNED,
+        sizes={**_ALIGNED, "m": 2488},
     ),
     "qwen2-moe": Capture(
         model_type="qwen2_moe",
@@ -204,7 +205,7 @@ def by_size(capture: Capture) -> dict[int, Expr]:
         if found.setdefault(size, what) != what:
             raise ValueError(f"{capture.model_type}: size {size} is both {found[size]} and {what}; choose other sizes")
 
-    for each in ("b", "s", *capture.symbols):
+    for each in ("s", *capture.symbols):  # the batch is known by its axis
         name(capture.size(each), symbol(each))
     if "r" in capture.symbols:
         name(capture.size("r") // 2, symbol("r") / 2)
@@ -291,7 +292,7 @@ def model_of(capture: Capture) -> nn.Module:
 def captured(capture: Capture) -> Program:
     """The captured model of a family."""
     ids = torch.empty(capture.size("b"), capture.size("s"), dtype=torch.long, device="meta")
-    degrees = Degrees(tp=2, micro_batch=capture.size("b"))
+    degrees = Degrees(tp=TP, micro_batch=capture.size("b"))
     return capture_for(model_of(capture), {"input_ids": ids, "labels": ids.clone()}, degrees)
 
 
@@ -302,7 +303,7 @@ def exported(name: str) -> Family[Expr]:
     roles = roles_of(name, program)
     found: dict[str, list[tuple[str, BlockWork[Expr]]]] = {}
     for variant in ("tp", "sp"):
-        degrees = Degrees(tp=2, micro_batch=capture.size("b"), sequence_parallel=variant == "sp")
+        degrees = Degrees(tp=TP, micro_batch=capture.size("b"), sequence_parallel=variant == "sp")
         cluster = ClusterSpec.parse("8xa100-80gb")
         degrees, analysis, labelling = choose_labels(program, cluster, degrees)
         works = block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=by_size(capture), roles=roles)

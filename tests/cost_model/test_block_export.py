@@ -24,7 +24,7 @@ from autopar.rules.variants import by_label, variants
 from autopar.trace._torch_private import fake_tensors
 
 ROLES = ("first", "layer", "moe_layer", "last")
-BATCH, SEQUENCE = 4, 64
+BATCH, SEQUENCE = 2, 512
 TOLERANCE = 1e-3
 
 
@@ -72,7 +72,7 @@ def works_of(name: str, tp: int, is_sequence_parallel: bool) -> tuple[Any, ...]:
     """Program, analysis, labels, and the work of every block, evaluated."""
     program = captured(name)
     degrees = Degrees(tp=tp, micro_batch=BATCH, sequence_parallel=is_sequence_parallel)
-    degrees, analysis, labelling = choose_labels(program, ClusterSpec.preset("8xh100"), degrees)
+    degrees, analysis, labelling = choose_labels(program, ClusterSpec.preset("8xa100-80gb"), degrees)
     works = block_works(program, analysis, labelling.blocks, degrees.mesh)
     numbers = {"b": BATCH, "s": SEQUENCE, "S": SEQUENCE, "t": tp}
     assert {n for work in works for n in free_symbols(work)} <= set(numbers)
