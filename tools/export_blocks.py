@@ -161,7 +161,9 @@ CAPTURES: Mapping[str, Capture] = {
         symbols="hagevxymw",
         sizes=_ALIGNED,
     ),
-    "qwen3-moe": Capture(model_type="qwen3_moe", config=_MOE, symbols="hagevxym", sizes=_ALIGNED),
+    "qwen3-moe": Capture(
+        model_type="qwen3_moe", config={**_MOE, "norm_topk_prob": True}, symbols="hagevxym", sizes=_ALIGNED
+    ),
     "deepseek-v3": Capture(
         model_type="deepseek_v3",
         config={
@@ -250,7 +252,8 @@ class MptBlock(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out_proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.down_proj(F.gelu(self.up_proj(self.norm_2(x))))
+        out: torch.Tensor = x + self.down_proj(F.gelu(self.up_proj(self.norm_2(x))))
+        return out
 
 
 class Mpt(nn.Module):

@@ -26,6 +26,9 @@ from autopar.trace._torch_private import fake_tensors
 ROLES = ("first", "layer", "moe_layer", "last")
 BATCH, SEQUENCE = 2, 512
 TOLERANCE = 1e-3
+# where experts meet sequence parallelism the labeller's choice for the router depends on the sizes
+ROWS = [(name, variant) for name in ("gpt2", "llama3-8b", "qwen3-8b") for variant in ("tp", "sp")]
+ROWS += [("mixtral-8x7b", "tp")]
 
 
 def decoders() -> list[str]:
@@ -80,13 +83,13 @@ def works_of(name: str, tp: int, is_sequence_parallel: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("variant", ["tp", "sp"])
-@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "qwen3-8b", "mixtral-8x7b"])
-def test_row_path_is_graph_path(name: str, variant: str) -> None:
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("name", "variant"), ROWS)
+def test_row_path_is_graph_path(name: str, variant: str, tp: int) -> None:
     """A family's expressions at a preset's sizes, against that preset captured at its own sizes and labelled there."""
     config = model_presets()[name].config
-    program, *_, works = works_of(name, 4, variant == "sp")
-    numbers = row_numbers_of_config(config, batch=BATCH, sequence=SEQUENCE, tp=4)
+    program, *_, works = works_of(name, tp, variant == "sp")
+    numbers = row_numbers_of_config(config, batch=BATCH, sequence=SEQUENCE, tp=tp)
     found = evaluate(family(family_of_config(config)), numbers)
     for index, role in tool().roles_of(name, program).items():
         one, other = totals(found.block(role, variant)), totals(works[index])
