@@ -1,4 +1,6 @@
+"""Makes the modules beside the tests importable."""
+
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers of these tests, under --import-mode=importlib
+sys.path.insert(0, str(Path(__file__).parent))
