@@ -245,7 +245,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        probabilities, local, mine, valid = ctx.saved_tensors
+        probabilities, _, _, valid = ctx.saved_tensors
         one = torch.zeros_like(probabilities)
         return (probabilities - one) * valid.to(one.dtype).unsqueeze(-1) * grads[0], None, None
 
