@@ -5,8 +5,8 @@ segments and recomputed values those of `autopar.runtime.stage`; torch's own aut
 fake tensors. So early stops of a recomputation, views, and which gradients flow are what they are in a step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from autopar.cost_model.local_functions import FUNCTIONS, Key, Ledger, PricedDim, Traffic, dropout
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
+from autopar.ir.schedules import SCHEDULES
 from autopar.ir.sharding import DATA, Type
-from autopar.ir.stages import Stage, needed_results, recomputed_calls, stages_of
+from autopar.ir.stages import Stage, needed_results, recomputed_calls, separates, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
 from autopar.trace import _torch_private as private
 from autopar.trace.analysis import Analysis
@@ -97,14 +98,16 @@ class StageRun:
     """What one micro-batch of a stage does on a rank.
 
     `saved_bytes` are what autograd keeps from forward to backward, each storage once, without parameters, inputs and
-    constants. `peak_bytes` is the most that lives of anything made in the micro-batch, forward or backward; of
-    gradients of parameters only the one that has just been computed. `gradients` are the parameters that get one,
-    `flows` the calls through which one flows.
+    constants; `kept_bytes` what it keeps of them from the first to the second part of a backward pass in parts.
+    `peak_bytes` is the most that lives of anything made in the micro-batch, forward or backward; of gradients of
+    parameters only the one that has just been computed. `gradients` are the parameters that get one, `flows` the calls
+    through which one flows.
     """
 
     forward: Mapping[Key, Traffic]
     backward: Mapping[Key, Traffic]
     saved_bytes: int
+    kept_bytes: int
     peak_bytes: int
     gradients: frozenset[str]
     flows: frozenset[int]
@@ -217,28 +220,47 @@ class _Run:
                 leaf.register_post_accumulate_grad_hook(partial(_note, own, name))
         given = self.given()
         outside = [*leaves.values(), *given.values()]
-        with private.live_storages(outside) as live:
+        with private.live_storages(outside) as live, _Saved(outside) as saved:
             received = {name: self.received(name) for name in stage.receives}
-            with _saved(outside) as saved:
-                found = self.forward(stage, {**taken, **given, **received})
-            forward, saved_bytes = self.ledger.take(), sum(saved.values())
+            found = self.forward(stage, {**taken, **given, **received})
+            forward, saved_bytes = self.ledger.take(), saved.bytes()
             is_last = stage.index == len(self.setting.stages) - 1
             leaving = [found[self.program.loss]] if is_last else [found[name] for name in stage.sends]
-            flowing = [value for value in leaving if value.requires_grad]
             flows = frozenset(i for i, value in self.made.items() if value)
-            self.made.clear()
-            gradients = [torch.empty_like(value) for value in flowing]
-            del found, leaving, received
-            if flowing:
-                torch.autograd.backward(flowing, gradients)
+            del found
+            kept_bytes = self.backward(stage, leaving, list(received.values()), list(leaves.values()), saved)
+        own |= {name for name, leaf in leaves.items() if leaf.grad is not None}
         return StageRun(
             forward=forward,
             backward=self.ledger.take(),
             saved_bytes=saved_bytes,
+            kept_bytes=kept_bytes,
             peak_bytes=live.peak_bytes,
             gradients=frozenset(own),
             flows=flows,
         )
+
+    def backward(
+        self,
+        stage: Stage,
+        leaving: list[torch.Tensor],
+        received: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        saved: "_Saved",
+    ) -> int:
+        """The backward pass, in two parts where the schedule has it so; bytes that are kept between them."""
+        if splits_at_inputs(self.setting, stage):
+            sent = [v.clone() if v._is_view() or v.is_leaf else v for v in leaving]  # torch detaches them in place
+            leaving.clear()
+            rest = private.backward_of_inputs(sent, [torch.empty_like(v) for v in sent], received, weights)
+            kept = saved.bytes()
+            private.backward_of_weights(weights, rest)
+            return kept
+        flowing = [value for value in leaving if value.requires_grad]
+        leaving.clear()
+        if flowing:
+            torch.autograd.backward(flowing, [torch.empty_like(value) for value in flowing])
+        return 0
 
     def received(self, name: str) -> torch.Tensor:
         info = self.infos[name]
@@ -296,23 +318,54 @@ def _note(found: set[str], name: str, leaf: torch.Tensor) -> None:
     leaf.grad = None
 
 
-@contextmanager
-def _saved(outside: Sequence[Any]) -> Iterator[dict[Any, int]]:
-    """Bytes of every storage that autograd keeps inside this context, but those of the tensors outside."""
-    apart = {private.storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
-    kept: dict[Any, int] = {}
-    alive = []
+class _Kept:
+    """A tensor that autograd keeps."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def __init__(self, tensor: torch.Tensor, holders: Counter[int]) -> None:
+        self.tensor, self.holders, self.at = tensor, holders, private.storage_id(tensor)
+        holders[self.at] += 1
+
+    def __del__(self) -> None:
+        self.holders[self.at] -= 1
+
+
+class _Saved:
+    """Counts storages that autograd keeps inside this context, but those of the tensors outside."""
+
+    def __init__(self, outside: Sequence[Any]) -> None:
+        self._outside = {private.storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
+        self._holders, self._sizes = Counter[int](), dict[int, int]()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def bytes(self) -> int:
+        """Of what is kept now, each storage once."""
+        return sum(self._sizes[at] for at, holders in self._holders.items() if holders)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
         at = private.storage_id(tensor)
-        if at not in apart and at not in kept:
-            kept[at] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)  # no address is used twice
-        return tensor
+        if at in self._outside:
+            return tensor
+        self._sizes[at] = tensor.untyped_storage().nbytes()
+        return _Kept(tensor, self._holders)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-    alive.clear()
+    @staticmethod
+    def _unpack(kept: Any) -> torch.Tensor:
+        found: torch.Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+        return found
+
+    def __enter__(self) -> "_Saved":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.__exit__(*exception)
+
+
+def splits_at_inputs(setting: Setting, stage: Stage) -> bool:
+    """Whether the backward pass of a stage runs in two parts, for what it received and for its weights."""
+    degrees = setting.plan.degrees
+    has_parts = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
+    return has_parts and stage.index > 0 and separates(setting.program, stage)
 
 
 def parameter_bytes(setting: Setting, name: str) -> int:

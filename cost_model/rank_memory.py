@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.cost_model.local_functions import Ledger
-from autopar.cost_model.local_run import Setting, StageRun, run_stage
+from autopar.cost_model.local_run import Setting, StageRun, run_stage, splits_at_inputs
 from autopar.cost_model.traffic import local_gradient_elements, trained
 from autopar.cost_model.zero_traffic import groups_of, is_sharded, padded_elements, zero_step
 from autopar.ir.plan import Plan
@@ -81,15 +81,30 @@ def memory_of(setting: Setting, runs: Mapping[int, StageRun]) -> RankMemory:
     saved_of_stage = {index: run.saved_bytes for index, run in runs.items()}
     return RankMemory(
         parameter_bytes=_parameter_bytes(setting),
-        gradient_bytes=sum(_stored_bytes(setting, name) for name in own),
+        gradient_bytes=gradient_bytes(setting, runs),
         optimizer_bytes=optimizer,
         gathered_bytes=gathered,
         whole_gradient_bytes=whole,
         buffer_bytes=largest,
-        saved_bytes=saved_peak(setting, saved_of_stage),
+        saved_bytes=saved_peak(setting, runs),
         workspace_bytes=max(run.peak_bytes - run.saved_bytes for run in runs.values()),
         saved_of_stage=saved_of_stage,
     )
+
+
+def gradient_bytes(setting: Setting, runs: Mapping[int, StageRun]) -> int:
+    """Bytes of the gradients that a rank holds after the step.
+
+    ZeRO sums those of a group into one buffer, which stays while one of them does: that of a tied parameter is given to
+    the first stage of this rank that takes it.
+    """
+    left, total = set(trained(setting, runs)), 0
+    for stage in setting.own_stages:
+        for group in groups_of(setting, stage, runs[stage.index]):
+            if not left.isdisjoint(group.names) and group.gradient_bytes:
+                total += group.gradient_bytes // setting.plan.degrees.dp_shard
+                left -= {name for name in group.names if name in runs[stage.index].gradients}
+    return total + sum(_stored_bytes(setting, name) for name in left)
 
 
 def _stored_bytes(setting: Setting, name: str) -> int:
@@ -106,17 +121,22 @@ def _parameter_bytes(setting: Setting) -> int:
     return stored + sum(info.num_elements * info.dtype.itemsize for info in unused)
 
 
-def saved_peak(setting: Setting, saved_of_stage: Mapping[int, int]) -> int:
+def saved_peak(setting: Setting, runs: Mapping[int, StageRun]) -> int:
     """The most bytes that are kept for backward at once, over the order of this rank's passes."""
     degrees = setting.plan.degrees
     if degrees.pp == 1:
-        return sum(saved_of_stage.values())
+        return sum(run.saved_bytes for run in runs.values())
     order = actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
-    apart = {stage.index: separates(setting.program, stage) for stage in setting.own_stages}
-    live = most = 0
+    live, most = 0, 0
     for action in order[setting.coordinates["pp"]]:
-        ends = action.kind in ("B", "W") if apart[action.stage] else action.kind in ("B", "I")
-        change = 1 if action.kind == "F" else -1 if ends else 0
-        live += change * saved_of_stage[action.stage]
+        stage, run = setting.stages[action.stage], runs[action.stage]
+        if action.kind == "F":
+            live += run.saved_bytes
+        elif action.kind == "B":
+            live -= run.saved_bytes
+        elif splits_at_inputs(setting, stage):
+            live -= run.kept_bytes if action.kind == "W" else run.saved_bytes - run.kept_bytes
+        elif (action.kind == "W") == separates(setting.program, stage):  # in one: the first stage last, others first
+            live -= run.saved_bytes
         most = max(most, live)
     return most

@@ -98,7 +98,9 @@ def make_parameter(
     assert at is not None
     for index, dim, size in how.uneven():
         own = how.shape[dim] - size * at[index]
-        local = local.narrow(dim, 0, max(0, min(size, own))).contiguous()
+        local = local.narrow(dim, 0, max(0, min(size, own)))
+    if not local.is_contiguous() or how.uneven():  # else the padding would be held too
+        local = local.clone(memory_format=torch.contiguous_format)
     stride = torch.empty(how.shape, device="meta").stride()
     tensor = DTensor.from_local(
         local, tensor_mesh, how.placements, run_check=False, shape=torch.Size(how.shape), stride=stride

@@ -58,9 +58,11 @@ class Ties:
         """Add up the gradients of all copies, on this rank and on others."""
         for first, twins in self._twins(modules):
             for twin in twins:
-                if twin.grad is not None:
-                    first.grad = twin.grad if first.grad is None else first.grad + twin.grad
-                    twin.grad = None
+                if first.grad is None:
+                    first.grad = twin.grad
+                elif twin.grad is not None:
+                    _local(first.grad).add_(_local(twin.grad))
+                twin.grad = None
         for ranks, group in self._groups.items():
             names = [name for name in self.names if self._ranks_of[name] == ranks and self._own_rank in ranks]
             gradients = []

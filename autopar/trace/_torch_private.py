@@ -18,7 +18,7 @@ from torch.distributed._local_tensor import (
     maybe_disable_local_tensor_mode,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -114,6 +114,21 @@ def finish_fsdp_backward(model: nn.Module) -> None:
         for group in one._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def backward_of_inputs(
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[nn.Parameter],
+) -> Any:
+    """The first part of a backward pass as torch's pipeline stages run it; what `backward_of_weights` takes."""
+    return _backward.stage_backward_input(list(outputs), list(grads), list(inputs), iter(weights))[1]
+
+
+def backward_of_weights(weights: Sequence[torch.Tensor], rest: Any) -> None:
+    """The second part; gradients are in ``.grad``."""
+    _backward.stage_backward_weight(iter(weights), rest)
 
 
 def is_profiling() -> bool:

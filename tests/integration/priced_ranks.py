@@ -57,7 +57,7 @@ def counted(model: ParallelModel, mesh: RankMesh, part: Mapping[str, Any]) -> Co
         if s.num_ranks > 1:
             key = (tracks[str(s.group)], kind(s))
             calls, size = found.get(key, (0, 0))
-            found[key] = (calls + 1, size + (s.output_bytes if key[1] == "recv" else s.input_bytes))
+            found[key] = (calls + 1, size + s.input_bytes)
     return found
 
 
