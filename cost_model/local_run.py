@@ -5,11 +5,9 @@ segments and recomputed values those of `autopar.runtime.stage`; torch's own aut
 fake tensors. So early stops of a recomputation, views, and which gradients flow are what they are in a step.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from math import prod
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,80 +15,15 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from autopar.cost_model.local_functions import FUNCTIONS, Key, Ledger, PricedDim, Traffic, dropout
-from autopar.ir.plan import Plan
-from autopar.ir.program import CallSite, Program
-from autopar.ir.schedules import SCHEDULES
-from autopar.ir.sharding import DATA, Type
-from autopar.ir.stages import Stage, needed_results, recomputed_calls, separates, stages_of
-from autopar.ir.storage import Storage, boundary_types, storage_of
+from autopar.cost_model.rank_setting import Setting
+from autopar.cost_model.saved_bytes import SavedBytes
+from autopar.ir.program import CallSite
+from autopar.ir.stages import Stage, needed_results
 from autopar.trace import _torch_private as private
-from autopar.trace.analysis import Analysis
 from autopar.trace.local_graph import local_graph
 from autopar.trace.nodes import value_infos
 
 Values = dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """A program under its plan, on one rank: where it stands, its stages, and how parameters are stored.
-
-    `rank` counts as the runtime does: pipeline rank first, then dp_replicate, dp_shard, and tensor mesh dimensions.
-    """
-
-    program: Program
-    analysis: Analysis
-    plan: Plan
-    rank: int
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.rank < self.plan.degrees.world_size, (self.rank, self.plan.degrees)
-
-    @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        return stages_of(self.program, self.plan.cuts, self.plan.recomputed)
-
-    @property
-    def own_stages(self) -> list[Stage]:
-        return [stage for stage in self.stages if self.pipeline_rank_of(stage.index) == self.coordinates["pp"]]
-
-    def pipeline_rank_of(self, stage: int) -> int:
-        return self.plan.degrees.rank_of_stage(stage)
-
-    @cached_property
-    def coordinates(self) -> Mapping[str, int]:
-        """This rank's place on every mesh dimension; `dp` is dp_replicate and dp_shard together."""
-        degrees, mesh = self.plan.degrees, self.plan.mesh
-        names = ("pp", "dp_replicate", "dp_shard", *(name for name in mesh.names if name != DATA))
-        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, *mesh.degrees[1:])
-        found, rest = dict[str, int](), self.rank
-        for name, size in reversed(list(zip(names, sizes, strict=True))):
-            rest, found[name] = divmod(rest, size)
-        return found | {DATA: found["dp_replicate"] * degrees.dp_shard + found["dp_shard"]}
-
-    @cached_property
-    def types(self) -> Mapping[str, tuple[Type, ...]]:
-        return boundary_types(self.program, self.plan.blocks)
-
-    @cached_property
-    def storages(self) -> Mapping[str, Storage]:
-        """How every parameter is stored; those that no block takes are whole."""
-        mesh, found = self.plan.mesh, {}
-        for name in self.program.parameters:
-            found[name] = storage_of(self.analysis.outer[name], self.types[name], mesh)
-        return found
-
-    def own_shape(self, name: str) -> tuple[int, ...]:
-        """The factored shape of this rank's part of a parameter, before ZeRO."""
-        own = [self.coordinates[n] for n in self.plan.mesh.names if n != DATA]
-        return self.storages[name].own_shape(own)
-
-    def local_shape(self, value: str) -> tuple[int, ...]:
-        return self.analysis.outer[value].local_shape(self.types[value], self.plan.mesh.degrees)
-
-    @cached_property
-    def recomputed(self) -> frozenset[int]:
-        return recomputed_calls(self.program, self.plan.degrees, self.stages)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,6 +39,7 @@ class StageRun:
 
     forward: Mapping[Key, Traffic]
     backward: Mapping[Key, Traffic]
+    backward_in_parts: Mapping[Key, Traffic]
     saved_bytes: int
     kept_bytes: int
     peak_bytes: int
@@ -114,9 +48,22 @@ class StageRun:
 
 
 def run_stage(setting: Setting, stage: Stage, device: str = "cpu") -> StageRun:
-    """Forward and backward of one micro-batch of a stage. Sends nothing and holds no data."""
+    """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so.
+
+    Sends nothing and holds no data.
+    """
     with private.fake_tensors():
-        return _Run(setting, device).micro_batch(stage)
+        run = _Run(setting, device)
+        whole = run.micro_batch(stage)
+        if not setting.splits_backward(stage):
+            return whole
+        parts = run.micro_batch(stage, in_parts=True)
+    return replace(
+        whole,
+        backward_in_parts=parts.backward,
+        kept_bytes=parts.kept_bytes,
+        peak_bytes=max(whole.peak_bytes, parts.peak_bytes),
+    )
 
 
 def run_denominator(setting: Setting, device: str = "cpu") -> Mapping[Key, Traffic]:
@@ -183,8 +130,8 @@ class _Run:
             first = next(i for n, i in program.buffers.items() if name in (n, *i.aliases))
             values[name] = self.empty(first.shape, first.dtype)
         if program.denominator is not None:
-            info = self.infos[program.denominator]
-            values[program.denominator] = self.empty(info.shape, info.dtype)
+            made_info = self.infos[program.denominator]
+            values[program.denominator] = self.empty(made_info.shape, made_info.dtype)
         return values
 
     def parameters(self, stage: Stage) -> tuple[Values, dict[str, torch.Tensor]]:
@@ -212,7 +159,7 @@ class _Run:
             )
         return self.ledger.take()
 
-    def micro_batch(self, stage: Stage) -> StageRun:
+    def micro_batch(self, stage: Stage, *, in_parts: bool = False) -> StageRun:
         taken, leaves = self.parameters(stage)
         own: set[str] = set()
         for name, leaf in leaves.items():
@@ -220,7 +167,7 @@ class _Run:
                 leaf.register_post_accumulate_grad_hook(partial(_note, own, name))
         given = self.given()
         outside = [*leaves.values(), *given.values()]
-        with private.live_storages(outside) as live, _Saved(outside) as saved:
+        with private.live_storages(outside) as live, SavedBytes(outside) as saved:
             received = {name: self.received(name) for name in stage.receives}
             found = self.forward(stage, {**taken, **given, **received})
             forward, saved_bytes = self.ledger.take(), saved.bytes()
@@ -228,11 +175,16 @@ class _Run:
             leaving = [found[self.program.loss]] if is_last else [found[name] for name in stage.sends]
             flows = frozenset(i for i, value in self.made.items() if value)
             del found
-            kept_bytes = self.backward(stage, leaving, list(received.values()), list(leaves.values()), saved)
+            kept_bytes = 0
+            if in_parts:
+                kept_bytes = self.backward_in_parts(leaving, list(received.values()), list(leaves.values()), saved)
+            else:
+                self.backward(leaving)
         own |= {name for name, leaf in leaves.items() if leaf.grad is not None}
         return StageRun(
             forward=forward,
             backward=self.ledger.take(),
+            backward_in_parts={},
             saved_bytes=saved_bytes,
             kept_bytes=kept_bytes,
             peak_bytes=live.peak_bytes,
@@ -240,27 +192,22 @@ class _Run:
             flows=flows,
         )
 
-    def backward(
-        self,
-        stage: Stage,
-        leaving: list[torch.Tensor],
-        received: list[torch.Tensor],
-        weights: list[torch.Tensor],
-        saved: "_Saved",
-    ) -> int:
-        """The backward pass, in two parts where the schedule has it so; bytes that are kept between them."""
-        if splits_at_inputs(self.setting, stage):
-            sent = [v.clone() if v._is_view() or v.is_leaf else v for v in leaving]  # torch detaches them in place
-            leaving.clear()
-            rest = private.backward_of_inputs(sent, [torch.empty_like(v) for v in sent], received, weights)
-            kept = saved.bytes()
-            private.backward_of_weights(weights, rest)
-            return kept
+    def backward(self, leaving: list[torch.Tensor]) -> None:
         flowing = [value for value in leaving if value.requires_grad]
         leaving.clear()
         if flowing:
             torch.autograd.backward(flowing, [torch.empty_like(value) for value in flowing])
-        return 0
+
+    def backward_in_parts(
+        self, leaving: list[torch.Tensor], received: list[torch.Tensor], weights: list[torch.Tensor], saved: SavedBytes
+    ) -> int:
+        """For what was received, then for weights; bytes that are kept between them."""
+        sent = [v.clone() if v._is_view() or v.is_leaf else v for v in leaving]  # torch detaches them in place
+        leaving.clear()
+        rest = private.backward_of_inputs(sent, [torch.empty_like(v) for v in sent], received, weights)
+        kept = saved.bytes()
+        private.backward_of_weights(weights, rest)
+        return kept
 
     def received(self, name: str) -> torch.Tensor:
         info = self.infos[name]
@@ -316,58 +263,3 @@ def _note(found: set[str], name: str, leaf: torch.Tensor) -> None:
     """A parameter's gradient is there, and is let go."""
     found.add(name)
     leaf.grad = None
-
-
-class _Kept:
-    """A tensor that autograd keeps."""
-
-    def __init__(self, tensor: torch.Tensor, holders: Counter[int]) -> None:
-        self.tensor, self.holders, self.at = tensor, holders, private.storage_id(tensor)
-        holders[self.at] += 1
-
-    def __del__(self) -> None:
-        self.holders[self.at] -= 1
-
-
-class _Saved:
-    """Counts storages that autograd keeps inside this context, but those of the tensors outside."""
-
-    def __init__(self, outside: Sequence[Any]) -> None:
-        self._outside = {private.storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
-        self._holders, self._sizes = Counter[int](), dict[int, int]()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def bytes(self) -> int:
-        """Of what is kept now, each storage once."""
-        return sum(self._sizes[at] for at, holders in self._holders.items() if holders)
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        at = private.storage_id(tensor)
-        if at in self._outside:
-            return tensor
-        self._sizes[at] = tensor.untyped_storage().nbytes()
-        return _Kept(tensor, self._holders)
-
-    @staticmethod
-    def _unpack(kept: Any) -> torch.Tensor:
-        found: torch.Tensor = kept.tensor if isinstance(kept, _Kept) else kept
-        return found
-
-    def __enter__(self) -> "_Saved":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
-
-
-def splits_at_inputs(setting: Setting, stage: Stage) -> bool:
-    """Whether the backward pass of a stage runs in two parts, for what it received and for its weights."""
-    degrees = setting.plan.degrees
-    has_parts = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
-    return has_parts and stage.index > 0 and separates(setting.program, stage)
-
-
-def parameter_bytes(setting: Setting, name: str) -> int:
-    """Bytes of this rank's part of a parameter before ZeRO."""
-    return prod(setting.own_shape(name)) * setting.program.every_parameter[name].dtype.itemsize

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.cost_model.local_functions import Ledger
-from autopar.cost_model.local_run import Setting, StageRun, run_stage, splits_at_inputs
+from autopar.cost_model.local_run import StageRun, run_stage
+from autopar.cost_model.rank_setting import Setting
 from autopar.cost_model.traffic import local_gradient_elements, trained
 from autopar.cost_model.zero_traffic import groups_of, is_sharded, padded_elements, zero_step
 from autopar.ir.plan import Plan
@@ -134,7 +135,7 @@ def saved_peak(setting: Setting, runs: Mapping[int, StageRun]) -> int:
             live += run.saved_bytes
         elif action.kind == "B":
             live -= run.saved_bytes
-        elif splits_at_inputs(setting, stage):
+        elif setting.splits_backward(stage):
             live -= run.kept_bytes if action.kind == "W" else run.saved_bytes - run.kept_bytes
         elif (action.kind == "W") == separates(setting.program, stage):  # in one: the first stage last, others first
             live -= run.saved_bytes

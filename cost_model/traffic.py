@@ -19,8 +19,9 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from autopar.cost_model.local_functions import Key, Ledger, Sends, Traffic, collective
-from autopar.cost_model.local_run import Setting, StageRun, run_denominator, run_stage
-from autopar.cost_model.zero_traffic import groups_of, is_sharded, shard_elements, zero_step
+from autopar.cost_model.local_run import StageRun, run_denominator, run_stage
+from autopar.cost_model.rank_setting import Setting
+from autopar.cost_model.zero_traffic import groups_of, is_sharded, passes, shard_elements, zero_step
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA
@@ -58,8 +59,12 @@ def sends_of(setting: Setting, runs: Mapping[int, StageRun], device: str = "cpu"
         ledger.add_all(_on_wire(setting, run_denominator(setting, device)), count)
     for stage in setting.own_stages:
         run = runs[stage.index]
+        in_parts = 0
+        if setting.splits_backward(stage):
+            in_parts = sum(action.kind == "I" for order in passes(degrees, stage.index) for action in order)
         ledger.add_all(_on_wire(setting, run.forward), count)
-        ledger.add_all(_on_wire(setting, run.backward), count)
+        ledger.add_all(_on_wire(setting, run.backward), count - in_parts)
+        ledger.add_all(_on_wire(setting, run.backward_in_parts), in_parts)
         zero_step(setting, stage, groups_of(setting, stage, run), ledger)
         ledger.add_all(_messages(setting, stage), count)
     if degrees.pp > 1:

@@ -13,7 +13,8 @@ from math import prod
 
 from autopar.cost_model.collectives import Collective
 from autopar.cost_model.local_functions import Ledger, collective
-from autopar.cost_model.local_run import Setting, StageRun
+from autopar.cost_model.local_run import StageRun
+from autopar.cost_model.rank_setting import Setting
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import SCHEDULES, Action, actions
 from autopar.ir.stages import Stage, owners

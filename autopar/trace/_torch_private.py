@@ -120,13 +120,13 @@ def backward_of_inputs(
     outputs: Sequence[torch.Tensor],
     grads: Sequence[Any],
     inputs: Sequence[torch.Tensor],
-    weights: Sequence[nn.Parameter],
+    weights: Sequence[Any],
 ) -> Any:
     """The first part of a backward pass as torch's pipeline stages run it; what `backward_of_weights` takes."""
     return _backward.stage_backward_input(list(outputs), list(grads), list(inputs), iter(weights))[1]
 
 
-def backward_of_weights(weights: Sequence[torch.Tensor], rest: Any) -> None:
+def backward_of_weights(weights: Sequence[Any], rest: Any) -> None:
     """The second part; gradients are in ``.grad``."""
     _backward.stage_backward_weight(iter(weights), rest)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny_models import Megatron
 
-from autopar.cost_model.local_run import Setting, StageRun, run_stage
+from autopar.cost_model.local_run import StageRun, run_stage
+from autopar.cost_model.rank_setting import Setting
 from autopar.cost_model.traffic import step_traffic
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan

@@ -1,7 +1,8 @@
 """What ranks run in test_priced_is_run: one step counted under the profiler, and what a rank holds."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, i
     mesh = training_mesh(plan.degrees, "cpu")
     model = ParallelModel(program, plan, mesh, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = batches(program, plan.degrees, 3, 0, VOCABULARY)
+    data = batches(program, plan.degrees, 2, 0, VOCABULARY)
     parts = [this_ranks_part(program, batch, plan.degrees, mesh.dims["dp"].coordinate) for batch in data]
     model.forward_backward(parts[0])  # opens connections
     optimizer.step()
     optimizer.zero_grad()
-    counts = counted(model, mesh, parts[1])
+    with kept_for_backward(model, program, parts[1]) as most:
+        counts = counted(model, mesh, parts[1])
     held = [p for stage in model.stage_modules().values() for p in stage.parameters()]
     memory = {
         "parameters": distinct_bytes(local(p) for p in held),
@@ -39,9 +41,8 @@ def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, i
         "optimizer": sum(
             local(v).numel() * v.element_size() for state in optimizer.state.values() for v in state.values()
         ),
+        "saved": most[0],
     }
-    model.zero_grad()
-    memory["saved"] = most_saved(model, program, parts[2])
     return counts, memory
 
 
@@ -88,10 +89,10 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Kept:
-    """A tensor that autograd keeps; counts its storage while any tensor of it is kept."""
+    """A tensor that autograd keeps, without its graph; counts its storage while any tensor of it is kept."""
 
     def __init__(self, tensor: torch.Tensor, counter: "Counter[int]", sizes: dict[int, int]) -> None:
-        self.tensor, self.counter, self.sizes = tensor, counter, sizes
+        self.tensor, self.counter, self.sizes = tensor.detach(), counter, sizes
         self.at = private.storage_id(tensor)
         counter[self.at] += 1
         sizes[self.at] = tensor.untyped_storage().nbytes()
@@ -102,34 +103,33 @@ class Kept:
             del self.counter[self.at], self.sizes[self.at]
 
 
-def most_saved(model: ParallelModel, program: Program, part: Mapping[str, torch.Tensor]) -> int:
-    """The most bytes that autograd kept at once in a step, without parameters, inputs, constants and buffers."""
+@contextmanager
+def kept_for_backward(
+    model: ParallelModel, program: Program, part: Mapping[str, torch.Tensor]
+) -> Iterator[Sequence[int]]:
+    """The most bytes that autograd keeps at once in this context; parameters, inputs, constants and buffers left out."""
     outside = {private.storage_id(t) for t in (*part.values(), *model.base.constants().values())}
     outside |= {private.storage_id(model.buffer(name)) for name in program.updates}
-    handles = []
+    counter, sizes, most = Counter[int](), dict[int, int](), [0]
 
     def gathered(module: Any, *_: Any) -> None:
         names = module.names if hasattr(module, "names") else module.shared
         outside.update(private.storage_id(local(getattr(module, attribute(name)))) for name in names)
 
-    for module in (*model.segments, *model.stage_modules().values()):
-        handles.append(module.register_forward_pre_hook(gathered))
-    counter, sizes, most = Counter[int](), dict[int, int](), 0
-
     def pack(tensor: torch.Tensor) -> Any:
-        nonlocal most
         if private.storage_id(tensor) in outside:
             return tensor
         kept = Kept(tensor, counter, sizes)
-        most = max(most, sum(sizes.values()))
+        most[0] = max(most[0], sum(sizes.values()))
         return kept
 
     def unpack(kept: Any) -> torch.Tensor:
         found: torch.Tensor = kept.tensor if isinstance(kept, Kept) else kept
         return found
 
+    modules = (*model.segments, *model.stage_modules().values())
+    handles = [module.register_forward_pre_hook(gathered) for module in modules]
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        model.forward_backward(part)
+        yield most
     for handle in handles:
         handle.remove()
-    return most
