@@ -107,7 +107,7 @@ class Kept:
 def kept_for_backward(
     model: ParallelModel, program: Program, part: Mapping[str, torch.Tensor]
 ) -> Iterator[Sequence[int]]:
-    """The most bytes that autograd keeps at once in this context; parameters, inputs, constants and buffers left out."""
+    """The most bytes that autograd keeps at once in here, without parameters, inputs, constants and buffers."""
     outside = {private.storage_id(t) for t in (*part.values(), *model.base.constants().values())}
     outside |= {private.storage_id(model.buffer(name)) for name in program.updates}
     counter, sizes, most = Counter[int](), dict[int, int](), [0]

@@ -16,7 +16,7 @@ from autopar.cost_model.traffic import sends_of
 from autopar.runtime.launch import Ranks
 from autopar.trace.analysis import analyse
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 TOLERANCE = 0.01
 
 
