@@ -5,6 +5,7 @@ optimizer state and of what autograd keeps within one percent.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from priced_models import CASES, RANKS, Case, planned_case
@@ -38,6 +39,11 @@ def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
             "saved": held.saved_bytes,
         }
         assert memory == {name: pytest.approx(size, rel=TOLERANCE) for name, size in predicted.items()}, f"rank {rank}"
+
+
+def test_every_plan_is_in_the_document() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "priced_is_run.md").read_text()
+    assert [one.name for one in CASES if f"| {one.name} |" not in text] == []
 
 
 def runs_of(setting: Setting, known: dict[object, StageRun]) -> dict[int, StageRun]:
