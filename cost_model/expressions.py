@@ -250,7 +250,7 @@ def _leaves(value: Any) -> Iterator[Any]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _leaves(item)
-    elif _is_expression(value):
+    elif hasattr(type(value), "free_symbols"):  # of the class: on an object sympy would collect them
         yield value
 
 
