@@ -136,13 +136,6 @@ def is_profiling() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-@contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Tensors made in this context have shape, dtype and device, but no data; operators compute none."""
-    with FakeTensorMode():
-        yield
-
-
 def storage_id(tensor: torch.Tensor) -> int:
     """What tells the storage of a tensor from all others that live."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
