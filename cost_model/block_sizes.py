@@ -21,11 +21,16 @@ Types = tuple[Type, ...]
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Naming:
     """What sizes are called. `by_size` names axes by their captured size, where sizes are pairwise distinct; the batch
-    is b sequences per data-parallel rank, the sequence s tokens, and any other axis its captured number."""
+    is b sequences per data-parallel rank, the sequence s tokens, and any other axis its captured number.
+
+    `sequence` is the size of every axis of a sequence: where two tensor mesh dimensions cut it into several axes, the
+    last is s divided by the others, which are numbers as those of any other dimension that is cut so.
+    """
 
     analysis: Analysis
     mesh: Mesh
     by_size: Mapping[int, Expr]
+    sequence: Mapping[int, Expr]
 
     @property
     def degrees(self) -> tuple[Expr, ...]:
@@ -45,7 +50,7 @@ class Naming:
             return symbol("b") * prod(d for n, d in zip(self.mesh.names, self.degrees, strict=True) if n == DATA)
         if size in self.by_size:
             return self.by_size[size]
-        return symbol("s") if atom in self.analysis.sequence_axes else sympy.Integer(size)
+        return self.sequence.get(atom, sympy.Integer(size))
 
     def whole(self, dims: Dims) -> Expr:
         """Elements of a value over all ranks."""
@@ -75,6 +80,17 @@ class Naming:
                 degree = prod(deg for is_split, deg in zip(here, self.degrees, strict=True) if is_split)
                 found[-1].append((atom, size, self.axis(atom, size) / degree))
         return found
+
+
+def sequence_sizes(analysis: Analysis) -> dict[int, Expr]:
+    """The size of every axis of a sequence; see `Naming`."""
+    found: dict[int, Expr] = {atom: symbol("s") for atom in analysis.sequence_axes}
+    for dims in analysis.outer.values():
+        for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
+            if len(axes) > 1 and set(axes) <= analysis.sequence_axes:
+                found |= {atom: symbol("s") ** 0 * size for atom, size in zip(axes, sizes, strict=True)}
+                found[axes[-1]] = symbol("s") / prod(sizes[:-1])
+    return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -18,7 +18,7 @@ _NAMED = (
     ("mistral", "mistral"),
     ("qwen", "qwen2"),
     ("gemma", "gemma2"),
-    ("mpt", "opt"),  # transformers writes its attention out; llm-foundry has a kernel for it
+    ("mpt", "mpt"),
     ("opt", "opt"),
 )
 

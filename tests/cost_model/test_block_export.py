@@ -18,6 +18,7 @@ from autopar.cost_model.expressions import evaluate, family, free_symbols, to_js
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
+from autopar.models import resolve_model
 from autopar.planning import capture_for, choose_labels
 from autopar.presets.models import model_presets
 from autopar.rules.variants import by_label, variants
@@ -97,23 +98,52 @@ def test_row_path_is_graph_path(name: str, variant: str, tp: int) -> None:
             assert one[what] == pytest.approx(other[what], rel=TOLERANCE), (role, what)
 
 
+def flops_by_rules(program: Program, analysis: Any, labels: Any, degrees: Degrees, index: int) -> float:
+    """Sums of `local_flops` over the operators of a block, which knows nothing of expressions."""
+    whole = 0.0
+    for node in program.blocks[index].graph.nodes:
+        if node.op == "call_function":
+            bound, split = analysis.bounds[index][node.name], dict[str, float]()
+            for degree, label in zip(degrees.mesh.degrees, labels[index].labels[node.meta["key"]], strict=True):
+                variant = by_label(variants(bound, degree), label)
+                if variant.factor:
+                    split[variant.factor] = split.get(variant.factor, 1.0) * degree
+            whole += local_flops(bound.rule, split)
+    return whole
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
 def test_flops_are_those_of_the_rules(name: str) -> None:
-    """Sums of `local_flops` over operators, which knows nothing of expressions."""
     program, analysis, labelling, degrees, works = works_of(name, 4, False)
-    for index, block in enumerate(program.blocks):
-        whole = 0.0
-        for node in block.graph.nodes:
-            if node.op == "call_function":
-                bound, labels = analysis.bounds[index][node.name], labelling.blocks[index].labels[node.meta["key"]]
-                split: dict[str, float] = {}
-                for degree, label in zip(degrees.mesh.degrees, labels, strict=True):
-                    variant = by_label(variants(bound, degree), label)
-                    if variant.factor:
-                        split[variant.factor] = split.get(variant.factor, 1.0) * degree
-                whole += local_flops(bound.rule, split)
-        assert totals(works[index])["flops"] == pytest.approx(whole, rel=1e-12)
+    for index in range(len(program.blocks)):
+        expected = flops_by_rules(program, analysis, labelling.blocks, degrees, index)
+        assert totals(works[index])["flops"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("name", "hidden", "plan"),
+    [
+        ("bert-large", 96, {"tp": 2, "dp_shard": 2}),
+        ("t5-large", 96, {"tp": 2}),
+        ("vit-l-16", 96, {"tp": 2, "dp_shard": 2}),
+        ("llama3-8b", 64, {"tp": 8, "sequence_parallel": True}),  # two tensor mesh dimensions
+        ("qwen1.5-moe-a2.7b", 96, {"tp": 2, "dp_shard": 2}),
+    ],
+)
+def test_any_captured_model(name: str, hidden: int, plan: dict[str, Any]) -> None:
+    """Encoders, encoder-decoders and images too: symbols for batch, sequence and degrees, numbers for the rest."""
+    resolved = resolve_model(name, layers=2, hidden=hidden, seq_len=None if name.startswith("vit") else 16, batch=2)
+    degrees = Degrees(micro_batch=2, **plan)
+    program = capture_for(resolved.model, resolved.example_inputs, degrees)
+    degrees, analysis, labelling = choose_labels(program, ClusterSpec.preset("8xa100-80gb"), degrees)
+    numbers = {"b": 2, "s": 16, "S": 16, "t": degrees.tp, "d": degrees.dp, **degrees.mesh.as_dict()}
+    works = block_works(program, analysis, labelling.blocks, degrees.mesh)
+    for index, work in enumerate(works):
+        expected = flops_by_rules(program, analysis, labelling.blocks, degrees, index)
+        assert totals(evaluate(work, numbers))["flops"] == pytest.approx(expected, rel=1e-12)
+    assert sum(evaluate(work, numbers).saved_eager_bytes for work in works) > 0
 
 
 @pytest.mark.timeout(400)
