@@ -8,7 +8,9 @@ Writes the table of docs/priced_is_run.md and fails where what was priced is not
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "priced_is_run.md"
@@ -21,13 +23,13 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for folder in (TESTS, ROOT):
         sys.path.insert(0, str(folder))
-    from priced_models import CASES, RANKS
-
     from autopar.runtime.launch import Ranks
 
+    models = import_module("priced_models")
+
     rows, failed = [], 0
-    with Ranks(RANKS, timeout_s=300) as world:
-        for one in CASES:
+    with Ranks(models.RANKS, timeout_s=300) as world:
+        for one in models.CASES:
             cells, is_equal = row_of(one, world)
             rows.append(cells)
             failed += not is_equal
@@ -38,18 +40,16 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def row_of(one: object, world: object) -> tuple[list[str], bool]:
+def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
     """Cells of one plan, and whether every rank sent what was priced."""
-    from priced_models import planned_case
-    from test_priced_is_run import runs_of
-
     from autopar.cost_model.rank_memory import memory_of
     from autopar.cost_model.rank_setting import Setting
     from autopar.cost_model.traffic import sends_of
     from autopar.trace.analysis import analyse
 
-    program, plan = planned_case(one)
-    analysis, known = analyse(program, plan.mesh), {}
+    runs_of = import_module("test_priced_is_run").runs_of
+    program, plan = import_module("priced_models").planned_case(one)
+    analysis, known = analyse(program, plan.mesh), dict[object, object]()
     equal, worst, calls, size, saved = True, 0.0, 0, 0, (0, 0)
     for rank, (counts, memory) in enumerate(world.run("priced_ranks:measured_step", one, plan)):
         setting = Setting(program, analysis, plan, rank)
