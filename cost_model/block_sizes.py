@@ -119,11 +119,30 @@ class NodeSizes:
         for k in order:
             for atom, size, local in self.naming.atoms(self.dims[k], self.types(k)):
                 atoms.setdefault(atom, (size, local))
+        along = _along(piece.shape, list(atoms.values()))
+        if along is not None and prod(piece.shape) == piece.elements:
+            return along
         for count in range(len(atoms) + 1):
             for chosen in combinations(atoms.values(), count):
                 if prod(size for size, _ in chosen) == piece.elements:
                     return prod((local for _, local in chosen), start=sympy.Integer(1))
         return self.naming.by_size.get(piece.elements, sympy.Integer(piece.elements))
+
+
+def _along(shape: Sequence[int], atoms: Sequence[tuple[int, Expr]]) -> Expr | None:
+    """The elements of a tensor whose dimensions are axes in their order: products of sizes may be equal by chance."""
+    import sympy
+
+    found, left = sympy.Integer(1), list(atoms)
+    for size in shape:
+        sizes = [each for each, _ in left]
+        if size == 1:
+            continue
+        if size not in sizes:
+            return None
+        found *= left[sizes.index(size)][1]
+        left = left[sizes.index(size) + 1 :]
+    return found
 
 
 def sizes_of(

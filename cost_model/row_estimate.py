@@ -114,11 +114,11 @@ def prepare(rows: Sequence[Row]) -> tuple[list[Group], dict[int, Unmodelled]]:
 def _case(row: Row) -> _Case | Unmodelled:
     missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch")]
     if missing:
-        return Unmodelled(row.id, f"does not state {', '.join(missing)}")
+        return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
     try:
         machine = machine_of(row)
     except ClusterError as error:
-        return Unmodelled(row.id, str(error))
+        return Unmodelled(id=row.id, reason=str(error))
     family = family_name(row)
     attn = (row.attn_impl or "").lower()
     fused = machine.engine.attention == "fused" if not attn else "unfused" not in attn
