@@ -115,34 +115,36 @@ class NodeSizes:
         for k in order:
             if self.dims[k].shape == piece.shape and prod(piece.shape) == piece.elements:
                 return self.elements(k)
+        for k in order:
+            reduced = self._reduced(piece, k)
+            if reduced is not None:
+                return reduced
         atoms: dict[int, tuple[int, Any]] = {}
         for k in order:
             for atom, size, local in self.naming.atoms(self.dims[k], self.types(k)):
                 atoms.setdefault(atom, (size, local))
-        along = _along(piece.shape, list(atoms.values()))
-        if along is not None and prod(piece.shape) == piece.elements:
-            return along
         for count in range(len(atoms) + 1):
             for chosen in combinations(atoms.values(), count):
                 if prod(size for size, _ in chosen) == piece.elements:
                     return prod((local for _, local in chosen), start=sympy.Integer(1))
         return self.naming.by_size.get(piece.elements, sympy.Integer(piece.elements))
 
+    def _reduced(self, piece: Piece, k: int) -> Expr | None:
+        """The elements of a piece that is operand k, or the output for -1, with some dimensions of size 1: other
+        products of axes may be as large by chance."""
+        import sympy
 
-def _along(shape: Sequence[int], atoms: Sequence[tuple[int, Expr]]) -> Expr | None:
-    """The elements of a tensor whose dimensions are axes in their order: products of sizes may be equal by chance."""
-    import sympy
-
-    found, left = sympy.Integer(1), list(atoms)
-    for size in shape:
-        sizes = [each for each, _ in left]
-        if size == 1:
-            continue
-        if size not in sizes:
+        dims = self.dims[k]
+        if len(piece.shape) != len(dims.shape) or any(
+            n not in (1, m) for n, m in zip(piece.shape, dims.shape, strict=True)
+        ):
             return None
-        found *= left[sizes.index(size)][1]
-        left = left[sizes.index(size) + 1 :]
-    return found
+        kept = Dims(
+            sizes=tuple(each if n > 1 else () for n, each in zip(piece.shape, dims.sizes, strict=True)),
+            axes=tuple(each if n > 1 else () for n, each in zip(piece.shape, dims.axes, strict=True)),
+        )
+        types = self.types(k if k < len(self.dims) - 1 else -1)
+        return prod((local for _, _, local in self.naming.atoms(kept, types)), start=sympy.Integer(1))
 
 
 def sizes_of(
