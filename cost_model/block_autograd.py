@@ -31,7 +31,8 @@ ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "ne
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor as a kernel or the backward pass sees it; `elements` are those in memory, fewer where it is expanded."""
+    """A tensor as a kernel or the backward pass sees it, with the dimensions and `elements` that it has in memory: 1
+    where it is expanded."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -238,7 +239,8 @@ def _piece(tensor: Any) -> Piece:
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1
-    return Piece(tuple(tensor.shape), itemsize, elements)
+    shape = tuple(size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Piece(shape, itemsize, elements)
 
 
 def _storage(tensor: Any) -> int:

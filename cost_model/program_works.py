@@ -139,7 +139,7 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
 
 def _experts(works: Sequence[BlockWork[Expr]], mesh: Mesh) -> tuple[int, float]:
     """Experts of a block, and how many of them work on a token; 0 and 1 where there are none."""
-    ones = dict.fromkeys((*mesh.names, "b", "s", "t", "d"), 1)
+    ones = {symbol(name): 1 for name in (*mesh.names, "b", "s", "t", "d")}
     grouped = [one for work in works for one in work.products if one.name.startswith("grouped_mm")]
     if not grouped:
         return 0, 1.0

@@ -16,6 +16,8 @@ _NAMED = (
     ("mixtral", "mixtral"),
     ("falcon", "falcon"),
     ("mistral", "mistral"),
+    ("qwen3", "qwen3"),
+    ("phi-3", "phi3"),
     ("qwen", "qwen2"),
     ("gemma", "gemma2"),
     ("mpt", "mpt"),

@@ -1,0 +1,217 @@
+"""Estimates of one plan: what adds up, what every part follows, and that published rows are priced the same way."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost_model.engine import engine_named
+from autopar.cost_model.estimate import Estimate, run_cost
+from autopar.cost_model.pipelines import step_s, unequal_step_s
+from autopar.cost_model.shipped_profiles import device_profile
+from autopar.cost_model.staged import MOST_ACTIONS, pipeline_of, stages_at
+from autopar.cost_model.step import Passes
+from autopar.degrees import resolve_degrees
+from autopar.errors import ClusterError, InputError, PlanError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.device import HostGroup
+from autopar.ir.program import Program
+from autopar.planning import capture_for, make_plan
+
+LAYERS, SEQUENCE = 6, 64
+
+
+def llama(**sizes: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+    }
+    with torch.device("meta"):
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, **sizes})).to(torch.bfloat16)
+    return made.train()
+
+
+def tokens(batch: int) -> dict[str, torch.Tensor]:
+    ids = torch.empty(batch, SEQUENCE, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    degrees = resolve_degrees({"micro_batch": 2}, 8)
+    return capture_for(llama(), tokens(2), degrees)
+
+
+def priced(program: Program, plan: dict[str, Any], cluster: str = "8xh100", **options: Any) -> Estimate:
+    return autopar.estimate(program, cluster, {"micro_batch": 2, **plan}, **options)
+
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"zero": 0},
+    {"zero": 2, "accumulate": 4},
+    {"tp": 2, "zero": 1, "sequence_parallel": True},
+    {"tp": 2, "zero": 1, "sequence_parallel": False, "recompute": "full"},
+    {"pp": 2, "tp": 2, "zero": 1, "micro_batches": 4},
+    {"pp": 4, "zero": 1, "micro_batches": 8, "accumulate": 2},
+    {"pp": 2, "zero": 3, "schedule": "interleaved-1f1b", "virtual_stages": 2, "micro_batches": 4},
+    {"pp": 2, "zero": 1, "micro_batches": 4, "recompute": "full", "recompute_blocks": 1},
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_parts_add_up(program: Program, plan: dict[str, Any]) -> None:
+    for engine in ("autopar", "megatron"):
+        found = priced(program, plan, engine=engine)
+        exposed = sum(one.exposed_s for one in found.collectives)
+        assert sum(found.compute_s.values()) + exposed + sum(found.other_s.values()) == pytest.approx(found.step_s)
+        assert sum(found.memory_bytes.values()) == pytest.approx(found.peak_bytes)
+        assert min(*found.compute_s.values(), *found.other_s.values(), *found.memory_bytes.values()) >= 0
+        assert min(one.hidden_s for one in found.collectives) >= 0
+        assert found.tokens_per_s == pytest.approx(found.global_batch * SEQUENCE / found.step_s)
+        assert 0 < found.mfu <= found.hfu < 1
+        assert json.loads(json.dumps(found.to_dict()))["step_s"] == found.step_s
+
+
+def test_model_flops_are_those_of_the_model(program: Program) -> None:
+    """6 FLOP per parameter of a product and token, and 12·s·h per block for attention without its mask."""
+    found = priced(program, {"tp": 2})
+    embedding, norms = 512 * 256, (2 * LAYERS + 1) * 256
+    products = found.num_parameters - embedding - norms
+    per_token = 6 * products + LAYERS * 12 * SEQUENCE * 256
+    flops = per_token * found.global_batch * SEQUENCE
+    assert found.tflops_per_device * 1e12 * found.step_s * 8 == pytest.approx(flops, rel=1e-9)
+    assert found.mfu == pytest.approx(found.tflops_per_device * 1e12 / 989.4e12, rel=1e-3)
+
+
+def test_recomputation_trades_memory_for_time(program: Program) -> None:
+    none, full = priced(program, {}), priced(program, {"recompute": "full"})
+    assert full.step_s > none.step_s and full.hfu / full.mfu > 1.2 > none.hfu / none.mfu == 1
+    assert full.memory_bytes["activations in flight"] < none.memory_bytes["activations in flight"]
+    some = priced(program, {"recompute": "full", "recompute_blocks": 3})
+    assert none.step_s < some.step_s < full.step_s
+
+
+def test_state_is_divided_by_zero(program: Program) -> None:
+    parts = ("parameters", "gradients", "optimizer state")
+    sizes = [[priced(program, {"zero": zero}).memory_bytes[part] for part in parts] for zero in range(4)]
+    whole = sizes[0]
+    assert sum(whole) == pytest.approx(16 * priced(program, {}).num_parameters)
+    for zero in range(1, 4):
+        divided = [8 if zero >= stage else 1 for stage in (3, 2, 1)]
+        assert sizes[zero] == pytest.approx([size / by for size, by in zip(whole, divided, strict=True)])
+
+
+def test_scaling_efficiency(program: Program) -> None:
+    assert priced(program, {"tp": 8}).scaling_efficiency == 1
+    found = priced(program, {"tp": 2, "zero": 1})
+    assert found.least_devices == 2 and 0 < found.scaling_efficiency < 1.2
+
+
+def test_a_run_costs(program: Program) -> None:
+    spec = ClusterSpec.preset("8xh100")
+    group: HostGroup = replace(spec.groups[0], price_usd_per_device_hour=2.0)
+    found = run_cost(replace(spec, groups=(group,)), 1e9, 1e6, 3.6, 400.0)
+    assert (found.steps, found.device_hours, found.days) == pytest.approx((1000, 8, 1 / 24))
+    assert found.price_usd == pytest.approx(16) and found.energy_kwh == pytest.approx(8 * 0.7)
+    assert found.co2_kg == pytest.approx(0.4 * 8 * 0.7)
+    plain = priced(program, {}, tokens=1e9).run
+    assert plain is not None and plain.price_usd is None and plain.co2_kg is None
+    assert priced(program, {}).run is None
+
+
+def test_what_is_not_run_is_marked(program: Program) -> None:
+    assert priced(program, {}).formula_only == ()
+    found = autopar.estimate(program, "8xh100", {"tp": 2, "micro_batch": 2}, cp=2, engine="megatron", precision="fp8")
+    text = " ".join(found.formula_only)
+    assert all(word in text for word in ("context parallelism 2", "engine megatron", "fp8"))
+    context = next(one for one in found.collectives if one.mesh_dim == "cp")
+    assert context.exposed_s > 0 and context.hidden_s > context.exposed_s
+
+
+def test_a_plan_is_priced_as_its_degrees(program: Program) -> None:
+    spec, model = ClusterSpec.preset("8xh100"), llama()
+    wish = {"pp": 2, "tp": 2, "zero": 1, "micro_batch": 2, "micro_batches": 4}
+    captured, plan = make_plan(model, spec, tokens(8), resolve_degrees(wish, 8, 8))
+    by_plan, by_module = (
+        autopar.estimate(captured, spec, plan),
+        autopar.estimate(model, spec, wish, example_inputs=tokens(8)),
+    )
+    assert by_plan.step_s == pytest.approx(by_module.step_s) and by_plan.degrees["cuts"] == list(plan.cuts)
+
+
+def test_float32_is_priced_on_a_cpu() -> None:
+    model = llama(num_hidden_layers=2).float()
+    found = autopar.estimate(model, "4xcpu", {"tp": 2, "zero": 0}, example_inputs=tokens(2))
+    assert found.precision == "fp32" and found.device_bytes > found.peak_bytes
+    state = [found.memory_bytes[part] for part in ("parameters", "gradients", "optimizer state")]
+    assert state == pytest.approx([state[0], state[0], 2 * state[0]])
+
+
+def test_refusals(program: Program) -> None:
+    with pytest.raises(InputError, match="unknown engine 'megatrom'; did you mean 'megatron'"):
+        priced(program, {}, engine="megatrom")
+    with pytest.raises(PlanError, match="tp: must divide the 8 ranks"):
+        priced(program, {"tp": 3})
+    with pytest.raises(InputError, match="unknown precision 'bf17'"):
+        priced(program, {}, precision="bf17")
+    with pytest.raises(InputError, match="has no unit for fp8; use"):
+        priced(program, {}, cluster="8xa100-80gb", precision="fp8")
+    with pytest.raises(InputError, match="cp: must divide the 8 devices"):
+        priced(program, {}, cp=3)
+    with pytest.raises(InputError, match="the model has no experts"):
+        priced(program, {}, ep=2)
+    with pytest.raises(InputError, match="tokens: must be a number greater than 0"):
+        priced(program, {}, tokens=-1.0)
+    with pytest.raises(ClusterError, match="is of a cpu device"):
+        priced(program, {}, profile=device_profile("cpu"))
+    with pytest.raises(InputError, match="a module needs example_inputs"):
+        autopar.estimate(llama(), "8xh100")
+
+
+# ---- pipelines ----
+
+
+def _passes(forward: float, backward: float, weight: float = 0.0) -> Passes:
+    return Passes(forward=np.array([forward]), backward=np.array([backward]), weight=np.array([weight]))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble"])
+@pytest.mark.parametrize("micro_batches", [8, 16])
+def test_stages_agree_with_the_closed_form(schedule: str, micro_batches: int) -> None:
+    virtual = 2 if schedule.startswith("interleaved") else 1
+    stages = stages_at(
+        ["layer"] * 8, range(8 // (4 * virtual), 8, 8 // (4 * virtual)), schedule=schedule, pp=4, virtual=virtual,
+        micro_batches=micro_batches, runs=3,
+    )  # fmt: skip
+    found = pipeline_of(stages, engine_named("autopar"), 1.0)({"layer": _passes(1.0, 2.0, 0.8)}, np.zeros(1))
+    whole = step_s(
+        schedule, pp=4, virtual_stages=virtual, micro_batches=micro_batches, forward_s=2.0, backward_s=4.0, weight_s=1.6
+    )
+    assert float(3 * micro_batches * found.busy[0] + found.idle[0]) == pytest.approx(3 * whole)
+    assert found.blocks == 2
+
+
+def test_uneven_stages_agree_with_the_closed_form_of_long_lists() -> None:
+    """The last stage is the slowest, where the bound of unequal ranks is exact."""
+    roles = ["first", *["layer"] * 6, "last"]
+    passes = {"first": _passes(0.1, 0.2), "layer": _passes(1.0, 2.0), "last": _passes(1.5, 3.0)}
+    short = stages_at(roles, (3, 5), schedule="1f1b", pp=3, virtual=1, micro_batches=12, runs=1)
+    found = pipeline_of(short, engine_named("autopar"), 1.0)(passes, np.zeros(1))
+    forward, backward = np.array([2.1, 2.0, 3.5]), np.array([4.2, 4.0, 7.0])
+    whole = unequal_step_s("1f1b", micro_batches=12, forward_s=forward, backward_s=backward)
+    assert float(12 * found.busy[0] + found.idle[0]) == pytest.approx(whole)
+    long = replace(short, micro_batches=MOST_ACTIONS)
+    assert long.num_actions > MOST_ACTIONS
+    found = pipeline_of(long, engine_named("autopar"), 1.0)(passes, np.zeros(1))
+    whole = unequal_step_s("1f1b", micro_batches=MOST_ACTIONS, forward_s=forward, backward_s=backward)
+    assert float(MOST_ACTIONS * found.busy[0] + found.idle[0]) == pytest.approx(whole)
