@@ -22,6 +22,7 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.program import InputInfo
 from autopar.runtime.inputs import Batch, unfit
 from autopar.runtime.mesh import RankMesh
+from autopar.runtime.mesh import named_ranks as _ranks
 from autopar.trace import _torch_private as private
 
 KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
@@ -178,10 +179,3 @@ def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:
 
 def _joined(groups: Iterable[Sequence[int]]) -> list[int]:
     return [rank for group in groups for rank in group]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = [str(rank) for rank in ranks[:16]]
-    return f"ranks {', '.join(shown)}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

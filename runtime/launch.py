@@ -12,6 +12,7 @@ import multiprocessing.connection
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -30,7 +31,7 @@ STACK_S = 2.0  # how long a rank that does not answer may take to write where it
 STACK_LINES = 8
 TIMED_OUT = ("timed out", "timeout", "Timed out")
 Describe = Callable[[int], str]
-Failure = tuple[float, str, str, str]  # when, "user" or "bug", message, traceback
+Failure = tuple[float, str, str, str, str]  # when, "user" or "bug", message, notes, traceback
 # loaded once by the server that ranks are forked from; a module that is not installed is passed over
 PRELOADED = (
     "torch",
@@ -44,7 +45,7 @@ PRELOADED = (
 )
 
 
-def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: bool, pipe: Any) -> None:
+def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: bool, pipe: Any, asked: Any) -> None:
     """A rank: join the group, then run functions until told to stop."""
     import torch
     import torch.distributed as dist
@@ -55,6 +56,7 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: boo
     torch.set_num_threads(1)
     stack = os.open(stack_file(os.path.dirname(store), rank), os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    threading.Thread(target=_answer, args=(asked, threading.get_ident()), daemon=True).start()
     try:
         dist.init_process_group(
             "gloo",
@@ -73,10 +75,22 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: boo
         pass
     except BaseException as error:
         kind = "user" if isinstance(error, AutoparError) else "bug"
-        text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        pipe.send(("failed", (time.time(), kind, text, traceback.format_exc())))
+        text, notes = f"{type(error).__name__}: {error}", "; ".join(getattr(error, "__notes__", ()))
+        pipe.send(("failed", (time.time(), kind, text, notes, traceback.format_exc())))
         os._exit(1)  # no collective teardown: the others are ended by the parent
     os._exit(0)
+
+
+def _answer(asked: Any, thread: int) -> None:
+    """Say where a rank's thread is whenever the parent asks, also while it waits in a collective."""
+    while True:
+        try:
+            asked.recv()
+        except (EOFError, OSError):
+            return
+        from autopar.runtime.whereabouts import frames_of_thread, whereabouts  # a step has imported it already
+
+        asked.send(whereabouts(frames_of_thread(thread)))
 
 
 def stack_file(folder: str, rank: int) -> str:
@@ -98,15 +112,19 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self._pipes: list[Any] = []
+        self._questions: list[Any] = []
         self._processes: list[Any] = []
         store = os.path.join(self._folder.name, "store")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            own = (rank, world_size, store, timeout_s, checked, theirs)
+            question, asked = context.Pipe()
+            own = (rank, world_size, store, timeout_s, checked, theirs, asked)
             process = context.Process(target=_work, args=own, daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()
+            asked.close()
             self._pipes.append(ours)
+            self._questions.append(question)
             self._processes.append(process)
         self._collect("ready")
 
@@ -144,7 +162,7 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(GRACE_S)
             code = self._processes[rank].exitcode
-            return "failed", (DIED, "bug", f"the process ended with exit code {code}", "")
+            return "failed", (DIED, "bug", f"the process ended with exit code {code}", "", "")
 
     def _failures(self, rank: int, value: Failure, waiting: Collection[int]) -> dict[int, Failure]:
         """A failing rank breaks the connections of others: all failures that arrive together."""
@@ -166,17 +184,19 @@ class Ranks:
         """End all ranks and show the first cause: a process that died, one that does not answer, the first error."""
         failures = self._failures(rank, value, waiting)
         first = min(failures, key=lambda r: failures[r][0])
-        when, kind, message, trace = failures[first]
+        when, kind, message, notes, trace = failures[first]
         silent = sorted(set(waiting) - set(failures))
         if silent and when != DIED and any(word in message for word in TIMED_OUT):
-            self._fail_silent(silent, describe, f"; {describe(first)} waited for it: {message.splitlines()[0]}")
+            told = [failures[rank][3] for rank in sorted(failures) if failures[rank][3]]
+            why = f"; {describe(first)} waited for it: {message.splitlines()[0]}"
+            self._fail_silent(silent, describe, "\n".join([why, *told]))
         self.close()
-        text = f"{describe(first)} failed: {message}"
+        text = f"{describe(first)} failed: {'; '.join(part for part in (message, notes) if part)}"
         raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=first)
 
     def _fail_silent(self, ranks: Sequence[int], describe: Describe, why: str = "") -> None:
         """End all ranks; some do not answer, and are asked where they are."""
-        stacks = {rank: self._stack(rank) for rank in ranks}
+        stacks = {rank: f"{self._whereabouts(rank)}\n{self._stack(rank)}".strip("\n") for rank in ranks}
         for rank in ranks:
             self._processes[rank].kill()  # what does not answer does not end by itself
         self.close()
@@ -184,6 +204,14 @@ class Ranks:
         shown = "".join(f"\n\n{describe(rank)} is at\n{stack}" for rank, stack in stacks.items() if stack)
         within = self.timeout_s if why else 2 * self.timeout_s
         raise RankError(f"{named} did not answer within {within:.0f} s{why}{shown}", rank=ranks[0])
+
+    def _whereabouts(self, rank: int) -> str:
+        """Stage, micro-batch and collective of a rank; empty outside a step, and where it cannot run at all."""
+        try:
+            self._questions[rank].send(None)
+            return str(self._questions[rank].recv()) if self._questions[rank].poll(STACK_S) else ""
+        except (EOFError, OSError):  # it has just ended
+            return ""
 
     def _stack(self, rank: int) -> str:
         """The innermost lines of a rank's Python stack; empty where it cannot run at all."""
@@ -207,12 +235,14 @@ class Ranks:
             if process.is_alive():
                 process.terminate()
             pipe.close()
+        for question in self._questions:
+            question.close()
         for process in self._processes:
             process.join(GRACE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._pipes, self._processes = [], []
+        self._pipes, self._questions, self._processes = [], [], []
         self._folder.cleanup()
 
     def __enter__(self) -> "Ranks":

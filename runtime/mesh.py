@@ -1,6 +1,6 @@
 """Mesh dimensions as generated code sees them: a name, a degree, a process group, and this rank's coordinate."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -149,3 +149,15 @@ def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, world: object) -
     found: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=private.group_timeout()) for ranks in every]
     rank = dist.get_rank()
     return next((group for ranks, group in zip(every, found, strict=True) if rank in ranks), found[0])
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``; of many, the first.
+
+    >>> named_ranks(range(3))
+    'ranks 0, 1, 2'
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:16]]
+    return f"ranks {', '.join(shown)}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

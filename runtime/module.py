@@ -28,6 +28,7 @@ from autopar.runtime.randomness import Streams
 from autopar.runtime.shapes import Replan, Shapes
 from autopar.runtime.stage import Execution, StageModule
 from autopar.runtime.trace_step import trace_step
+from autopar.runtime.whereabouts import Place, tells_where
 
 MicroBatches = list[dict[str, Any]]
 
@@ -62,6 +63,7 @@ class ParallelModel(HeldModel):
         self._step = 0
         self._fillers: dict[str, torch.Tensor] = {}
         self._agreement = Agreement(mesh, program.inputs)
+        self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
         self._shapes = Shapes(self.base, self.held, replan)
         self._pipelines = WeakKeyDictionary[Compiled, dict[bool, Pipeline]]()
 
@@ -156,6 +158,7 @@ class ParallelModel(HeldModel):
         calls = (program.calls[i] for s in self.stage_modules() for i in stages[s].calls)
         return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
 
+    @tells_where
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
         """One step's loss and gradients; returns the loss of the global batch, equal on every rank: where the plan says
         `per_micro_batch`, the mean of the losses of its micro-batches.
@@ -288,6 +291,7 @@ class ParallelModel(HeldModel):
         for dim, parameters in self._deferred():
             sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
 
+    @tells_where
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
         """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes.
@@ -340,6 +344,7 @@ class ParallelModel(HeldModel):
         dist.all_reduce(loss, group=pipeline.group)
         return loss
 
+    @tells_where
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""
         named = {name: p for name, p in self.named_parameters() if p.grad is not None}

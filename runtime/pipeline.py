@@ -24,6 +24,7 @@ from autopar.runtime import zero
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.mesh import MeshDim
 from autopar.runtime.stage import StageModule
+from autopar.runtime.whereabouts import Place, frames_of, whereabouts
 from autopar.trace._torch_private import PipelineAction, PipelineRuntime
 from autopar.trace.nodes import value_infos
 
@@ -164,6 +165,7 @@ class Pipeline:
         trains: bool,
     ) -> None:
         self.stages, self.modules, self.loss = stages, modules, compiled.program.loss
+        self.place = Place(degrees=degrees, pipeline=pipeline)
         self.no_loss = torch.zeros((), dtype=value_infos(compiled.program)[self.loss].dtype, device=compiled.device)
         self.count = degrees.micro_batches if trains else 1
         order = (
@@ -224,32 +226,11 @@ class Pipeline:
             cause = (
                 error.__cause__ if isinstance(error.__cause__, Exception) else error
             )  # torch wraps what a stage raises
-            cause.add_note(where(error))
+            cause.add_note(whereabouts(frames_of(error)))
             raise cause from None
         finally:
             for stage in self._torch_stages:
                 stage.submod.run = None
-
-
-_PASSES = {"F": "forward pass", "B": "backward pass", "I": "backward pass", "W": "backward pass of weights"}
-
-
-def where(error: BaseException) -> str:
-    """What a rank's pipeline was doing when an error was raised, from the action in torch's frames."""
-    trace, action, is_waiting = error.__traceback__, None, False
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code.co_name == "_perform_action":
-            action = frame.f_locals.get("action")
-        is_waiting |= frame.f_code.co_name == "_wait_batch_p2p"
-        trace = trace.tb_next
-    if action is None:
-        return "while the pipeline waited for its last messages" if is_waiting else "outside the stages of the pipeline"
-    kind, stage = action.computation_type.value, action.stage_index
-    name = _PASSES.get(kind, kind)
-    other = stage - 1 if kind == "F" else stage + 1
-    waiting = f", waiting for stage {other}" if is_waiting else ""
-    return f"in pipeline stage {stage}, {name} of micro-batch {action.microbatch_index}{waiting}"
 
 
 def _same(output: Any, target: Any) -> torch.Tensor:

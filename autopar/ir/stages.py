@@ -4,7 +4,7 @@ A value that a later stage uses is sent from stage to stage until the last one t
 says so, computed anew from the inputs by every stage that uses it: masks and position tables cost less than a message.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -159,11 +159,13 @@ def sources_of(program: Program, call: CallSite, results: Sequence[str]) -> tupl
     return tuple(a for port, a in pairs if port.name in needed and isinstance(a, str))
 
 
-def ancestors(block: Block, outputs: Sequence[str]) -> list["fx.Node"]:
-    """The nodes of a block that some of its outputs are computed from, those included, in order."""
+def ancestors(
+    block: Block, outputs: Sequence[str], *, through: Callable[["fx.Node"], bool] = lambda node: True
+) -> list["fx.Node"]:
+    """The nodes of a block that some of its outputs are computed from `through` others, those included, in order."""
     needed: set[fx.Node] = set()
     for node in reversed(list(block.graph.nodes)):
-        if node.name in outputs or not needed.isdisjoint(node.users):
+        if (node.name in outputs or not needed.isdisjoint(node.users)) and through(node):
             needed.add(node)
     return [node for node in block.graph.nodes if node in needed]
 
@@ -240,7 +242,8 @@ def separates(program: Program, stage: Stage) -> bool:
     """Whether torch can run a stage's backward pass in two parts, for what it received and for its weights.
 
     It finds the weights' part from where each weight meets what was received, and runs every such part once: a weight
-    that is used twice, or whose products are used without having met it, is not found or run twice.
+    that is used twice, or whose products are used without having met it, is not found or run twice. What no gradient
+    flows to, as behind frozen stages, is not met.
     """
     if not stage.index:
         return True  # receives nothing: its backward pass is one part anyway
@@ -257,12 +260,17 @@ def separates(program: Program, stage: Stage) -> bool:
             return False
         seen.update(names)
         for output, result in zip(block.outputs, call.results, strict=True):
-            needed = {node.name for node in ancestors(block, [output])}
+            needed = {node.name for node in ancestors(block, [output], through=_is_differentiable)}
             if any(arguments.get(port) in reached for port in needed):
                 reached.add(result)
             elif not trained.isdisjoint(needed):
                 return False
     return True
+
+
+def _is_differentiable(node: "fx.Node") -> bool:
+    info = node.meta.get("info")
+    return info is not None and bool(info.differentiable)
 
 
 def _is_trained(program: Program, name: str) -> bool:

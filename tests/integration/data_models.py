@@ -79,10 +79,13 @@ class Tokens(nn.Module):
         return {"loss": (logits - wanted).square().mean(), "logits": logits}
 
 
-def tokens(seed: int = 0, **options: Any) -> Tokens:
-    """The model with random values for every parameter."""
+def tokens(seed: int = 0, *, freezes_first: bool = False, **options: Any) -> Tokens:
+    """The model with random values for every parameter; tables and first layer are not trained if `freezes_first`."""
     model = Tokens(**options).double()
     model.frozen.requires_grad_(False)
+    if freezes_first:
+        for part in (model.tokens, model.positions, model.layers[0]):
+            part.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -101,6 +101,23 @@ def test_batches_and_parameters_of_every_kind(wish: dict[str, Any], tied: bool, 
     assert max(max(rank.values()) for rank in found) < TOLERANCE, found
 
 
+@pytest.mark.parametrize(
+    "wish",
+    (
+        {"cut_at": "layers.1"},
+        {},
+        {"cut_at": "layers.0,layers.1,epilogue", "schedule": "zbv-zero-bubble"},
+    ),
+    ids=str,
+)
+def test_stages_without_a_trained_parameter(wish: dict[str, Any], two_ranks: Ranks) -> None:
+    """Tables and first layer are frozen: cut by hand, the first stages have nothing to train; else every stage has."""
+    steps = [((4,), 8), ((3,), 8)]
+    wish = {"pp": 2, "micro_batches": 2} | wish
+    found = two_ranks.run("data_ranks:training_anyhow", 2, wish, steps, {"freezes_first": True})
+    assert max(max(rank.values()) for rank in found) < TOLERANCE, found
+
+
 def test_buffers_belong_to_the_stage_that_changes_them(two_ranks: Ranks) -> None:
     """Batch norm in two stages; evaluation uses what each has recorded."""
     for found in two_ranks.run("mode_ranks:with_batch_norm", 2, {"pp": 2, "micro_batches": 1}):
