@@ -1,9 +1,8 @@
 """The only file that touches torch's underscore modules: one-process ranks, and what export hides."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +13,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed._local_tensor import (
     LocalTensor,
     LocalTensorMode,
-    _combine_rank_results,
     enabled_local_tensor_mode,
     maybe_disable_local_tensor_mode,
 )
@@ -53,61 +51,10 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-_LEFT_TO_TORCH = {"aten::dim", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::hash_tensor"}
-
-
-@cache
-def _only_computes(operator: OpOverload) -> bool:
-    """Whether an operator neither writes, draws nor sends: run on each rank's tensors it is done."""
-    name, schema = operator._schema.name, operator._schema
-    draws = torch.Tag.nondeterministic_seeded in operator.tags
-    return operator.namespace == "aten" and not schema.is_mutable and not draws and name not in _LEFT_TO_TORCH
-
-
-class _Ranks(LocalTensorMode):
-    """torch's mode, without its work around every operator where the operator only computes.
-
-    torch's saves and restores random states for every rank, and makes the wrappers of views alias each other, which
-    their ranks' tensors do already: four fifths of the time of a small model.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self._disable and _only_computes(func):
-            kinds = _kinds((*args, *kwargs.values()))
-            if LocalTensor in kinds and kinds <= _KNOWN:
-                every = {rank: func(*_of_rank(args, rank), **_of_rank(kwargs, rank)) for rank in sorted(self.ranks)}
-                counts = {len(one) if isinstance(one, (list, tuple)) else 0 for one in every.values()}
-                if len(counts) == 1:
-                    return _combine_rank_results(every, None)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-_KNOWN = {LocalTensor, torch.Tensor, nn.Parameter, int, float, complex, bool, str, type(None)}
-_KNOWN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
-
-
-def _kinds(values: Iterable[Any]) -> set[type]:
-    """The types of values, and of those in lists among them."""
-    found: set[type] = set()
-    for value in values:
-        found |= _kinds(value) if isinstance(value, (list, tuple)) else {type(value)}
-    return found
-
-
-def _of_rank(value: Any, rank: int) -> Any:
-    """A rank's part of every tensor in (nested) arguments."""
-    if type(value) is LocalTensor:
-        return value._local_tensors[rank]
-    if isinstance(value, dict):
-        return {name: _of_rank(one, rank) for name, one in value.items()}
-    return [_of_rank(one, rank) for one in value] if isinstance(value, (list, tuple)) else value
-
-
 @contextmanager
 def one_process_ranks(world_size: int) -> Iterator[None]:
     """Run all ranks in this process: tensors are `LocalTensor`s that hold one tensor per rank."""
-    with fake_world(world_size), _Ranks(world_size):
+    with fake_world(world_size), LocalTensorMode(world_size):
         yield
 
 
