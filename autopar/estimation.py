@@ -168,9 +168,7 @@ def _check_parallel(cluster: ClusterSpec, cp: int, ep: int) -> None:
         raise InputError("the estimate cannot be made", problems)
 
 
-def _degrees_of(
-    program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None
-) -> Degrees:
+def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None) -> Degrees:
     """Degrees for a program that is captured already: its micro-batch is the program's, unless the wish has one."""
     given = dict(wish or {})
     if given.get("micro_batch") is None and global_batch is None:

@@ -9,7 +9,7 @@ from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row_machine import links_of, speeds_of
 from autopar.cost_model.shipped_profiles import device_profile
 from autopar.cost_model.step import Machine
-from autopar.errors import ClusterError, InputError, did_you_mean
+from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link
 
@@ -38,7 +38,12 @@ def default_precision(cluster: ClusterSpec) -> str:
 
 
 def cluster_machine(
-    cluster: ClusterSpec, engine: Engine, mechanisms: Mechanisms, *, precision: str, profile: DeviceProfile | None = None
+    cluster: ClusterSpec,
+    engine: Engine,
+    mechanisms: Mechanisms,
+    *,
+    precision: str,
+    profile: DeviceProfile | None = None,
 ) -> ClusterMachine:
     """The machine of the cluster's slowest device, by its shipped profile unless one is given.
 
@@ -47,7 +52,9 @@ def cluster_machine(
     """
     if precision not in PRECISIONS:
         raise InputError(f"unknown precision {precision[:80]!r}; {did_you_mean(precision, tuple(PRECISIONS))}")
-    group = min(cluster.groups, key=lambda one: one.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(one.device))
+    group = min(
+        cluster.groups, key=lambda one: one.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(one.device)
+    )
     found = profile or device_profile(group.device.name)
     device = found.applied_to(group.device)
     dtype = PRECISIONS[precision]

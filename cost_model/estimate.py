@@ -246,6 +246,11 @@ def layouts_of(works: ProgramWorks, question: Question) -> Layouts:
     return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
 
+def family_of_layout(works: ProgramWorks, question: Question) -> Family[Any]:
+    """The numbers of a captured model's blocks for one micro-batch of a question's layout."""
+    return _family(works, layouts_of(works, question), mechanisms())
+
+
 def run_cost(
     cluster: ClusterSpec, tokens: float, tokens_per_step: float, step_s: float, grams_co2_per_kwh: float | None
 ) -> RunCost:
@@ -300,19 +305,8 @@ class _Pricing:
         """The numbers of a layout of the question, which has its own data-parallel degree or none."""
         degree = float(layouts.dp[0])
         if degree not in self.families:
-            self.families[degree] = self._family(layouts)
+            self.families[degree] = _family(self.works, layouts, self.constants)
         return self.families[degree]
-
-    def _family(self, layouts: Layouts) -> Family[Any]:
-        works, tokens = self.works, float(self.works.sequence)
-        sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
-        numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
-        numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "d": layouts.dp}
-        numbers |= {"s": tokens / layouts.cp, "S": np.array([tokens])}
-        roles = works.family.roles
-        found = evaluate(tuple(works.family.block(role, "tp") for role in roles), numbers)  # both variants are one
-        blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, found, strict=True))
-        return with_experts(replace(works.family, blocks=blocks), layouts, self.constants)
 
     def stages(self) -> Stages | None:
         degrees, cuts = self.question.degrees, self.question.cuts
@@ -347,7 +341,7 @@ class _Pricing:
 
     def flops(self, sequences: float) -> tuple[float, float]:
         """FLOP of a step over all devices: the model's, and what is computed again."""
-        ones = {name: 1.0 for name in (*self.works.mesh.names, "b", "t", "d")}
+        ones = dict.fromkeys((*self.works.mesh.names, "b", "t", "d"), 1.0)
         tokens = float(self.works.sequence)
         roles = self.works.family.roles
         products = tuple(tuple(one.flops for one in self.works.family.block(role, "tp").products) for role in roles)
@@ -391,6 +385,18 @@ class _Pricing:
         if self._recomputed_share() == 1.0:
             return [layouts]
         return [replace(layouts, recompute=np.zeros(1)), layouts]
+
+
+def _family(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
+    tokens = float(works.sequence)
+    sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
+    numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
+    numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "d": layouts.dp}
+    numbers |= {"s": tokens / layouts.cp, "S": np.array([tokens])}
+    roles = works.family.roles
+    found = evaluate(tuple(works.family.block(role, "tp") for role in roles), numbers)  # both variants are one
+    blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, found, strict=True))
+    return with_experts(replace(works.family, blocks=blocks), layouts, constants)
 
 
 def _between(share: float, values: list[Floats]) -> Floats:
@@ -455,7 +461,9 @@ def _check(works: ProgramWorks, question: Question, tokens: float | None, grams:
         )
     ranks, experts = degrees.dp * question.cp, works.num_experts
     if question.ep > 1 and not experts:
-        problems.append(Problem(path="ep", value=question.ep, rule="the model has no experts", suggestion="leave it out"))
+        problems.append(
+            Problem(path="ep", value=question.ep, rule="the model has no experts", suggestion="leave it out")
+        )
     elif ranks % question.ep or (experts and experts % question.ep):
         rule = f"must divide the {ranks} ranks of dp × cp and the {experts} experts"
         problems.append(Problem(path="ep", value=question.ep, rule=rule))

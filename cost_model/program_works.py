@@ -7,7 +7,7 @@ are split over tensor ranks, so that both variants of a role are the same work.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost_model.block_export import block_works
@@ -23,8 +23,9 @@ from autopar.trace.analysis import Analysis
 class ProgramWorks:
     """A captured and labelled program, ready to be priced at any micro-batch.
 
-    `calls` are the roles of its main calls in their order ("" where a role stands for several), `counts` how often each repeated role is called. Sizes are
-    those of the capture: `sequence` tokens, `hidden` elements of a token between blocks, `element_bytes` of each.
+    `calls` are the roles of its main calls in their order ("" where a role stands for several), `counts` how often each
+    repeated role is called. Sizes are those of the capture: `sequence` tokens, `hidden` elements of a token between
+    blocks, `element_bytes` of each.
     """
 
     family: Family[Expr]
@@ -59,7 +60,9 @@ def program_works(
     family = Family(
         name=name or "captured",
         source=f"{program.fingerprint[:12]}, labelled on {dict(mesh.as_dict())}",
-        blocks=tuple((renamed[role], tuple((v, _merged(renamed[role], found)) for v in VARIANTS)) for role, found in used.items()),
+        blocks=tuple(
+            (renamed[role], tuple((v, _merged(renamed[role], found)) for v in VARIANTS)) for role, found in used.items()
+        ),
     )
     ends = ("first", "last")  # several calls of an end are priced with the first of them
     calls = tuple("" if role in ends and role in roles[:i] else renamed[role] for i, role in enumerate(roles))
@@ -108,7 +111,13 @@ def _merged(role: str, works: Sequence[BlockWork[Expr]]) -> BlockWork[Expr]:
     zero = symbol("b") * 0
     sums: dict[str, Any] = {
         name: sum((getattr(work, name) for work in works), start=zero)
-        for name in ("saved_eager_bytes", "saved_fused_bytes", "parameters_split", "parameters_whole", "parameters_expert")
+        for name in (
+            "saved_eager_bytes",
+            "saved_fused_bytes",
+            "parameters_split",
+            "parameters_whole",
+            "parameters_expert",
+        )
     }
     lists: dict[str, Any] = {
         name: tuple(one for work in works for one in getattr(work, name))
@@ -125,7 +134,7 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
         found = [infos[port.name] for port in block.ports if port.role == "value" and port.differentiable]
         if role not in ("first", "last") and found:
             return found[0].shape[-1], found[0].dtype.itemsize, str(found[0].dtype).removeprefix("torch.")
-    dtypes = [info.dtype for info in program.parameters.values()] 
+    dtypes = [info.dtype for info in program.parameters.values()]
     return 1, dtypes[0].itemsize if dtypes else 4, str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
 
 

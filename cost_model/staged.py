@@ -20,7 +20,14 @@ from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.pipelines import blocking_message_s, live_stage_micro_batches, unequal_step_s
 from autopar.cost_model.simulate import StageSeconds, peak_held_bytes, simulate
 from autopar.cost_model.step import Passes, Pipeline, Pipelined
-from autopar.cost_model.step_memory import GATHERED_BLOCKS, StepMemory, activations, kept_bytes, logit_bytes, state_bytes
+from autopar.cost_model.step_memory import (
+    GATHERED_BLOCKS,
+    StepMemory,
+    activations,
+    kept_bytes,
+    logit_bytes,
+    state_bytes,
+)
 from autopar.ir.schedules import SCHEDULES, actions, rank_of_stage
 
 Floats = NDArray[Any]

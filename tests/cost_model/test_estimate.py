@@ -142,7 +142,10 @@ def test_a_plan_is_priced_as_its_degrees(program: Program) -> None:
     spec, model = ClusterSpec.preset("8xh100"), llama()
     wish = {"pp": 2, "tp": 2, "zero": 1, "micro_batch": 2, "micro_batches": 4}
     captured, plan = make_plan(model, spec, tokens(8), resolve_degrees(wish, 8, 8))
-    by_plan, by_module = autopar.estimate(captured, spec, plan), autopar.estimate(model, spec, wish, example_inputs=tokens(8))
+    by_plan, by_module = (
+        autopar.estimate(captured, spec, plan),
+        autopar.estimate(model, spec, wish, example_inputs=tokens(8)),
+    )
     assert by_plan.step_s == pytest.approx(by_module.step_s) and by_plan.degrees["cuts"] == list(plan.cuts)
 
 
