@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from autopar.cost_model.engine import Engine, engine_named
-from autopar.cost_model.estimate import Question, estimate_works, family_of_layout
+from autopar.cost_model.estimate import estimate_works
 from autopar.cost_model.expressions import Family
+from autopar.cost_model.pricing import Question, family_of_layout
 from autopar.cost_model.program_works import ProgramWorks
 from autopar.cost_model.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.row_config import row_of_config
