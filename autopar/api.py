@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import stages_of
+from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.models import example_inputs_for
 from autopar.planning import PlanLike, capture_for, check_plan, label_plan
 from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
@@ -28,7 +28,7 @@ from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.parameters import Held
 from autopar.runtime.shapes import Replan, Sizes
-from autopar.runtime.ties import held_names, stages_by_parameter
+from autopar.runtime.ties import held_names
 from autopar.trace.capture import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.trace.trace import batch_and_sequence
 from autopar.trace.weightless import weightless

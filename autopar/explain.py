@@ -19,9 +19,9 @@ from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Dims, Kind, Type
 from autopar.ir.stages import stages_of
+from autopar.ir.storage import boundary_types
 from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
 from autopar.runtime.codegen import generate
-from autopar.runtime.one_process import boundary_types
 from autopar.search.cuts import block_seconds
 from autopar.trace.analysis import Analysis, analyse
 from autopar.trace.nodes import operator_name, value_infos

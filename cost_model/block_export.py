@@ -13,7 +13,7 @@ from math import prod
 
 from autopar.cost_model.block_autograd import run_block
 from autopar.cost_model.block_flow import Flow, Need, fused_groups, needs_of_group, needs_of_product
-from autopar.cost_model.block_sizes import Naming, sizes_of
+from autopar.cost_model.block_sizes import Naming, sequence_sizes, sizes_of
 from autopar.cost_model.compute import operator_name, unruled_flops
 from autopar.cost_model.conversions import ConversionStep, conversion_steps, wire
 from autopar.cost_model.expressions import BlockWork, Cause, Expr, Operator, Sent, canonical, symbol
@@ -40,7 +40,7 @@ def block_works(
 
     `by_size` names axes by captured size (see `Naming`); `roles` gives blocks other names than their own.
     """
-    naming = Naming(analysis=analysis, mesh=mesh, by_size=by_size or {})
+    naming = Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
     return tuple(
         _work(flow_of(program, i, analysis, labels[i], naming), (roles or {}).get(i, block.name))
         for i, block in enumerate(program.blocks)

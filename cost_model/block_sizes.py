@@ -1,6 +1,6 @@
 """Sizes of a block's values as expressions: symbols of axes, divided by the degrees that split them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -21,11 +21,16 @@ Types = tuple[Type, ...]
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Naming:
     """What sizes are called. `by_size` names axes by their captured size, where sizes are pairwise distinct; the batch
-    is b sequences per data-parallel rank, the sequence s tokens, and any other axis its captured number."""
+    is b sequences per data-parallel rank, the sequence s tokens, and any other axis its captured number.
+
+    `sequence` is the size of every axis of a sequence: where two tensor mesh dimensions cut it into several axes, the
+    last is s divided by the others, which are numbers as those of any other dimension that is cut so.
+    """
 
     analysis: Analysis
     mesh: Mesh
     by_size: Mapping[int, Expr]
+    sequence: Mapping[int, Expr]
 
     @property
     def degrees(self) -> tuple[Expr, ...]:
@@ -45,7 +50,7 @@ class Naming:
             return symbol("b") * prod(d for n, d in zip(self.mesh.names, self.degrees, strict=True) if n == DATA)
         if size in self.by_size:
             return self.by_size[size]
-        return symbol("s") if atom in self.analysis.sequence_axes else sympy.Integer(size)
+        return self.sequence.get(atom, sympy.Integer(size))
 
     def whole(self, dims: Dims) -> Expr:
         """Elements of a value over all ranks."""
@@ -65,13 +70,27 @@ class Naming:
         """Elements of a value on one rank."""
         return self.whole(dims) / self.divisor(types)
 
-    def atoms(self, dims: Dims, types: Types) -> Iterator[tuple[int, int, Expr]]:
-        """Every axis of a value: which, its captured size, its size on one rank."""
+    def axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
+        """Every axis of every dimension of a value: which, its captured size, its size on one rank."""
+        found: list[list[tuple[int, int, Expr]]] = []
         for d, (sizes, axes) in enumerate(zip(dims.sizes, dims.axes, strict=True)):
+            found.append([])
             for position, (size, atom) in enumerate(zip(sizes, axes, strict=True)):
                 here = (t.kind == "S" and (t.dim, t.position) == (d, position) for t in types)
                 degree = prod(deg for is_split, deg in zip(here, self.degrees, strict=True) if is_split)
-                yield atom, size, self.axis(atom, size) / degree
+                found[-1].append((atom, size, self.axis(atom, size) / degree))
+        return found
+
+
+def sequence_sizes(analysis: Analysis) -> dict[int, Expr]:
+    """The size of every axis of a sequence; see `Naming`."""
+    found: dict[int, Expr] = {atom: symbol("s") for atom in analysis.sequence_axes}
+    for dims in analysis.outer.values():
+        for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
+            if len(axes) > 1 and set(axes) <= analysis.sequence_axes:
+                found |= {atom: symbol("s") ** 0 * size for atom, size in zip(axes, sizes, strict=True)}
+                found[axes[-1]] = symbol("s") / prod(sizes[:-1])
+    return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,39 +131,52 @@ class NodeSizes:
         import sympy
 
         order = [len(self.dims) - 1, *range(len(self.dims) - 1)]
-        for k in order:
-            if self.dims[k].shape == piece.shape and prod(piece.shape) == piece.elements:
-                return self.elements(k)
-        for k in order:
-            reduced = self._reduced(piece, k)
-            if reduced is not None:
-                return reduced
+        for find in (self._dims_or_ones, self._joined_dims):
+            for k in order:
+                found = find(piece, k)
+                if found is not None:
+                    return found
         atoms: dict[int, tuple[int, Any]] = {}
         for k in order:
-            for atom, size, local in self.naming.atoms(self.dims[k], self.types(k)):
-                atoms.setdefault(atom, (size, local))
+            for dim in self._local_axes(k):
+                for atom, size, local in dim:
+                    atoms.setdefault(atom, (size, local))
         for count in range(len(atoms) + 1):
             for chosen in combinations(atoms.values(), count):
                 if prod(size for size, _ in chosen) == piece.elements:
                     return prod((local for _, local in chosen), start=sympy.Integer(1))
         return self.naming.by_size.get(piece.elements, sympy.Integer(piece.elements))
 
-    def _reduced(self, piece: Piece, k: int) -> Expr | None:
-        """The elements of a piece that is operand k, or the output for -1, with some dimensions of size 1: other
-        products of axes may be as large by chance."""
+    def _local_axes(self, k: int) -> list[list[tuple[int, int, Expr]]]:
+        return self.naming.axes(self.dims[k], self.types(k))
+
+    def _dims_or_ones(self, piece: Piece, k: int) -> Expr | None:
+        """A tensor as large as a value in every dimension, or 1, or expanded, there."""
         import sympy
 
-        dims = self.dims[k]
-        if len(piece.shape) != len(dims.shape) or any(
-            n not in (1, m) for n, m in zip(piece.shape, dims.shape, strict=True)
-        ):
+        shape, found, elements = self.dims[k].shape, sympy.Integer(1), 1
+        if len(shape) != len(piece.shape):
             return None
-        kept = Dims(
-            sizes=tuple(each if n > 1 else () for n, each in zip(piece.shape, dims.sizes, strict=True)),
-            axes=tuple(each if n > 1 else () for n, each in zip(piece.shape, dims.axes, strict=True)),
-        )
-        types = self.types(k if k < len(self.dims) - 1 else -1)
-        return prod((local for _, _, local in self.naming.atoms(kept, types)), start=sympy.Integer(1))
+        for size, own, dim in zip(piece.shape, shape, self._local_axes(k), strict=True):
+            if size == own:
+                found, elements = found * prod((local for *_, local in dim), start=sympy.Integer(1)), elements * size
+            elif size != 1:
+                return None
+        return found if elements == piece.elements else None
+
+    def _joined_dims(self, piece: Piece, k: int) -> Expr | None:
+        """A tensor whose dimensions are runs of a value's dimensions, all or the first of them."""
+        import sympy
+
+        rest, found = list(zip(self.dims[k].shape, self._local_axes(k), strict=True)), sympy.Integer(1)
+        for size in piece.shape:
+            joined = 1
+            while joined < size and rest:
+                own, dim = rest.pop(0)
+                joined, found = joined * own, found * prod((local for *_, local in dim), start=sympy.Integer(1))
+            if joined != size:
+                return None
+        return found if prod(piece.shape) == piece.elements else None
 
 
 def sizes_of(

@@ -2,7 +2,7 @@
 
     block    = (device^4 + host^4)^(1/4)        the longer of the two, without a corner where they cross
     device   = products + attention + memory-bound kernels, each by `autopar.cost_model.profile_times`
-    host     = kernels started · host seconds of one (by the engine's way of dispatch)
+    host     = kernels started · host seconds of one (by the engine's way of dispatch); a collective counts as three
 
 Backward products are two for each forward product: of the input, m×n·k, and of the weight, k×m·n. Attention that writes
 its scores is two batched products and, per score, 9 bytes forward and 11 backward: softmax reads and writes 2 each,
@@ -11,7 +11,7 @@ dropout reads 2 and writes 2 and a mask of 1; their gradients read and write the
 saved ones). Products in float8 read and write once more what they cast: 3 bytes an element.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ SCORE_BYTES = (9.0, 11.0)
 CAST_BYTES = 3.0
 ALIGNED = 8  # elements of 16 bits in the 16 bytes that tensor cores want aligned
 CORNER = 4.0
+COLLECTIVE_KERNELS = 3.0  # what a collective costs the host: checks, streams and events around its kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,16 @@ class BlockSeconds:
 
 
 def block_seconds(
-    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool
+    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool, is_split: Any = False
 ) -> BlockSeconds:
-    """One micro-batch through one block. `fused`: attention is one kernel (else scores are written)."""
+    """One micro-batch through one block. `fused`: attention is one kernel (else scores are written); `is_split`: tensor
+    parallelism calls the block's collectives."""
     zero = np.zeros(1)
     products, attention, memory = [zero, zero], [zero, zero], [zero, zero]
-    kernels = [0.0, 0.0]
+    kernels: list[Any] = [0.0, 0.0]
+    for sent in work.sent:
+        i = 0 if sent.is_forward else 1
+        kernels[i] = kernels[i] + COLLECTIVE_KERNELS * np.where(is_split, 1.0, 0.0)
     for one in work.products:
         if one.kind == "matmul":
             found = _product(one, speeds, in_float8=in_float8)
@@ -110,18 +115,21 @@ def _product(one: Operator[Any], speeds: Speeds, *, in_float8: bool) -> tuple[Fl
     forward = _matmul(m, n, k, count, speeds, low)
     backward = _matmul(m, k, n, count, speeds, low) + _matmul(k, n, m, count, speeds, low)
     if low:
-        forward = forward + CAST_BYTES * count * m * k / speeds.bytes_per_s
-        backward = backward + CAST_BYTES * count * m * (n + k) / speeds.bytes_per_s
+        forward = forward + count * m * k / speeds.bytes_per_s
+        backward = backward + CAST_BYTES * count * m * n / speeds.bytes_per_s
     return forward, backward
 
 
 def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, in_float8: bool) -> Floats:
     rate = speeds.float8_flops_per_s if in_float8 else speeds.product_flops_per_s
     assert rate is not None
+    # a tile's start and end take the same time at any rate, so they are worth the more of k the faster a unit is
+    faster = rate / speeds.product_flops_per_s
+    tile = replace(speeds.tile, k_half=speeds.tile.k_half * faster)
     return matmul_seconds(
         flops=2.0 * count * m * n * k,
         moved_bytes=2.0 * count * (m * k + k * n + m * n),
-        part=tile_part(speeds.tile, m, n, k, count),
+        part=tile_part(tile, m, n, k, count),
         peak_flops_per_s=rate,
         bytes_per_s=speeds.bytes_per_s,
         launch_s=speeds.launch_s,

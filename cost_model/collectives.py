@@ -107,16 +107,17 @@ def seconds_by_algorithm(
     return {f"{name}/{p}": _priced(kind, whole_bytes, group, name, p) for name in names for p in library.protocols}
 
 
-# Of bandwidth, of the latency of a hop in a host and between hosts, by protocol: NCCL 2.28, src/graph/tuning.cc,
-# hwLatencies of NVLink and network over those of the simple protocol, which our figures of links are; 120/128 and 1/2
-# (trees 1/3.8) of the bus bandwidth. The switch has the simple protocol only.
+# Of the bandwidth, of the latency of a hop in a host and of one between hosts; by whether it is a tree, and protocol.
+# NCCL 2.28, src/graph/tuning.cc: hwLatencies of NVLink and network over those of the ring's simple protocol, which our
+# figures of links are; trees have 0.92 of the bus bandwidth, ll128 carries 120 of 128 bytes (0.92 on rings), ll half
+# (on trees 1/3.8). The switch has the simple protocol only.
 _SHARES: Mapping[tuple[bool, Protocol], tuple[float, float, float]] = {
     (False, "simple"): (1.0, 1.0, 1.0),
     (False, "ll128"): (0.92, 1.9 / 3.4, 4.0 / 14.0),
     (False, "ll"): (0.5, 0.6 / 3.4, 2.7 / 14.0),
-    (True, "simple"): (1.0, 1.0, 1.0),
-    (True, "ll128"): (0.92, 1.25 / 3.4, 8.5 / 14.0),
-    (True, "ll"): (1 / 3.8, 0.6 / 3.4, 5.0 / 14.0),
+    (True, "simple"): (0.92, 1.0, 1.0),
+    (True, "ll128"): (0.92 * 120 / 128, 1.25 / 3.4, 8.5 / 14.0),
+    (True, "ll"): (0.92 / 3.8, 0.6 / 3.4, 5.0 / 14.0),
 }
 
 

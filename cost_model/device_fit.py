@@ -114,11 +114,12 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
             peaks[sample.work.name] = max(peaks.get(sample.work.name, 0.0), rate)
         elif sample.work.part == "memory":
             speed = max(speed, rate)
-    figures = {dtype: float(f"{peak:.4g}") for dtype, peak in peaks.items()}
+    figures = {dtype: rounded(peak) for dtype, peak in peaks.items()}
+    figures.setdefault("float32", device.peak("float32"))  # which every device has
     return replace(
         device,
-        peak_flops_per_s=figures or device.peak_flops_per_s,
-        memory_bandwidth_bytes_per_s=float(f"{speed:.4g}") if speed else device.memory_bandwidth_bytes_per_s,
+        peak_flops_per_s=figures,
+        memory_bandwidth_bytes_per_s=rounded(speed) if speed else device.memory_bandwidth_bytes_per_s,
         source="the best rates that autopar calibrate measured",
     )
 
@@ -127,24 +128,20 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
 
 
 def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+    """Seconds per operator; on a CPU the host's are those that training takes beside the operators themselves."""
     samples = parts.get("launch", [])
-    fields: dict[str, object] = {}
-    paths: list[str] = []
-    predicted, seconds = list[float](), list[float]()
-    for name, key, path in (("device", "launch_s", "launch_us"), ("host", "host_launch_s", "host_launch_us")):
-        own = [sample for sample in samples if sample.work.name == name]
-        if own:
-            value = float(np.exp(np.mean([np.log(s.seconds / s.work.amount) for s in own])))
-            fields[key] = value = rounded_s(value)
-            paths.append(path)
-            predicted += [value * s.work.amount for s in own]
-            seconds += [s.seconds for s in own]
-    if not fields:
+    each = {
+        name: float(np.exp(np.mean([np.log(s.seconds / s.work.amount) for s in samples if s.work.name == name])))
+        for name in {s.work.name for s in samples}
+    }
+    if each.keys() != {"device", "host"}:
         return None
-    if setting.device.device_type == "cpu":  # one thread does both; it is counted as the device's
-        fields["host_launch_s"] = 0.0
-        paths.append("host_launch_us")
-    return _Found(fields=fields, paths=tuple(paths), errors={"launch": fit_errors(predicted, seconds)})
+    device, host = each["device"], each["host"]
+    if setting.device.device_type == "cpu":
+        device, host = min(device, host), max(0.0, host - device)
+    return _Found(
+        fields={"launch_s": rounded_s(device), "host_launch_s": rounded_s(host)}, paths=("launch_us", "host_launch_us")
+    )
 
 
 def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:

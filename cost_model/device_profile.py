@@ -104,8 +104,9 @@ class Measurement:
 class DeviceProfile:
     """Constants of the time model; parts are of the device's figures, times in seconds, memory in bytes.
 
-    `launch_s` is the gap before a kernel on the device, `host_launch_s` what the host spends on one eager operator;
-    a CPU does both in one thread, so that its `host_launch_s` is 0. `overlap_slowdown` ≥ 1: computing and
+    `launch_s` is the gap before a kernel on the device, `host_launch_s` what the host spends on one eager operator of
+    training. A GPU's host runs ahead, so that the longer of both sums counts; a CPU does both in one thread, and there
+    they add up. `overlap_slowdown` ≥ 1: computing and
     communicating at once take that much longer than the longer of the two. `reserve_bytes` is the framework's own
     memory on the device. `devices` are the presets it describes, `device` the figures that were measured with it.
     `sources` has one sentence per number, by its path in the file.

@@ -31,8 +31,11 @@ class Engine(StrictModel):
     pointwise              operators between products one by one ("eager"), or as one kernel per group ("fused")
     dispatch               who starts kernels: Python, operator by operator ("eager"); compiled or C++ code ("lean");
                            a recorded graph ("graph")
-    tensor_overlap         collectives of tensor parallelism wait ("none"), or run beside parts of the product that
-                           feeds or follows them: "async" by copies in PyTorch, "pipelined" in the product's kernel
+    tensor_overlap         collectives of tensor parallelism wait ("none"); those of the backward pass run beside the
+                           weight gradient's product ("async"); or all run beside pieces of the product that they
+                           feed or follow ("pipelined")
+    accumulation           the weight gradient of a micro-batch is added to the sum by its product ("fused"), or by a
+                           "kernel" of its own
     gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
     gradient_bytes         per element of those sums
     parameter_sync         ZeRO 1: updated parameters gathered "after" the step, "during" the next forward pass, or by
@@ -58,6 +61,7 @@ class Engine(StrictModel):
     pointwise: Literal["eager", "fused"]
     dispatch: Literal["eager", "lean", "graph"]
     tensor_overlap: Literal["none", "async", "pipelined"]
+    accumulation: Literal["fused", "kernel"]
     gradient_sync: Literal["after", "during"]
     gradient_bytes: Literal[2, 4]
     parameter_sync: Literal["after", "during", "broadcasts"]
@@ -69,8 +73,8 @@ class Engine(StrictModel):
     unstated_virtual: Literal["one", "all"]
     balances_ends: bool
     selective: Literal["attention", "half"]
-    state_bytes: Literal[16, 18, 20]
-    sharded_state_bytes: Literal[12, 16]
+    state_bytes: Literal[16, 18, 20, 22, 28]
+    sharded_state_bytes: Literal[12, 16, 24]
     sources: dict[str, _Text]
 
 

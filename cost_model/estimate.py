@@ -53,6 +53,7 @@ COLLECTIVES = {
 }
 OTHER = {
     "bubble": "bubble of the pipeline",
+    "gradient accumulation": "adding up gradients of micro-batches",
     "optimizer": "optimizer",
     "fixed": "fixed costs of a step",
     "stragglers": "waiting for the slowest rank",
@@ -65,6 +66,7 @@ MEMORY = {
     "activations": "activations in flight",
     "logits": "logits",
     "workspace": "workspace of recomputation",
+    "cache": "cache of the allocator",
     "reserve": "reserve of the framework",
 }
 
@@ -101,7 +103,8 @@ class Estimate:
     """The step of one plan, predicted. Seconds, bytes and FLOP/s are SI; parts of a whole are from 0 to 1.
 
     `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`; `memory_bytes` add up to
-    `peak_bytes`, of the pipeline rank that has most. `fits` allows for what allocators lose of `device_bytes`.
+    `peak_bytes`, of the pipeline rank that has most. `fits` allows for what allocators lose of `device_bytes`, and
+    for the cache that they give back when memory is short.
     `formula_only` says what of the question autopar prices and does not run, `assumptions` what nobody measured.
     """
 
@@ -190,7 +193,7 @@ def estimate_works(
         other_s=_named(OTHER, step.parts),
         peak_bytes=peak,
         device_bytes=machine.memory_bytes,
-        fits=peak <= FULL * machine.memory_bytes,
+        fits=peak - float(memory.parts["cache"][0]) <= FULL * machine.memory_bytes,
         memory_bytes=_named(MEMORY, memory.parts),
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,

@@ -198,26 +198,44 @@ def canonical(value: Expr | float) -> Expr:
 def evaluate(works: Any, numbers: Mapping[str, Number]) -> Any:
     """The same block, family or operator with numbers in place of expressions: floats, or arrays where `numbers` are.
 
-    Arrays must broadcast with each other; an expression without symbols stays a plain number. Raises `InputError`
+    Arrays must broadcast with each other; an expression without symbols is a plain number. Raises `InputError`
     naming the symbols that `numbers` lacks.
     """
-    names, function = _compiled(works)
+    names, function, build = _compiled(works)
     missing = [name for name in names if name not in numbers]
     if missing:
         named = ", ".join(f"{name} ({SYMBOLS.get(name, 'a size of the model')})" for name in missing)
         raise InputError(f"no number for {named}; give one for every symbol of the expressions")
-    values = iter(function(*(numbers[name] for name in names)))
-    return _mapped(works, lambda _: next(values))
+    return build(function(*(numbers[name] for name in names)))
 
 
 @functools.cache
-def _compiled(works: Any) -> tuple[tuple[str, ...], Callable[..., list[Any]]]:
+def _compiled(works: Any) -> tuple[tuple[str, ...], Callable[..., list[Any]], Callable[[list[Any]], Any]]:
+    """Names of the arguments, the function from them to all expressions' values, and what puts those in place."""
     import sympy
 
-    leaves = list(_leaves(works))
+    leaves: dict[Expr, int] = {}
+    build = _builder(works, leaves)
     symbols = sorted({s for leaf in leaves for s in leaf.free_symbols}, key=lambda s: s.name)
-    names = [s.name for s in symbols]
-    return tuple(names), sympy.lambdify(symbols, leaves, modules="numpy", cse=True)
+    return tuple(s.name for s in symbols), sympy.lambdify(symbols, list(leaves), modules="numpy", cse=True), build
+
+
+def _builder(value: Any, leaves: dict[Expr, int]) -> Callable[[list[Any]], Any]:
+    """A function from values of `leaves`, to which the expressions in `value` are added, to `value` with numbers."""
+    if hasattr(value, "free_symbols"):
+        if not value.free_symbols:
+            number = float(value)
+            return lambda values: number
+        position = leaves.setdefault(value, len(leaves))
+        return lambda values: values[position]
+    if isinstance(value, tuple):
+        items = [_builder(item, leaves) for item in value]
+        return lambda values: tuple([item(values) for item in items])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        parts = [(each.name, _builder(getattr(value, each.name), leaves)) for each in dataclasses.fields(value)]
+        return lambda values: kind(**{name: part(values) for name, part in parts})
+    return lambda values: value
 
 
 def free_symbols(works: Any) -> tuple[str, ...]:
@@ -232,25 +250,8 @@ def _leaves(value: Any) -> Iterator[Any]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _leaves(item)
-    elif _is_expression(value):
+    elif hasattr(type(value), "free_symbols"):  # of the class: on an object sympy would collect them
         yield value
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{name: _mapped(getattr(value, name), function) for name in _fields(type(value))})
-    if isinstance(value, tuple):
-        return tuple(_mapped(item, function) for item in value)
-    return function(value) if _is_expression(value) else value
-
-
-@functools.cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(each.name for each in dataclasses.fields(kind))
-
-
-def _is_expression(value: Any) -> bool:
-    return hasattr(type(value), "free_symbols")  # of the class: on an object sympy would collect them
 
 
 # ---- files ----

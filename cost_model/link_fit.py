@@ -17,8 +17,8 @@ from autopar.ir.cluster import Tier
 from autopar.ir.device import Link
 from autopar.ir.samples import Sample
 
-LATENCIES_S = tuple(rounded_s(1e-7 * 10 ** (i / 6)) for i in range(25))  # 0.1 us to 1 ms
-ALIKE = 1.02  # losses so near one another do not decide between latencies
+LATENCIES_S = tuple(rounded_s(1e-7 * 10 ** (i / 6)) for i in range(31))  # 0.1 us to 10 ms
+ALIKE, ALIKE_EACH = 1.02, 1e-4  # losses so near one another, or 1 % a time, do not decide between latencies
 LEAST_PART, MOST_PART = 1e-4, 2.0
 
 
@@ -84,9 +84,14 @@ def _latency(columns: Mapping[CollectiveKind, _Columns], bandwidth: float) -> fl
         times = {kind: _times(c, _fit_call(c, bandwidth, latency), bandwidth, latency) for kind, c in columns.items()}
         return sum(float(log_loss(times[kind], c.seconds)) * len(c.seconds) for kind, c in columns.items())
 
-    coarse = min(LATENCIES_S, key=loss)
-    found = {latency: loss(latency) for latency in (rounded_s(coarse * 2**x) for x in np.linspace(-1, 1, 41))}
-    return max(latency for latency, off in found.items() if off <= min(found.values()) * ALIKE)
+    def largest(losses: Mapping[float, float]) -> float:
+        allowed = min(losses.values()) * ALIKE + ALIKE_EACH * num_times
+        return max(latency for latency, off in losses.items() if off <= allowed)
+
+    num_times = sum(len(c.seconds) for c in columns.values())
+    losses = {latency: loss(latency) for latency in LATENCIES_S}
+    around = (rounded_s(largest(losses) * 2**x) for x in np.linspace(-1, 1, 41))
+    return largest(losses | {latency: loss(latency) for latency in around})
 
 
 def _times(columns: _Columns, call: Call, bandwidth: float, latency: float) -> Floats:

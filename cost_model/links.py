@@ -1,10 +1,17 @@
-"""Links as ranks meet them: what of a tier's bandwidth collectives reach, and how a group's ranks lie over hosts."""
+"""Links as ranks meet them: groups of ranks at some distance from each other on hosts of a kind, and their transfers.
+
+The bandwidths are what collectives reach, the data sheet's times the device profile's part; the transfers are those of
+`autopar.cost_model.collectives`, by NCCL's rings. The fixed cost of a call is in the first hop's latency.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from autopar.cost_model.collectives import Algorithm, Transfer, seconds
+from autopar.cost_model.groups import Group
 
 Floats = NDArray[Any]
 
@@ -17,39 +24,44 @@ class Links:
     (k-1)/(n-1) of the bandwidth among themselves.
     """
 
-    in_host_bytes_per_s: Floats
+    in_host_bytes_per_s: float
     in_host_latency_s: float
-    inter_host_bytes_per_s: Floats
+    inter_host_bytes_per_s: float
     inter_host_latency_s: float
-    devices_per_host: Floats
+    devices_per_host: float
     is_switched: bool = True
 
-    def in_host(self, ranks: Floats) -> Floats:
-        """Bytes/s among `ranks` devices of one host."""
+    def group(self, ranks: Floats, stride: Floats) -> Group:
+        """Groups of `ranks` ranks, neighbours `stride` ranks apart."""
+        near = np.clip(self.devices_per_host / stride, 1.0, ranks)
+        return Group(
+            ranks=ranks,
+            ranks_in_host=near,
+            in_host_bytes_per_s=self.in_host_bytes_per_s * self._linked(near),
+            in_host_latency_s=self.in_host_latency_s,
+            inter_host_bytes_per_s=self.inter_host_bytes_per_s,
+            inter_host_latency_s=self.inter_host_latency_s,
+            devices_per_host=self.devices_per_host,
+            groups_in_host=self.devices_per_host / near,
+        )
+
+    def _linked(self, near: Floats) -> Floats:
+        """The part of a device's bandwidth that reaches `near` devices of its host."""
         if self.is_switched:
-            return np.asarray(self.in_host_bytes_per_s) + 0.0 * ranks
-        others = np.maximum(self.devices_per_host - 1, 1)
-        return np.asarray(self.in_host_bytes_per_s * np.clip((ranks - 1) / others, 1 / others, 1.0))
+            return np.asarray(1.0)
+        others = max(self.devices_per_host - 1, 1)
+        return np.asarray(np.clip((near - 1) / others, 1 / others, 1.0))
 
+    def seconds(self, kind: Transfer, whole_bytes: Floats, ranks: Floats, stride: Floats) -> Floats:
+        """Seconds of one collective of `whole_bytes` in all; 0 for one rank."""
+        algorithm: Algorithm = "direct" if kind in ("all_to_all", "send") else "ring"
+        return np.asarray(seconds(kind, whole_bytes, self.group(np.asarray(ranks), np.asarray(stride)), algorithm))
 
-def gather_s(links: Links, whole_bytes: Floats, ranks: Floats, stride: Floats) -> Floats:
-    """Seconds of an all-gather or reduce-scatter of `whole_bytes` over `ranks` ranks that lie `stride` apart.
-
-    Ranks of one host first, over its links, then every rank with its likes on other hosts, each over its own port:
-    the two run as a pipeline, so that the slower decides (hierarchical rings; NCCL numbers rings that way).
-    """
-    near = np.clip(links.devices_per_host / stride, 1, ranks)
-    hosts = np.maximum(ranks / near, 1)
-    inside = (near - 1) / near * whole_bytes / links.in_host(near) + (near - 1) * links.in_host_latency_s
-    between = (hosts - 1) / hosts * whole_bytes / near / links.inter_host_bytes_per_s
-    between = between + (hosts - 1) * links.inter_host_latency_s
-    found: Floats = np.where(ranks > 1, np.maximum(inside, np.where(hosts > 1, between, 0.0)), 0.0)
-    return found
-
-
-def message_s(links: Links, message_bytes: Floats, is_inside: Floats) -> Floats:
-    """Seconds of one message between two ranks."""
-    rate = np.where(is_inside, links.in_host(np.asarray(2.0)), links.inter_host_bytes_per_s)
-    latency = np.where(is_inside, links.in_host_latency_s, links.inter_host_latency_s)
-    found: Floats = message_bytes / rate + latency
-    return found
+    def message_s(self, message_bytes: Floats, is_inside: Floats) -> Floats:
+        """Seconds of one message between two ranks."""
+        rate = np.where(
+            is_inside, self.in_host_bytes_per_s * self._linked(np.asarray(2.0)), self.inter_host_bytes_per_s
+        )
+        latency = np.where(is_inside, self.in_host_latency_s, self.inter_host_latency_s)
+        found: Floats = message_bytes / rate + latency
+        return found

@@ -1,14 +1,16 @@
-"""What each mechanism of an engine costs, the same for every engine that has it: few numbers, each with its source.
+"""What each mechanism of an engine costs, the same for every engine that has it: few numbers with sources.
 
-The numbers stand in ``mechanisms.yaml``; those whose source begins with "fitted" were set by ``tools/fit_cost_model.py``
+The numbers stand in ``mechanisms.yaml``; those that are "fitted" were set by ``tools/fit_cost_model.py``
 on published training runs, all others are arithmetic or somebody's measurement. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
+from pathlib import Path
 
 from autopar.errors import InputError
 from autopar.ir.strict_yaml import read_yaml
@@ -23,13 +25,14 @@ class Mechanisms:
     misaligned           seconds of products of heads whose width is no multiple of 8, over aligned ones (≥ 1)
     lean_dispatch        host seconds of a kernel started by compiled code, as part of an eager operator's
     graph_dispatch       the same in a recorded graph
-    async_hidden         part of tensor collectives hidden by "async" overlap
+    async_hidden         part of backward tensor collectives hidden by "async" overlap
     pipelined_hidden     part of tensor collectives hidden by "pipelined" overlap
     message_exposed      part of messages between stages that "overlapped" ones still cost
     gradient_window      part of one backward pass that can hide gradient sums made "during" it
     broadcast_s          seconds of one rank's broadcast of its updated parameters
     straggler            deviation of one rank's step time: n ranks wait for the slowest, sqrt(2 ln n) deviations
     step_s               seconds of a step beside everything else: data, clipping, logging
+    allocator_cache      memory that the framework's allocator holds beside what is in use, as part of it
     expert_imbalance     tokens of the busiest expert rank over the mean (≥ 1)
     """
 
@@ -45,6 +48,7 @@ class Mechanisms:
     broadcast_s: float
     straggler: float
     step_s: float
+    allocator_cache: float
     expert_imbalance: float
 
 
@@ -57,3 +61,14 @@ def mechanisms() -> Mechanisms:
     if problems or not isinstance(content, dict) or sorted(content) != sorted(names):
         raise InputError("mechanisms.yaml must have a value and a source for each of " + ", ".join(names), problems)
     return Mechanisms(**{name: float(content[name]["value"]) for name in names})
+
+
+def dump_mechanisms(found: Mechanisms, sources: Mapping[str, str], path: Path) -> None:
+    """Write ``mechanisms.yaml`` again; a number that `sources` does not name keeps the source that it has."""
+    content, _ = read_yaml(path)
+    assert isinstance(content, dict)
+    lines = [
+        f'{name}: {{value: {getattr(found, name):g}, source: "{sources.get(name, content[name]["source"])}"}}'
+        for name in (field.name for field in fields(Mechanisms))
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -204,6 +204,25 @@ def live_stage_micro_batches(
     return live
 
 
+def warm_up_passes(
+    schedule: str, *, pp: Number, virtual_stages: Number = 1, micro_batches: Number, rank: Number = 0
+) -> Number:
+    """Forward passes of one stage that a rank runs before its first backward pass."""
+    p, v, n, r = np.broadcast_arrays(pp, virtual_stages, micro_batches, rank)
+    _sums(schedule)
+    in_round = n // np.maximum(1, n // p)
+    first = {
+        "gpipe": n * v,
+        "1f1b": p - r,
+        "interleaved-1f1b": (v - 1) * in_round + 2 * (p - 1 - r) + 1,
+        "interleaved-zero-bubble": (v - 1) * in_round + p - r,
+        "zbv-zero-bubble": np.minimum(n, 2 * p - r - 1) + np.minimum(n, r + 1),
+        "dualpipev": 2 * p + (r == p - 1),
+    }[schedule]
+    passes: Number = np.minimum(n * v, first)[()]
+    return passes
+
+
 # ---- critical paths: passes F, I, W of one stage beyond the n·v of each that every rank runs ----
 
 

@@ -160,9 +160,10 @@ class Pricing:
     def _memory(self, layouts: Layouts) -> StepMemory:
         family, stages, reserve = self.family(layouts), self.stages(), self.machine.profile.reserve_bytes
         shape, engine = self.shape, self.question.engine
+        given: dict[str, Any] = {"reserve_bytes": reserve, "cache": self.constants.allocator_cache, "fused": self.fused}
         if stages is None:
-            return step_memory(family, shape, layouts, engine, reserve_bytes=reserve, fused=self.fused)
-        return staged_memory(stages, family, shape, layouts, engine, reserve_bytes=reserve, fused=self.fused)
+            return step_memory(family, shape, layouts, engine, **given)
+        return staged_memory(stages, family, shape, layouts, engine, **given)
 
     def _recomputed_share(self) -> float:
         """The part of the repeated blocks that computes again, where anything does."""

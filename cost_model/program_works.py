@@ -120,9 +120,12 @@ def _merged(role: str, works: Sequence[BlockWork[Expr]]) -> BlockWork[Expr]:
         )
     }
     lists: dict[str, Any] = {
-        name: tuple(one for work in works for one in getattr(work, name))
-        for name in ("products", "eager", "fused", "sent")
+        name: tuple(one for work in works for one in getattr(work, name)) for name in ("products", "eager", "fused")
     }
+    # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step`)
+    lists["sent"] = tuple(
+        one for work in works for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")
+    )
     return BlockWork(role=role, input_bytes=works[0].input_bytes if works else zero, **sums, **lists)
 
 

@@ -143,12 +143,24 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     family = evaluate(family_of(first.family), _numbers(cases, layouts))
     memory_bytes = (first.row.gpu_mem_gb or first.machine.preset.memory_gb.value) * 1e9
     unstated = np.array([case.row.recompute is None for case in cases])
-    memory = step_memory(family, shape, layouts, engine, reserve_bytes=profile.reserve_bytes, fused=first.fused)
+
+    def memory_of(layouts: Layouts) -> StepMemory:
+        return step_memory(
+            family,
+            shape,
+            layouts,
+            engine,
+            reserve_bytes=profile.reserve_bytes,
+            cache=mechanisms().allocator_cache,
+            fused=first.fused,
+        )
+
+    memory = memory_of(layouts)
     for level in (1, 2):  # what does not say whether it recomputes does so as little as fits
         tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * memory_bytes)
         if tight.any():
             layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
-            memory = step_memory(family, shape, layouts, engine, reserve_bytes=profile.reserve_bytes, fused=first.fused)
+            memory = memory_of(layouts)
     return Group(
         indices=tuple(index for index, _ in members),
         cases=cases,
@@ -162,14 +174,16 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
 
 def _estimates(group: Group) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
-    seconds, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, memory.peak_bytes))
+    needed = memory.peak_bytes - memory.parts["cache"]  # the allocator gives its cache back before it fails
+    held = np.maximum(needed, np.minimum(memory.peak_bytes, group.memory_bytes))
+    seconds, needed, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, needed, held))
     parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}
     return [
         RowEstimate(
             id=case.row.id,
             seconds=float(seconds[i]),
             peak_bytes=float(peak[i]),
-            fits=bool(peak[i] <= FULL * group.memory_bytes),
+            fits=bool(needed[i] <= FULL * group.memory_bytes),
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
         )

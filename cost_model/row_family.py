@@ -20,7 +20,7 @@ _NAMED = (
     ("phi-3", "phi3"),
     ("qwen", "qwen2"),
     ("gemma", "gemma2"),
-    ("mpt", "opt"),  # transformers writes its attention out; llm-foundry has a kernel for it
+    ("mpt", "mpt"),
     ("opt", "opt"),
 )
 
@@ -52,7 +52,7 @@ def family_of(name: str) -> Family[Any]:
 
 
 def numbers_of(row: Row) -> dict[str, float]:
-    """Sizes of a row's model by symbol (`autopar.cost_model.expressions.SYMBOLS`); those of its layout not among them."""
+    """Sizes of a row's model by symbol (`autopar.cost_model.expressions.SYMBOLS`), without those of its layout."""
     heads = float(row.n_heads or 1)
     head = float(row.head_dim or (row.hidden or 0) / heads)
     numbers = {

@@ -1,9 +1,8 @@
 """The machine and engine of a published row: device preset and profile, links as its text states them, engine."""
 
+import contextlib
 import re
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from autopar.cost_model.block_time import Speeds, host_seconds
 from autopar.cost_model.device_profile import AttentionEfficiency, DeviceProfile
@@ -13,9 +12,9 @@ from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row import Row
 from autopar.cost_model.shipped_profiles import device_profile
 from autopar.cost_model.step import Machine
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, did_you_mean
 from autopar.ir.device import Device, Link, device_of_preset, link_of_preset
-from autopar.ir.device_presets import DevicePreset, device_preset, device_presets
+from autopar.ir.device_presets import DevicePreset, device_names, device_preset, device_presets
 
 BITS_PER_BYTE = 8
 # "8x HDR InfiniBand 200Gb/s per node", "RDMA 400Gb/s per GPU", "400 Gb/s per node"
@@ -42,14 +41,15 @@ def preset_of(gpu_type: str) -> DevicePreset:
     Raises ClusterError for a device that no preset describes.
     """
     wanted = gpu_type.lower().replace("_", "-").replace(" ", "-")
-    try:
+    with contextlib.suppress(ClusterError):
         return device_preset(wanted)
-    except ClusterError:
-        begin = re.match(r"[a-z]+[0-9]+[a-z]?", wanted)
-        names = sorted(n for n in device_presets() if begin and re.split(r"[-.]", n)[0] == begin[0])
-        if not names:
-            raise
-        return device_preset(names[-1])
+    with contextlib.suppress(ClusterError):  # memory without its unit
+        return device_preset(f"{wanted}gb")
+    begin = re.match(r"[a-z]+[0-9]+[a-z]?", wanted)
+    names = sorted(name for name in device_presets() if begin and re.split(r"[-.]", name)[0] == begin[0])
+    if not names:
+        raise ClusterError(f"unknown device {gpu_type!r}; {did_you_mean(wanted, device_names())}")
+    return device_preset(names[-1])
 
 
 def inter_host_bytes_per_s(text: str | None, devices_per_host: float) -> float | None:
@@ -104,11 +104,11 @@ def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: 
     """What collectives reach of links whose figures are given."""
     near, between = profile.link("in_host").usual, profile.link("inter_host").usual
     return Links(
-        in_host_bytes_per_s=np.asarray(in_host.bytes_per_s * near.efficiency),
+        in_host_bytes_per_s=in_host.bytes_per_s * near.efficiency,
         in_host_latency_s=in_host.latency_s + near.call_s / 4,
-        inter_host_bytes_per_s=np.asarray(inter_host.bytes_per_s * between.efficiency),
+        inter_host_bytes_per_s=inter_host.bytes_per_s * between.efficiency,
         inter_host_latency_s=inter_host.latency_s,
-        devices_per_host=np.asarray(devices_per_host),
+        devices_per_host=devices_per_host,
         is_switched=device[:4] not in ("v100", "mi25", "mi30", "mi32", "mi35"),
     )
 

@@ -21,7 +21,7 @@ from autopar.cost_model.block_time import BlockSeconds, Speeds, block_seconds
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import BlockWork, Family
 from autopar.cost_model.layout import Layouts, Shape
-from autopar.cost_model.links import Links, gather_s, message_s
+from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import Mechanisms
 
 Floats = NDArray[Any]
@@ -115,12 +115,14 @@ def step_seconds(
         middle = per_rank * block.both
     state = model.state(per_rank)
     sums, optimizer = model.data_sums(state, middle), model.optimizer(state)
+    adding = model.accumulation(state)
     ends_gathers = model.end_gathers() * n
     straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
-    before = n * busy + idle + messages + sums + optimizer + ends_gathers + mechanisms.step_s
+    before = n * busy + idle + messages + sums + optimizer + adding + ends_gathers + mechanisms.step_s
     parts = {name: n * per_rank * seconds for name, seconds in model.parts.items()}
     parts["embedding, head, loss"] = n * (busy - middle)
     parts |= {"bubble": idle, "messages": messages, "data collectives": sums + ends_gathers, "optimizer": optimizer}
+    parts["gradient accumulation"] = adding
     parts |= {"fixed": mechanisms.step_s + 0.0 * before, "stragglers": straggling * before}
     hidden = {name: n * per_rank * seconds for name, seconds in model.hidden.items()}
     waits = mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
@@ -195,6 +197,7 @@ class _Model:
         context = self._context(role)
         experts = self._all_to_all() if role.startswith("moe_layer") else np.zeros(1)
         tensor = forward + backward
+        behind = forward * self._behind(is_forward=True) + backward * self._behind(is_forward=False)
         forward, backward = forward + context + experts, backward + 2 * context + experts
         again = np.where(layouts.recompute == 2, seconds.forward + forward, 0.0)
         again = np.where(layouts.recompute == 1, self._selective(seconds), again)
@@ -211,9 +214,8 @@ class _Model:
             "expert collectives": 2 * experts + 0.0 * forward,
             "shard collectives": whole.both - computing.both,
         }
-        waiting = 1 - self._hidden()
         hidden = {
-            "tensor collectives": tensor * (1 / waiting - 1),
+            "tensor collectives": behind,
             "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1),
             "shard collectives": np.maximum(moving - (whole.both - computing.both), 0.0),
         }
@@ -233,16 +235,28 @@ class _Model:
         )
 
     def _seconds(self, work: BlockWork[Any]) -> BlockSeconds:
-        return block_seconds(work, self.machine.speeds, self.engine, in_float8=self.in_float8, fused=self.fused)
+        return block_seconds(
+            work,
+            self.machine.speeds,
+            self.engine,
+            in_float8=self.in_float8,
+            fused=self.fused,
+            is_split=self.layouts.tp > 1,
+        )
 
     def _selective(self, seconds: BlockSeconds) -> Floats:
         return seconds.attention_forward if self.engine.selective == "attention" else seconds.forward / 2
 
-    def _hidden(self) -> Floats:
+    def _hidden(self, *, is_forward: bool) -> Floats:
         how = self.engine.tensor_overlap
         if how == "pipelined":  # needs activations that are split over the sequence
             return np.where(self.layouts.sequence_parallel, self.mechanisms.pipelined_hidden, 0.0)
-        return np.asarray(self.mechanisms.async_hidden if how == "async" else 0.0)
+        return np.asarray(self.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)
+
+    def _behind(self, *, is_forward: bool) -> Floats:
+        """Hidden seconds of tensor collectives for each one that computing waits for."""
+        hidden = self._hidden(is_forward=is_forward)
+        return np.asarray(hidden / (1 - hidden))
 
     def _tensor_collectives(self, role: str) -> tuple[Floats, Floats]:
         """Seconds of a block's tensor collectives that computing waits for."""
@@ -251,10 +265,9 @@ class _Model:
             for sent in self.family.block(role, variant).sent:
                 if sent.of == "parameter":
                     continue
-                spent = gather_s(self.machine.links, sent.whole_bytes, *self._ranks(sent.mesh_dim))
-                spent = spent * (2 if sent.collective == "all_reduce" else 1)
+                spent = self.machine.links.seconds(sent.collective, sent.whole_bytes, *self._ranks(sent.mesh_dim))
                 i = 0 if sent.is_forward else 1
-                found[i] = found[i] + is_chosen * spent * (1 - self._hidden())
+                found[i] = found[i] + is_chosen * spent * (1 - self._hidden(is_forward=sent.is_forward))
         return found[0], found[1]
 
     def _ranks(self, mesh_dim: str) -> tuple[Floats, Floats]:
@@ -275,7 +288,7 @@ class _Model:
                 kv_bytes = (
                     kv_bytes + 2 * self.shape.element_bytes * layouts.micro_batch * one.n * one.k * self._kv_heads(one)
                 )
-        spent = gather_s(self.machine.links, kv_bytes, layouts.cp, layouts.tp)
+        spent = self.machine.links.seconds("all_gather", kv_bytes, layouts.cp, layouts.tp)
         return np.where(layouts.cp > 1, CONTEXT_EXPOSED * spent, 0.0)
 
     def _kv_heads(self, one: Any) -> Floats:
@@ -286,7 +299,7 @@ class _Model:
         layouts, shape = self.layouts, self.shape
         tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
         moved = self.shape.element_bytes * tokens * shape.experts_per_token * shape.hidden
-        spent = gather_s(self.machine.links, moved, layouts.ep, layouts.tp)
+        spent = self.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
         return np.where(layouts.ep > 1, 2 * spent, 0.0)
 
     # ---- ZeRO 3 ----
@@ -305,8 +318,8 @@ class _Model:
         elements = sum(self._parameters(role))
         gather, scatter = self._gather_and_scatter(elements)
         copies = layouts.data_ranks / layouts.shard
-        copy_sum = 2 * gather_s(
-            self.machine.links,
+        copy_sum = 2 * self.machine.links.seconds(
+            "all_gather",
             engine.shard_gradient_bytes * elements / layouts.shard,
             copies,
             layouts.tp * layouts.shard,
@@ -326,8 +339,8 @@ class _Model:
             one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
             return np.asarray(self.shape.element_bytes * one), np.asarray(engine.shard_gradient_bytes * one)
         return (
-            gather_s(links, self.shape.element_bytes * elements, layouts.shard, layouts.tp),
-            gather_s(links, engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
+            links.seconds("all_gather", self.shape.element_bytes * elements, layouts.shard, layouts.tp),
+            links.seconds("all_gather", engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
         )
 
     def _beside(self, computing: Floats, moving: Floats) -> Floats:
@@ -373,7 +386,7 @@ class _Model:
         split = layouts.tp if engine.splits_messages else np.where(layouts.sequence_parallel, layouts.tp, 1)
         is_inside = layouts.num_devices <= self.machine.links.devices_per_host
         waits = self.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
-        return np.where(layouts.pp > 1, waits * message_s(self.machine.links, size / split, is_inside), 0.0)
+        return np.where(layouts.pp > 1, waits * self.machine.links.message_s(size / split, is_inside), 0.0)
 
     # ---- data parallelism ----
 
@@ -399,11 +412,13 @@ class _Model:
             shard = np.minimum(layouts.shard, ranks)
             stride = layouts.tp * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
             grads, weights = engine.gradient_bytes * elements, engine.parameter_bytes * elements
-            total = total + gather_s(links, grads, shard, stride)
+            total = total + links.seconds("all_gather", grads, shard, stride)
             total = total + np.where(
-                layouts.zero >= 1, gather_s(links, weights, shard, stride), gather_s(links, grads, shard, stride)
+                layouts.zero >= 1,
+                links.seconds("all_gather", weights, shard, stride),
+                links.seconds("all_gather", grads, shard, stride),
             )
-            total = total + 2 * gather_s(links, grads / shard, ranks / shard, stride * shard)
+            total = total + 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
         moving = total
         if engine.gradient_sync == "during":
             left = np.maximum(total - self.mechanisms.gradient_window * window, 0.0)
@@ -413,6 +428,13 @@ class _Model:
         own = (layouts.zero >= 2) & (layouts.pp == 1) | (layouts.data_ranks <= 1)
         self.hidden_sums = np.where(own, 0.0, np.maximum(moving - total, 0.0))
         return np.where(own, 0.0, total)
+
+    def accumulation(self, state: State) -> Floats:
+        """Adding each micro-batch's weight gradients to their sum, by a kernel of its own."""
+        if self.engine.accumulation == "fused":
+            return np.zeros(1)
+        moved = (self.shape.element_bytes + 2 * self.engine.gradient_bytes) * (state.dense + state.expert)
+        return np.asarray((self.layouts.micro_batches - 1) * moved / self.machine.speeds.bytes_per_s)
 
     def optimizer(self, state: State) -> Floats:
         layouts = self.layouts

@@ -1,8 +1,9 @@
 """Peak memory of one rank for many layouts at once: state, gathered weights, activations in flight, logits, reserve.
 
-    state        16, 18 or 20 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
+    state        16 to 28 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
                  master weights and moments, 2 the gradients too, 3 all of it
-    gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched
+    gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched; with stages all
+                 of a rank's weights and gradients, which stay whole for a step (torchtitan, FSDP under pipelines)
     activations  what the backward pass needs of every block of every micro-batch in flight; under full recomputation
                  the blocks' inputs, and one block's values while it is computed again
     in flight    min(n, p) under 1F1B on the first rank, p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
@@ -25,6 +26,7 @@ from autopar.cost_model.layout import Layouts, Shape
 
 Floats = NDArray[Any]
 FLOAT_BYTES = 4
+GRADIENT_BYTES = 4  # of whole gradients, summed over micro-batches in float32
 GATHERED_BLOCKS = 2
 # softmax output 2, dropout mask 1, dropped output 2, an element of the scores (Korthikanti et al. 2022, equation 1)
 SAVED_SCORE_BYTES = 5
@@ -39,7 +41,14 @@ class StepMemory:
 
 
 def step_memory(
-    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, reserve_bytes: float, fused: bool
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+    fused: bool,
 ) -> StepMemory:
     """Peak of every layout."""
     per_rank = np.where(layouts.pp > 1, np.ceil(shape.blocks / layouts.pp), shape.blocks)
@@ -58,7 +67,9 @@ def step_memory(
         one = np.where(p > 1, ends[role], _both(ends, shape))
         elements = dense + one
         state = state_bytes(elements, expert, shape, layouts, engine)
-        gathered = shape.element_bytes * GATHERED_BLOCKS * (elements + expert) / per_rank
+        both = elements + expert
+        some = shape.element_bytes * GATHERED_BLOCKS * both / per_rank
+        gathered = np.where(p > 1, (shape.element_bytes + GRADIENT_BYTES) * both, some)
         found.append(
             state
             | {
@@ -66,9 +77,10 @@ def step_memory(
                 "activations": live * per_rank * kept,
                 "workspace": working,
                 "logits": logits if role == "last" else np.where(p > 1, 0.0, logits),
-                "reserve": reserve_bytes + 0.0 * elements,
             }
         )
+        held = np.asarray(sum(found[-1].values()))
+        found[-1] |= {"cache": cache * held, "reserve": reserve_bytes + 0.0 * held}
     totals = [np.asarray(sum(parts.values())) for parts in found]
     is_last = totals[1] > totals[0]
     parts = {name: np.where(is_last, found[1][name], found[0][name]) for name in found[0]}

@@ -10,11 +10,13 @@ from torch import fx
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
+from autopar.ir.stages import needed_results
+from autopar.ir.storage import boundary_types
 from autopar.runtime.codegen import generate
 from autopar.runtime.execute import constant_values, graph_module
 from autopar.runtime.inputs import with_sequences
 from autopar.runtime.mesh import RankMesh
-from autopar.runtime.one_process import attributes, boundary_types
+from autopar.runtime.one_process import attributes
 from autopar.runtime.parameters import Held
 from autopar.runtime.passes.evaluation import use_running_statistics
 from autopar.runtime.randomness import Streams
@@ -73,7 +75,7 @@ class Compiled:
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """Generated code per distinct block: the training program, or the one that keeps all outputs."""
         if outputs not in self._modules:
-            wanted = self.needed_results(outputs=outputs)
+            wanted = needed_results(self.program, outputs=outputs)
             self._modules[outputs] = [self._generated(i, keep, outputs) for i, keep in enumerate(wanted)]
         return self._modules[outputs]
 
@@ -98,26 +100,9 @@ class Compiled:
             use_running_statistics(generated.graph)
         return graph_module(generated.graph, f"Block{index}", attributes(generated, self.mesh, self.streams))
 
-    def needed_results(self, *, outputs: bool) -> list[list[str]]:
-        """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.
-
-        Evaluation drops new values of buffers.
-        """
-        used = {a for call in self.program.calls for a in call.arguments} | self.program.invariant
-        if outputs:
-            used = (used - set(self.program.updates.values())) | set(self.program.outputs.values())
-        return [
-            [
-                o
-                for k, o in enumerate(block.outputs)
-                if any(call.results[k] in used for call in self.program.uses_of_block(i))
-            ]
-            for i, block in enumerate(self.program.blocks)
-        ]
-
     def results_of(self, *, outputs: bool) -> Callable[[CallSite], Sequence[str]]:
         """Names of the values that the generated code of a call yields."""
-        kept = self.needed_results(outputs=outputs)
+        kept = needed_results(self.program, outputs=outputs)
 
         def names(call: CallSite) -> Sequence[str]:
             block = self.program.blocks[call.block]

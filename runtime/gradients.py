@@ -1,12 +1,12 @@
 """What is summed once a step: gradients of replicated parameters, in buckets, and the gradient norm."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-BUCKET_BYTES = 64 * 2**20
+from autopar.ir.storage import buckets
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -15,24 +15,10 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Groups of tensors of one dtype of at most `BUCKET_BYTES`, in order."""
-    group: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        bytes_ = tensor.numel() * tensor.element_size()
-        if group and (size + bytes_ > BUCKET_BYTES or tensor.dtype != group[0].dtype):
-            yield group
-            group, size = [], 0
-        group.append(tensor)
-        size += bytes_
-    if group:
-        yield group
-
-
 def sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order."""
-    for bucket in buckets(tensors):
+    for indices in buckets((t.numel() * t.element_size(), t.dtype) for t in tensors):
+        bucket = [tensors[i] for i in indices]
         flat = torch.cat([t.reshape(-1) for t in bucket])
         dist.all_reduce(flat, group=group)
         for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):

@@ -10,17 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, stage_of_buffers, stages_of
+from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
 from autopar.runtime import zero
 from autopar.runtime.compiled import Compiled, compile_program
 from autopar.runtime.holding import held_whole
 from autopar.runtime.mesh import RankMesh
-from autopar.runtime.parameters import Held, held, make_parameter, zero_dim
+from autopar.runtime.parameters import Held, held, make_parameter
 from autopar.runtime.pieces import by_whole, joined, with_pieces
 from autopar.runtime.randomness import Streams
 from autopar.runtime.stage import StageModule, attribute
 from autopar.runtime.state import optimizer_state, whole_state
-from autopar.runtime.ties import Ties, stages_by_parameter
+from autopar.runtime.ties import Ties
 
 
 class HeldModel(nn.Module):
@@ -103,7 +103,7 @@ class HeldModel(nn.Module):
                 how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
             )
             used = name in self.program.parameters
-            zero_dims[made] = zero_dim(how, self.plan.degrees.dp_shard) if used else None
+            zero_dims[made] = how.storage.zero_dim(self.plan.degrees.dp_shard) if used else None
             module.register_parameter(attribute(name), made)
         return zero_dims
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage
+from autopar.ir.stages import Stage, recomputed_calls
 from autopar.runtime import zero
 from autopar.runtime.agreement import EVALUATION, STEP, Agreement
 from autopar.runtime.compiled import Compiled
@@ -110,17 +110,7 @@ class ParallelModel(HeldModel):
         )
 
     def _recomputed(self, compiled: Compiled) -> frozenset[int]:
-        """The calls whose inner values are computed again: of each stage the first repeated blocks, or all blocks where
-        none repeats."""
-        degrees, program = self.plan.degrees, compiled.program
-        if degrees.recompute == "none":
-            return frozenset()
-        repeated = {i for i, call in enumerate(program.calls) if len(program.uses_of_block(call.block)) > 1}
-        found: set[int] = set()
-        for stage in self.stages_in(compiled):
-            own = [i for i in stage.calls if i in repeated or not repeated]
-            found.update(own[: degrees.recompute_blocks])
-        return frozenset(found)
+        return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _prepared(
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int

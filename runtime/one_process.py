@@ -11,7 +11,8 @@ import torch
 
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import CallSite, Program
-from autopar.ir.sharding import Mesh, Type
+from autopar.ir.sharding import Mesh
+from autopar.ir.storage import boundary_types
 from autopar.runtime.codegen import Generated, generate
 from autopar.runtime.execute import BlockFunction, constant_values, graph_module, run_calls
 from autopar.runtime.layout import assemble, parts
@@ -30,19 +31,6 @@ class Outcome:
     outputs: Mapping[str, torch.Tensor]
     updates: Mapping[str, torch.Tensor]
     disagreement: float
-
-
-def boundary_types(program: Program, labels: Sequence[BlockLabels]) -> dict[str, tuple[Type, ...]]:
-    """The type of every parameter, input, constant and value that crosses blocks."""
-    types: dict[str, tuple[Type, ...]] = {}
-    for call in program.calls:
-        block, own = program.blocks[call.block], labels[call.block]
-        pairs = [(own.ports.get(p.name), a) for p, a in zip(block.ports, call.arguments, strict=True)]
-        pairs += [(own.results[o], r) for o, r in zip(block.outputs, call.results, strict=True)]
-        for kinds, outer in pairs:
-            if isinstance(outer, str) and kinds is not None:
-                assert types.setdefault(outer, tuple(kinds)) == tuple(kinds), (outer, types[outer], kinds)
-    return types
 
 
 def attributes(generated: Generated, ranks: RankMesh, streams: Streams) -> dict[str, Any]:

@@ -10,15 +10,14 @@ padding is dropped, so no optimizer, norm or checkpoint ever sees it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autopar.ir.sharding import DATA, Dims, Mesh, Type, chunk
+from autopar.ir.sharding import Dims, Mesh, Type, chunk
+from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.layout import padded, part
 
 
@@ -39,6 +38,7 @@ class Held:
     degrees: tuple[int, ...]
     local_shape: tuple[int, ...]
     deferred: tuple[str, ...]
+    storage: Storage
 
     @property
     def is_factored(self) -> bool:
@@ -64,28 +64,17 @@ class Held:
 
 def held(name: str, dims: Dims, types: Sequence[Type], mesh: Mesh) -> Held:
     """How a parameter of the given storage types is held."""
-    tensor = [(t, d) for n, t, d in zip(mesh.names, types, mesh.degrees, strict=True) if n != DATA]
-    cuts: list[set[int]] = [set() for _ in dims.sizes]
-    for t, degree in tensor:
-        if t.kind == "S":
-            sizes = dims.sizes[t.dim]
-            cuts[t.dim] |= {t.position, t.position + 1} if sizes[t.position] % degree else {t.position}
-    shape: list[int] = []
-    begins: list[dict[int, int]] = []  # per dimension: position of an axis -> the factored dimension it begins
-    for sizes, positions in zip(dims.sizes, cuts, strict=True):
-        edges = sorted({0, *(p for p in positions if p < len(sizes))})
-        begins.append({edge: len(shape) + k for k, edge in enumerate(edges)})
-        shape += [prod(sizes[a:b]) for a, b in pairwise([*edges, len(sizes)])]
-    degrees = zip(mesh.names, types, mesh.degrees, strict=True)
+    storage = storage_of(dims, types, mesh)
     return Held(
         name=name,
         dims=dims,
         types=tuple(types),
-        shape=tuple(shape),
-        placements=tuple(Shard(begins[t.dim][t.position]) if t.kind == "S" else Replicate() for t, _ in tensor),
-        degrees=tuple(degree for _, degree in tensor),
-        local_shape=dims.local_shape(types, mesh.degrees),
-        deferred=tuple(n for n, t, degree in degrees if t.kind == "R" and degree > 1),
+        shape=storage.shape,
+        placements=tuple(Replicate() if split is None else Shard(split) for split in storage.splits),
+        degrees=storage.degrees,
+        local_shape=storage.local_shape,
+        deferred=storage.deferred,
+        storage=storage,
     )
 
 
@@ -109,7 +98,9 @@ def make_parameter(
     assert at is not None
     for index, dim, size in how.uneven():
         own = how.shape[dim] - size * at[index]
-        local = local.narrow(dim, 0, max(0, min(size, own))).contiguous()
+        local = local.narrow(dim, 0, max(0, min(size, own)))
+    if not local.is_contiguous() or how.uneven():  # else the padding would be held too
+        local = local.clone(memory_format=torch.contiguous_format)
     stride = torch.empty(how.shape, device="meta").stride()
     tensor = DTensor.from_local(
         local, tensor_mesh, how.placements, run_check=False, shape=torch.Size(how.shape), stride=stride
@@ -128,20 +119,3 @@ def local_value(parameter: torch.Tensor, how: Held) -> torch.Tensor:
         for _, dim, size in how.uneven():
             parameter = padded(parameter, dim, size)
     return parameter if parameter.shape == how.local_shape else parameter.reshape(how.local_shape)
-
-
-def zero_dim(how: Held, num_ranks: int) -> int | None:
-    """The dimension of the factored shape that ZeRO shards: the first that its ranks divide, else 0, padded.
-
-    FSDP2 takes uneven parts of dimension 0 only, and combines with another shard of one dimension where that
-    dimension is 0 and that shard even. None where nothing is left: such a parameter stays whole on data-parallel ranks.
-    """
-    sizes: list[int] = list(how.shape) if prod(how.shape) else []
-    for placement, degree in zip(how.placements, how.degrees, strict=True):
-        if sizes and isinstance(placement, Shard) and degree > 1:
-            even_first = placement.dim == 0 and how.shape[0] % degree == 0
-            sizes[placement.dim] = sizes[placement.dim] // degree if even_first else 0
-    fitting = [d for d, size in enumerate(sizes) if size and size % num_ranks == 0]
-    if fitting:
-        return fitting[0]
-    return 0 if sizes and sizes[0] else None

@@ -21,8 +21,8 @@ from autopar.rules.families.random import is_random
 from autopar.rules.registry import operator_of, rule_for
 from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
 from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
+from autopar.trace.local_graph import REWRITES
 
-RUNTIME_FUNCTIONS = frozenset({"vocab_parallel_embedding", "vocab_parallel_cross_entropy_sum"})
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 DEGREES = (2, 3)
 NUM_PAIRS = 6  # of splits on two mesh dimensions, per binding
@@ -207,7 +207,7 @@ def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degr
     steps = rule.emit(call, local) if rule.emit else (Step(call.target, call.args, call.kwargs),)
     named = {step.target for step in steps if isinstance(step.target, str)}
     if named:
-        assert named <= RUNTIME_FUNCTIONS, f"unknown runtime function in {named}"
+        assert named <= set(REWRITES), f"unknown runtime function in {named}"
         return False
     flows = [operand.differentiable for operand in call.operands]
     whole = [_leaf(t, flow) for t, flow in zip(sample.tensors, flows, strict=True)]

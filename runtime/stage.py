@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from autopar.ir.program import CallSite, Program
-from autopar.ir.stages import Stage
+from autopar.ir.stages import Stage, owners
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.execute import BlockFunction
 from autopar.runtime.holding import converted
@@ -73,15 +73,15 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.held = stage.index, held
-        owners = _owners(program, stage.calls)
-        self.segment_of = {name: at for name, at in owners.items() if at is not None}
+        owner_by_name = owners(program, stage.calls)
+        self.segment_of = {name: at for name, at in owner_by_name.items() if at is not None}
         self.segments = nn.ModuleList()
         for at in range(len(stage.calls)):
             own = {name: held[name] for name, owner in self.segment_of.items() if owner == at}
             segment = Segment(own)
             fill(segment, own)
             self.segments.append(segment)
-        shared = [name for name, at in owners.items() if at is None]
+        shared = [name for name, at in owner_by_name.items() if at is None]
         self.shared = {name: held[name] for name in (*shared, *unused)}
         fill(self, self.shared)
 
@@ -168,13 +168,3 @@ def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         return segment(lambda more, *inner: run({**own, **more}, *inner), *arguments)
 
     return outer
-
-
-def _owners(program: Program, calls: Sequence[int]) -> dict[str, int | None]:
-    """The call, by its place among `calls`, that alone uses a parameter there; None where several do (tied weights)."""
-    owners: dict[str, int | None] = {}
-    for at, index in enumerate(calls):
-        for name in program.calls[index].arguments:
-            if isinstance(name, str) and name in program.parameters:
-                owners[name] = at if owners.get(name, at) == at else None
-    return owners

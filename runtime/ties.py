@@ -14,16 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, stages_of
+from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.runtime.gradients import local_gradient, sum_over
 from autopar.runtime.mesh import RankMesh, group_of_stages
 from autopar.runtime.stage import StageModule, attribute
-
-
-def stages_by_parameter(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """The stages that take each parameter; those that none takes belong to the first."""
-    found = {name: tuple(s.index for s in stages if name in s.parameters) for name in program.parameters}
-    return {name: held or (0,) for name, held in found.items()} | dict.fromkeys(program.unused, (0,))
 
 
 def held_names(program: Program, plan: Plan, stage_rank: int) -> set[str]:
@@ -64,9 +58,11 @@ class Ties:
         """Add up the gradients of all copies, on this rank and on others."""
         for first, twins in self._twins(modules):
             for twin in twins:
-                if twin.grad is not None:
-                    first.grad = twin.grad if first.grad is None else first.grad + twin.grad
-                    twin.grad = None
+                if first.grad is None:
+                    first.grad = twin.grad
+                elif twin.grad is not None:
+                    _local(first.grad).add_(_local(twin.grad))
+                twin.grad = None
         for ranks, group in self._groups.items():
             names = [name for name in self.names if self._ranks_of[name] == ranks and self._own_rank in ranks]
             gradients = []

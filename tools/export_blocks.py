@@ -3,7 +3,7 @@
     python tools/export_blocks.py            all families
     python tools/export_blocks.py llama      some
 
-Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled at tp = 2 with and
+Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled at tp = 4 with and
 without sequence parallelism; sizes become the symbols of `autopar.cost_model.expressions`. `exported` is what the
 tests compare the files with.
 """
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from autopar.cost_model.block_export import block_works
 from autopar.cost_model.expressions import ROLES, BlockWork, Expr, Family, symbol, to_json
@@ -27,11 +29,13 @@ from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.planning import capture_for, choose_labels
 
+TP = 4
 FOLDER = Path(__file__).resolve().parent.parent / "cost_model" / "blocks"
-# pairwise distinct, as are their halves, quarters, sums and quotients that models make of them
+# in proportions of real models, so that labels are theirs, and pairwise distinct, as are the halves, quarters, sums and
+# quotients that models make of them
 SIZES = {
-    "b": 34, "s": 22, "h": 380, "a": 20, "g": 4, "e": 14, "f": 122, "v": 202, "l": 46, "x": 58, "y": 3, "m": 62,
-    "w": 74, "q": 94, "c": 82, "r": 26, "u": 118,
+    "b": 4, "s": 44, "h": 380, "a": 20, "g": 4, "e": 14, "f": 1236, "v": 2020, "l": 68, "x": 8, "y": 3, "m": 248,
+    "w": 296, "q": 92, "c": 76, "r": 52, "u": 116,
 }  # fmt: skip
 
 
@@ -66,7 +70,7 @@ _LLAMA = {
 }
 _SQUARE = {"h": 280}  # the heads together are as wide as the model: h = a·e
 _NO_WINDOW = {"sliding_window": None}
-_ALIGNED = {"h": 760, "m": 248, "w": 296}  # rows of grouped products are multiples of 16 bytes
+_ALIGNED = {"h": 760}  # rows of grouped products are multiples of 16 bytes
 _MOE = {**_LLAMA, "num_experts": "x", "num_experts_per_tok": "y", "moe_intermediate_size": "m"}
 CAPTURES: Mapping[str, Capture] = {
     "gpt2": Capture(
@@ -114,6 +118,22 @@ CAPTURES: Mapping[str, Capture] = {
         sizes={"a": 36, "h": 504},
         names=(("a/g", 2),),
     ),
+    "falcon-mqa": Capture(
+        model_type="falcon",
+        config={
+            "hidden_size": "h",
+            "ffn_hidden_size": "f",
+            "num_attention_heads": "a",
+            "vocab_size": "v",
+            "num_hidden_layers": 2,
+            "multi_query": True,
+            "parallel_attn": True,
+            "new_decoder_architecture": False,
+        },
+        symbols="haefv",
+        sizes={"a": 36, "h": 504},
+        names=(("a", 2),),
+    ),
     "gpt-neox": Capture(
         model_type="gpt_neox",
         config={
@@ -128,17 +148,12 @@ CAPTURES: Mapping[str, Capture] = {
         sizes={"h": 800, "e": 40},
         rotated=Fraction(1, 4),
     ),
-    "mpt": Capture(
-        model_type="mpt",
-        config={"d_model": "h", "n_heads": "a", "expansion_ratio": 4, "vocab_size": "v", "n_layers": 2},
-        symbols="haefv",
-        sizes={"h": 280, "f": 1120},
-    ),
+    "mpt": Capture(model_type="mpt", config={}, symbols="haefvl", sizes=_SQUARE),
     "mixtral": Capture(
         model_type="mixtral",
         config={**_LLAMA, "intermediate_size": "m", "num_local_experts": "x", "num_experts_per_tok": "y"},
         symbols="hagevxym",
-        sizes=_ALIGNED,
+        sizes={**_ALIGNED, "m": 2488},
     ),
     "qwen2-moe": Capture(
         model_type="qwen2_moe",
@@ -146,7 +161,9 @@ CAPTURES: Mapping[str, Capture] = {
         symbols="hagevxymw",
         sizes=_ALIGNED,
     ),
-    "qwen3-moe": Capture(model_type="qwen3_moe", config=_MOE, symbols="hagevxym", sizes=_ALIGNED),
+    "qwen3-moe": Capture(
+        model_type="qwen3_moe", config={**_MOE, "norm_topk_prob": True}, symbols="hagevxym", sizes=_ALIGNED
+    ),
     "deepseek-v3": Capture(
         model_type="deepseek_v3",
         config={
@@ -158,7 +175,7 @@ CAPTURES: Mapping[str, Capture] = {
             "n_routed_experts": "x",
             "num_experts_per_tok": "y",
             "moe_intermediate_size": "m",
-            "n_shared_experts": 1,
+            "n_shared_experts": 2,
             "n_group": 1,
             "topk_group": 1,
             "q_lora_rank": "q",
@@ -170,8 +187,8 @@ CAPTURES: Mapping[str, Capture] = {
             "num_hidden_layers": 4,
             "max_position_embeddings": 64,
         },
-        symbols="haefvxymqcru",
-        sizes=_ALIGNED,
+        symbols="haefvxymwqcru",
+        sizes={**_ALIGNED, "w": 496},
         names=(
             ("e", "r"),
             ("c", "r"),
@@ -190,7 +207,7 @@ def by_size(capture: Capture) -> dict[int, Expr]:
         if found.setdefault(size, what) != what:
             raise ValueError(f"{capture.model_type}: size {size} is both {found[size]} and {what}; choose other sizes")
 
-    for each in capture.symbols:
+    for each in ("s", *capture.symbols):  # the batch is known by its axis
         name(capture.size(each), symbol(each))
     if "r" in capture.symbols:
         name(capture.size("r") // 2, symbol("r") / 2)
@@ -219,20 +236,67 @@ def _quotient(capture: Capture, text: str) -> tuple[int, Expr]:
     return capture.size(above) // capture.size(below), symbol(above) / symbol(below)
 
 
-def captured(capture: Capture) -> Program:
-    """The captured model of a family."""
+class MptBlock(nn.Module):
+    """A layer of MPT as llm-foundry trains it, with attention in one kernel; transformers has it in pieces only."""
+
+    def __init__(self, h: int, a: int, f: int) -> None:
+        super().__init__()
+        self.heads = a
+        self.norm_1, self.norm_2 = nn.LayerNorm(h, bias=False), nn.LayerNorm(h, bias=False)
+        self.Wqkv, self.out_proj = nn.Linear(h, 3 * h, bias=False), nn.Linear(h, h, bias=False)
+        self.up_proj, self.down_proj = nn.Linear(h, f, bias=False), nn.Linear(f, h, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, s, h) -> (b, s, h)"""
+        parts = self.Wqkv(self.norm_1(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out_proj(mixed.transpose(1, 2).flatten(2))
+        out: torch.Tensor = x + self.down_proj(F.gelu(self.up_proj(self.norm_2(x))))
+        return out
+
+
+class Mpt(nn.Module):
+    """MPT with learned positions and a tied head (mosaicml/llm-foundry, `llmfoundry/models/mpt/modeling_mpt.py`)."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        h, a, f, v, positions = (capture.size(name) for name in "hafvl")
+        self.wte, self.wpe = nn.Embedding(v, h), nn.Embedding(positions, h)
+        self.blocks = nn.ModuleList(MptBlock(h, a, f) for _ in range(2))
+        self.norm_f = nn.LayerNorm(h, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Token ids and targets, (b, s) -> mean loss"""
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm_f(x), self.wte.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def model_of(capture: Capture) -> nn.Module:
+    """A family's model on meta, in bfloat16 and training mode."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    fields = {key: capture.size(value) if isinstance(value, str) and value in SIZES else value
-              for key, value in capture.config.items()}  # fmt: skip
-    config = transformers.CONFIG_MAPPING[capture.model_type](**fields, bos_token_id=0, eos_token_id=1, pad_token_id=0)
-    config.use_cache = False
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        if capture.model_type == "mpt":
+            return Mpt(capture).to(torch.bfloat16).train()
+        sizes = {key: capture.size(value) if isinstance(value, str) and value in SIZES else value
+                 for key, value in capture.config.items()}  # fmt: skip
+        tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+        config = transformers.CONFIG_MAPPING[capture.model_type](**sizes, **tokens)
+        config.use_cache = False
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return model.train()
+
+
+def captured(capture: Capture) -> Program:
+    """The captured model of a family."""
     ids = torch.empty(capture.size("b"), capture.size("s"), dtype=torch.long, device="meta")
-    degrees = Degrees(tp=2, micro_batch=capture.size("b"))
-    return capture_for(model, {"input_ids": ids, "labels": ids.clone()}, degrees)
+    degrees = Degrees(tp=TP, micro_batch=capture.size("b"))
+    return capture_for(model_of(capture), {"input_ids": ids, "labels": ids.clone()}, degrees)
 
 
 def exported(name: str) -> Family[Expr]:
@@ -242,7 +306,7 @@ def exported(name: str) -> Family[Expr]:
     roles = roles_of(name, program)
     found: dict[str, list[tuple[str, BlockWork[Expr]]]] = {}
     for variant in ("tp", "sp"):
-        degrees = Degrees(tp=2, micro_batch=capture.size("b"), sequence_parallel=variant == "sp")
+        degrees = Degrees(tp=TP, micro_batch=capture.size("b"), sequence_parallel=variant == "sp")
         cluster = ClusterSpec.parse("8xa100-80gb")
         degrees, analysis, labelling = choose_labels(program, cluster, degrees)
         works = block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=by_size(capture), roles=roles)
@@ -251,7 +315,8 @@ def exported(name: str) -> Family[Expr]:
             if earlier is None:
                 found.setdefault(role, []).append((variant, works[index]))
     blocks = tuple((role, tuple(found[role])) for role in ROLES if role in found)
-    return Family(name=name, source=f"transformers {capture.model_type}, bfloat16", blocks=blocks)
+    source = "llm-foundry" if name == "mpt" else "transformers"
+    return Family(name=name, source=f"{source} {capture.model_type}, bfloat16", blocks=blocks)
 
 
 def roles_of(name: str, program: Program) -> dict[int, str]:

@@ -1,20 +1,22 @@
 """Fit the constants of the cost model to the published runs in ``benchmarks/data``, and write them where they stand.
 
     python tools/fit_cost_model.py            fit on the core rows, print what changes, write profiles and mechanisms
-    python tools/fit_cost_model.py --check    print errors in sample and with each source left out; write nothing
+    python tools/fit_cost_model.py --check    errors in sample and with each source left out of the fit; writes the
+                                              predictions for sources left out, nothing else
 
 The loss is the pseudo-Huber of log(predicted / measured), each source weighing as the square root of its rows, plus a
 pull of every constant towards its prior: a constant that the runs say nothing of stays where its source puts it. At
-most one constant is fitted for ten rows.
+most one constant is fitted for ten rows. Priors stand in `PRIORS`, so that fitting twice changes nothing.
 """
 
 import argparse
-import json
+import csv
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,135 +25,143 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from autopar.cost_model.device_profile import Call, DeviceProfile, LinkProfile
-from autopar.cost_model.mechanisms import Mechanisms, mechanisms
+from autopar.cost_model.folds import folds
+from autopar.cost_model.mechanisms import Mechanisms, dump_mechanisms, mechanisms
+from autopar.cost_model.profile_file import dump_profile
 from autopar.cost_model.row import Row, read_rows
 from autopar.cost_model.row_estimate import Group, prepare
 from autopar.cost_model.shipped_profiles import shipped_profiles
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data" / "published_runs.csv"
+LEFT_OUT = ROOT / "benchmarks" / "results" / "left_out_predictions.csv"
+PROFILES = ROOT / "autopar" / "presets" / "profiles"
 PART = 0.95  # of a figure of the data sheet that anything can reach
 SCALE = 0.08  # errors below count squared, above by their size
-GPU = ("v100", "a100", "h100", "h100-500w", "b200", "mi300", "default")
+PULL = 0.5  # of a constant that is one deviation from its prior
+GPU = ("a100", "v100", "h100", "h100-500w", "b200", "mi300", "default")
+# 16-bit FLOP/s of one multiprocessor over an A100's: a product's start and end cost the more of k
+RATE = {"v100": 125 / 80, "a100": 312 / 108, "b200": 2250 / 148, "h100": 989 / 132}
 Profiles = dict[str, DeviceProfile]
 World = tuple[Profiles, Mechanisms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """One number: how to read it, and the world with another value. `freedom`: deviation of its log around the prior, `most`
-    what it can be."""
+    """One number: its prior, how far from it it may lie (a deviation of its logarithm) and how large it can be.
+
+    `put` gives the world with another value; `paths` are its places in the files of `owners` (profiles), or its name
+    among the mechanisms.
+    """
 
     name: str
+    prior: float
     freedom: float
     most: float
-    get: Callable[[World], float]
     put: Callable[[World, float], World]
+    owners: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
-def _mechanism(name: str, freedom: float, most: float = math.inf) -> Constant:
+def _mechanism(name: str, prior: float, freedom: float, most: float = math.inf) -> Constant:
     return Constant(
-        name=f"mechanisms.{name}",
+        name=name,
+        prior=prior,
         freedom=freedom,
         most=most,
-        get=lambda world: float(getattr(world[1], name)),
         put=lambda world, value: (world[0], replace(world[1], **{name: value})),
     )
 
 
 def _profile(
-    name: str,
+    paths: Sequence[str],
     owners: Sequence[str],
+    prior: float,
     freedom: float,
-    get: Callable[[DeviceProfile], float],
-    put: Callable[[DeviceProfile, float], DeviceProfile],
+    change: Callable[[DeviceProfile, float], DeviceProfile],
     most: float = math.inf,
 ) -> Constant:
     return Constant(
-        name=name,
+        name=f"{owners[0] if len(owners) < len(GPU) else 'gpu'}.{paths[0]}",
+        prior=prior,
         freedom=freedom,
         most=most,
-        get=lambda world: get(world[0][owners[0]]),
         put=lambda world, value: (
-            {key: put(one, value) if key in owners else one for key, one in world[0].items()},
+            {key: change(one, value) if key in owners else one for key, one in world[0].items()},
             world[1],
         ),
+        owners=tuple(owners),
+        paths=tuple(paths),
     )
 
 
-def _efficiency(owner: str, dtypes: Sequence[str], freedom: float) -> Constant:
-    def put(profile: DeviceProfile, value: float) -> DeviceProfile:
-        return replace(
-            profile, efficiency={**profile.efficiency, **{d: value for d in dtypes if d in profile.efficiency}}
-        )
+def _efficiency(owner: str, dtypes: Sequence[str], prior: float) -> Constant:
+    def change(profile: DeviceProfile, value: float) -> DeviceProfile:
+        mine = {dtype: value for dtype in dtypes if dtype in profile.efficiency}
+        return replace(profile, efficiency={**profile.efficiency, **mine})
 
-    return _profile(f"{owner}.efficiency.{dtypes[0]}", [owner], freedom, lambda p: p.efficiency[dtypes[0]], put, PART)
-
-
-def _attention(owners: Sequence[str], freedom: float) -> Constant:
-    def put(profile: DeviceProfile, value: float) -> DeviceProfile:
-        ratio = value / profile.attention.forward
-        attention = replace(profile.attention, forward=value, backward=profile.attention.backward * ratio)
-        return replace(profile, attention=attention)
-
-    return _profile(f"{owners[0]}.attention.forward", owners, freedom, lambda p: p.attention.forward, put, PART)
+    return _profile([f"efficiency.{dtype}" for dtype in dtypes], [owner], prior, 0.15, change, PART)
 
 
-def _link(tier: Any, field: str, freedom: float) -> Constant:
-    def put(profile: DeviceProfile, value: float) -> DeviceProfile:
+def _attention(owners: Sequence[str], prior: float) -> Constant:
+    def change(profile: DeviceProfile, value: float) -> DeviceProfile:
+        ratio = profile.attention.backward / profile.attention.forward
+        return replace(profile, attention=replace(profile.attention, forward=value, backward=value * ratio))
+
+    return _profile(["attention.forward", "attention.backward"], owners, prior, 0.2, change, PART)
+
+
+def _k_half(prior: float) -> Constant:
+    def change(profile: DeviceProfile, value: float) -> DeviceProfile:
+        faster = RATE.get(profile.name, RATE["h100"]) / RATE["a100"]
+        return replace(profile, tile=replace(profile.tile, k_half=value * faster))
+
+    return _profile(["tile.k_half"], GPU, prior, 0.4, change)
+
+
+def _link(tier: Any, field: str, prior: float, freedom: float) -> Constant:
+    def change(profile: DeviceProfile, value: float) -> DeviceProfile:
         usual: Call = replace(profile.links[tier].usual, **{field: value})
         link: LinkProfile = replace(profile.links[tier], usual=usual)
         return replace(profile, links={**profile.links, tier: link})
 
-    return _profile(
-        f"gpu.{tier}.{field}", GPU, freedom, lambda p: float(getattr(p.links[tier].usual, field)), put, PART
-    )
+    return _profile([f"links.{tier}.{field}"], GPU, prior, freedom, change, PART)
+
+
+def _number(field: str, path: str, prior: float, freedom: float, most: float = math.inf) -> Constant:
+    def change(profile: DeviceProfile, value: float) -> DeviceProfile:
+        changes: dict[str, Any] = {field: value}
+        return replace(profile, **changes)
+
+    return _profile([path], GPU, prior, freedom, change, most)
 
 
 def constants() -> list[Constant]:
-    """Everything that is fitted."""
+    """Everything that is fitted, with its prior."""
     wide = ("float16", "bfloat16")
     return [
-        *(_efficiency(owner, wide, 0.15) for owner in ("v100", "a100", "h100", "h100-500w", "b200")),
-        *(_efficiency(owner, ("float8",), 0.15) for owner in ("h100", "h100-500w", "b200")),
-        *(_attention(owners, 0.2) for owners in (("a100",), ("h100", "h100-500w"), ("b200",))),
-        _profile(
-            "gpu.memory_efficiency",
-            GPU,
-            0.06,
-            lambda p: p.memory_efficiency,
-            lambda p, v: replace(p, memory_efficiency=v),
-            PART,
-        ),
-        _profile(
-            "gpu.tile.k_half",
-            GPU,
-            0.4,
-            lambda p: p.tile.k_half,
-            lambda p, v: replace(p, tile=replace(p.tile, k_half=v)),
-        ),
-        _profile("gpu.launch_s", GPU, 0.4, lambda p: p.launch_s, lambda p, v: replace(p, launch_s=v)),
-        _profile("gpu.host_launch_s", GPU, 0.4, lambda p: p.host_launch_s, lambda p, v: replace(p, host_launch_s=v)),
-        _profile(
-            "gpu.overlap_slowdown-1",
-            GPU,
-            0.5,
-            lambda p: p.overlap_slowdown - 1,
-            lambda p, v: replace(p, overlap_slowdown=1 + v),
-        ),
-        _link("in_host", "efficiency", 0.1),
-        _link("inter_host", "efficiency", 0.1),
-        _mechanism("first_attention", 0.2),
-        _mechanism("native_attention", 0.15),
-        _mechanism("misaligned", 0.4),
-        _mechanism("lean_dispatch", 0.5),
-        _mechanism("async_hidden", 0.5, PART),
-        _mechanism("pipelined_hidden", 0.3, PART),
-        _mechanism("message_exposed", 0.5, 1.0),
-        _mechanism("gradient_window", 0.3, 1.0),
-        _mechanism("broadcast_s", 0.5),
-        _mechanism("straggler", 0.7, 0.03),
-        _mechanism("step_s", 0.7),
+        *(_efficiency(owner, wide, prior) for owner, prior in (("v100", 0.75), ("a100", 0.85), ("h100", 0.75))),
+        *(_efficiency(owner, wide, prior) for owner, prior in (("h100-500w", 0.65), ("b200", 0.7))),
+        *(_efficiency(owner, ("float8",), 0.65) for owner in ("h100", "h100-500w", "b200")),
+        _attention(["a100"], 0.7),
+        _attention(["h100", "h100-500w"], 0.35),
+        _attention(["b200"], 0.3),
+        _k_half(256),
+        _number("memory_efficiency", "memory_efficiency", 0.85, 0.06, PART),
+        _number("launch_s", "launch_us", 4e-6, 0.15),
+        _number("host_launch_s", "host_launch_us", 25e-6, 0.4),
+        _link("in_host", "efficiency", 0.8, 0.1),
+        _link("inter_host", "efficiency", 0.8, 0.1),
+        _mechanism("first_attention", 0.75, 0.2),
+        _mechanism("native_attention", 1.6, 0.15),
+        _mechanism("misaligned", 6.0, 0.4),
+        _mechanism("lean_dispatch", 0.3, 0.5, 1.0),
+        _mechanism("pipelined_hidden", 0.6, 0.3, PART),
+        _mechanism("message_exposed", 0.5, 0.5, 1.0),
+        _mechanism("gradient_window", 0.8, 0.3, 1.0),
+        _mechanism("broadcast_s", 0.002, 0.5),
+        _mechanism("straggler", 0.008, 0.3, 0.03),
+        _mechanism("step_s", 0.01, 0.7),
     ]
 
 
@@ -166,17 +176,18 @@ class Runs:
     def predict(self, world: World) -> NDArray[np.float64]:
         found = np.full(len(self.rows), np.nan)
         for group in self.groups:
-            step = group.step(world[1], world[0][group.profile.name])
-            found[list(group.indices)] = step.seconds
+            found[list(group.indices)] = group.step(world[1], world[0][group.profile.name]).seconds
         return found
 
     def weights(self) -> NDArray[np.float64]:
         counts = Counter(row.source_key for row in self.rows)
         found = np.array([1 / math.sqrt(counts[row.source_key]) for row in self.rows])
-        return found / found.mean()
+        scaled: NDArray[np.float64] = found / found.mean()
+        return scaled
 
 
 def runs(rows: Sequence[Row]) -> Runs:
+    """The rows with a stated or derived step time that the model takes."""
     kept = [row for row in rows if row.step_time_s or row.step_time_derived_s]
     groups, unmodelled = prepare([row.without_result() for row in kept])
     assert not unmodelled, list(unmodelled.values())[:3]
@@ -184,75 +195,96 @@ def runs(rows: Sequence[Row]) -> Runs:
     return Runs(rows=tuple(kept), groups=tuple(groups), measured_s=measured)
 
 
-def fit(found: Runs, prior: World, *, rounds: int = 25) -> World:
-    """The world whose constants make the loss least."""
-    chosen, weights = constants(), found.weights()
-    start = [one.get(prior) for one in chosen]
+def shipped() -> World:
+    """The numbers that stand in the files."""
+    return dict(shipped_profiles()), mechanisms()
 
-    def world_at(logs: NDArray[np.float64]) -> World:
-        world = prior
-        for one, value, log in zip(chosen, start, logs, strict=True):
-            world = one.put(world, min(one.most, value * math.exp(log * one.freedom)))
-        return world
+
+def fit(found: Runs, *, rounds: int = 20) -> tuple[World, list[float]]:
+    """The world whose constants make the loss least, and their values."""
+    chosen, weights = constants(), found.weights()
+
+    def values_at(logs: NDArray[np.float64]) -> list[float]:
+        return [min(one.most, one.prior * math.exp(log * one.freedom)) for one, log in zip(chosen, logs, strict=True)]
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        error = np.log(found.predict(world_at(logs)) / found.measured_s) * weights
+        error = np.log(found.predict(_world(values_at(logs))) / found.measured_s) * weights
         huber = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + (error / SCALE) ** 2) - 1))
-        return np.concatenate([huber, 0.5 * logs])
+        return np.concatenate([huber, PULL * logs])
 
     solution = least_squares(residuals, np.zeros(len(chosen)), bounds=(-3, 3), max_nfev=rounds, diff_step=3e-3)
-    return world_at(solution.x)
+    values = [float(f"{value:.4g}") for value in values_at(solution.x)]
+    return _world(values), values
+
+
+def _world(values: Sequence[float]) -> World:
+    world = shipped()
+    for one, value in zip(constants(), values, strict=True):
+        world = one.put(world, value)
+    return world
 
 
 def report(found: Runs, predicted: NDArray[np.float64]) -> None:
+    """Errors by source."""
     error = predicted / found.measured_s - 1
     sources = np.array([row.source_key for row in found.rows])
     for source in [*sorted(set(sources)), "all"]:
         one = error[(sources == source) | (source == "all")]
         one = one[np.isfinite(one)]
         if len(one):
-            low, high = np.median(abs(one)), np.quantile(abs(one), 0.9)
-            print(f"{source:20s} n={len(one):3d} median={low:.3f} p90={high:.3f} bias={np.median(one):+.3f}")
+            middle, high = np.median(abs(one)), np.quantile(abs(one), 0.9)
+            print(f"{source:20s} n={len(one):3d} median={middle:.3f} p90={high:.3f} bias={np.median(one):+.3f}")
 
 
-def leave_one_out(rows: Sequence[Row], prior: World) -> None:
+def leave_one_out(rows: Sequence[Row], *, rounds: int) -> None:
     """Every source predicted by a fit on the others, where its device and precision occur among them."""
     whole = runs(rows)
     predicted = np.full(len(whole.rows), np.nan)
-
-    def kind(row: Row) -> tuple[str | None, bool]:
-        return row.gpu_type, row.precision == "fp8"
-
-    for source in sorted({row.source_key or "" for row in whole.rows}):
-        others = runs([row for row in rows if row.source_key != source])
-        seen = {kind(row) for row in others.rows}
-        world = fit(others, prior, rounds=12)
-        mine = whole.predict(world)
-        for i, row in enumerate(whole.rows):
-            if row.source_key == source and kind(row) in seen:
-                predicted[i] = mine[i]
-    print("each source left out of the fit, where its device and precision occur elsewhere:")
+    for fold in folds(whole.rows):
+        world, _ = fit(runs([whole.rows[i] for i in fold.train]), rounds=rounds)
+        predicted[list(fold.test)] = whole.predict(world)[list(fold.test)]
+        print(f"  without {fold.source}: {len(fold.test)} rows", flush=True)
     report(whole, predicted)
+    with LEFT_OUT.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "seconds"])
+        writer.writerows([row.id, f"{p:.6g}"] for row, p in zip(whole.rows, predicted, strict=True) if np.isfinite(p))
+
+
+def write(world: World, num_rows: int) -> None:
+    """The fitted numbers into the files, each with its prior and the rows that it was fitted on."""
+    sources: dict[str, str] = {}
+    written: dict[str, dict[str, str]] = {name: {} for name in GPU}
+    for one in constants():
+        text = f"fitted on {num_rows} published runs by tools/fit_cost_model.py, {date.today()}; prior {one.prior:g}"
+        if not one.owners:
+            sources[one.name] = text
+        for owner in one.owners:
+            written[owner] |= dict.fromkeys(one.paths, text)
+    for name, texts in written.items():
+        profile = world[0][name]
+        known = {path: text for path, text in texts.items() if path in profile.sources}
+        dump_profile(replace(profile, sources={**profile.sources, **known}), PROFILES / f"{name}.yaml")
+    dump_mechanisms(world[1], sources, ROOT / "cost_model" / "mechanisms.yaml")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--check", action="store_true", help="leave sources out instead of writing")
+    parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args(arguments)
     rows = [row for row in read_rows(DATA) if row.tier == "core"]
-    prior: World = (dict(shipped_profiles()), mechanisms())
+    if options.check:
+        leave_one_out(rows, rounds=options.rounds)
+        return 0
     found = runs(rows)
     print(f"{len(constants())} constants, {len(found.rows)} rows")
-    report(found, found.predict(prior))
-    world = fit(found, prior, rounds=options.rounds)
-    for one in constants():
-        print(f"  {one.name:32s} {one.get(prior):.4g} -> {one.get(world):.4g}")
+    world, values = fit(found, rounds=options.rounds)
+    for one, value in zip(constants(), values, strict=True):
+        print(f"  {one.name:32s} {one.prior:.4g} -> {value:.4g}")
     report(found, found.predict(world))
-    if options.check:
-        leave_one_out(rows, prior)
-        return 0
-    json.dump({one.name: one.get(world) for one in constants()}, open("/tmp/proto/fitted.json", "w"), indent=1)
+    write(world, len(found.rows))
     return 0
 
 

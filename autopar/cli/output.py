@@ -75,6 +75,20 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
+def progress_bar(text: str, *, shown: bool = True) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr while something runs; yields a function of (done, in all, what is next). Silent without a
+    terminal, as `progress` is."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    screen = console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    bar = Progress(*columns, console=screen, transient=True, disable=not (shown and screen.is_terminal))
+    task = bar.add_task(text, total=None)
+    with bar, _quiet_logging():
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+@contextmanager
 def _quiet_logging() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

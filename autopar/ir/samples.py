@@ -6,7 +6,7 @@
     products     dtype                             count, m, n, k: batched, as in attention       FLOP
     attention    dtype                             count, m, n, k, is_causal, is_backward         FLOP, forward
     memory       what runs                         -                                              bytes moved
-    launch       "device", "host"                  -                                              operators
+    launch       "device", "host"                  trains                                         operators
     collective   kind                              ranks, hosts                                   bytes of the whole
     overlap      "compute", "communicate", "both"  -                                              1
 """

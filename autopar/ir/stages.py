@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopar.errors import PlanError
+from autopar.ir.plan import Degrees
 from autopar.ir.program import Block, CallSite, Program
 
 if TYPE_CHECKING:
@@ -35,6 +36,49 @@ class Stage:
 def main_calls(program: Program) -> list[int]:
     """Indices of the calls that a step runs forward and backward."""
     return [index for index, call in enumerate(program.calls) if call.phase == "main"]
+
+
+def needed_results(program: Program, *, outputs: bool = False) -> list[list[str]]:
+    """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.
+
+    With `outputs` those of evaluation, which drops new values of buffers.
+    """
+    used = {a for call in program.calls for a in call.arguments} | program.invariant
+    if outputs:
+        used = (used - set(program.updates.values())) | set(program.outputs.values())
+    return [
+        [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in program.uses_of_block(i))]
+        for i, block in enumerate(program.blocks)
+    ]
+
+
+def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> frozenset[int]:
+    """The calls whose inner values are computed again: of each stage the first repeated blocks, or all blocks where
+    none repeats."""
+    if degrees.recompute == "none":
+        return frozenset()
+    repeated = {i for i, call in enumerate(program.calls) if len(program.uses_of_block(call.block)) > 1}
+    found: set[int] = set()
+    for stage in stages:
+        own = [i for i in stage.calls if i in repeated or not repeated]
+        found.update(own[: degrees.recompute_blocks])
+    return frozenset(found)
+
+
+def stages_by_parameter(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """The stages that take each parameter; those that none takes belong to the first."""
+    found = {name: tuple(s.index for s in stages if name in s.parameters) for name in program.parameters}
+    return {name: held or (0,) for name, held in found.items()} | dict.fromkeys(program.unused, (0,))
+
+
+def owners(program: Program, calls: Sequence[int]) -> dict[str, int | None]:
+    """The call, by its place among `calls`, that alone uses a parameter there; None where several do (tied weights)."""
+    found: dict[str, int | None] = {}
+    for at, index in enumerate(calls):
+        for name in program.calls[index].arguments:
+            if isinstance(name, str) and name in program.parameters:
+                found[name] = at if found.get(name, at) == at else None
+    return found
 
 
 def stages_of(program: Program, cuts: Sequence[int], recomputed: Sequence[str] = ()) -> tuple[Stage, ...]:

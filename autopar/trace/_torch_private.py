@@ -18,9 +18,10 @@ from torch.distributed._local_tensor import (
     maybe_disable_local_tensor_mode,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,9 +116,64 @@ def finish_fsdp_backward(model: nn.Module) -> None:
     state._root_post_backward_final_callback()
 
 
+def backward_of_inputs(
+    outputs: Sequence[torch.Tensor],
+    grads: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[Any],
+) -> Any:
+    """The first part of a backward pass as torch's pipeline stages run it; what `backward_of_weights` takes."""
+    return _backward.stage_backward_input(list(outputs), list(grads), list(inputs), iter(weights))[1]
+
+
+def backward_of_weights(weights: Sequence[Any], rest: Any) -> None:
+    """The second part; gradients are in ``.grad``."""
+    _backward.stage_backward_weight(iter(weights), rest)
+
+
 def is_profiling() -> bool:
     """Whether a profiler of torch records this thread; costs less than a range that nobody records."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells the storage of a tensor from all others that live."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Bytes of the storages that operators make in this context and that live, and the most that ever lived.
+
+    Storages of the given tensors, which were made before, are left out.
+    """
+
+    def __init__(self, outside: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outside = {storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def bytes(self) -> int:
+        """Of what lives now."""
+        self._live = {at: held for at, held in self._live.items() if not held[0].expired()}
+        return sum(size for _, size in self._live.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        grows = False
+        for value in pytree.tree_leaves(out):
+            if isinstance(value, torch.Tensor) and storage_id(value) not in self._outside:
+                at, storage = storage_id(value), value.untyped_storage()
+                if at not in self._live or self._live[at][0].expired():
+                    self._live[at], grows = (StorageWeakRef(storage), storage.nbytes()), True
+        if grows:
+            self.peak_bytes = max(self.peak_bytes, self.bytes())
+        return out
+
+
+def live_storages(outside: Sequence[Any]) -> LiveStorages:
+    """A context that counts what operators make inside it, but for the storages of some tensors."""
+    return LiveStorages(outside)
 
 
 class _Watch(TorchDispatchMode):

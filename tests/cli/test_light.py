@@ -23,6 +23,8 @@ LIGHT_COMMANDS = (
     ["doctor", "--ranks", "0"],
     ["validate", "--help"],
     ["validate", "no_such.csv"],
+    ["calibrate", "--help"],
+    ["calibrate", "--ranks", "0", "--minutes", "0"],
     ["models"],
     ["clusters", "--json"],
     ["plan", "lama3-8b", "--cluster", "4xcpu"],
@@ -56,7 +58,19 @@ def test_version() -> None:
 
 def test_every_command_has_help() -> None:
     top = autopar("--help").stdout
-    for command in ("plan", "estimate", "coverage", "verify", "trace", "validate", "doctor", "models", "clusters"):
+    commands = (
+        "plan",
+        "estimate",
+        "coverage",
+        "verify",
+        "trace",
+        "validate",
+        "doctor",
+        "calibrate",
+        "models",
+        "clusters",
+    )
+    for command in commands:
         assert command in top
         assert autopar(command, "--help").exit_code == 0
 

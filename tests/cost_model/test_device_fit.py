@@ -143,6 +143,16 @@ def test_planted_links_are_found(tier: Tier) -> None:
         assert reached == pytest.approx(call.efficiency * 2e10, rel=0.03)
 
 
+def test_with_one_size_of_group_as_much_as_possible_counts_as_hops() -> None:
+    """Else larger groups would cost no more than small ones."""
+    pairs = [s for s in collectives(planted_links(2e10, 1e-5)) if s.work.numbers["ranks"] == 2]
+    profile = fit_links(pairs)["in_host"].profile
+    least = min(
+        (call.call_s + steps * 1e-5) / steps for call, steps in ((kinds["all_gather"], 1), (kinds["all_reduce"], 2))
+    )
+    assert profile.link is not None and profile.link.latency_s == pytest.approx(least, rel=0.1)
+
+
 def test_known_links_keep_their_figures() -> None:
     link = Link(bytes_per_s=3e11, latency_s=3e-6, name="NVLink")
     usual = Call(efficiency=0.7, call_s=1e-5)
@@ -162,6 +172,14 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
     assert found.sources["memory_efficiency"].startswith("measured 2026-11-21")
     assert found.sources["tile.m"] == base.sources["tile.m"]
     assert set(found.fit) == {"memory"}
+
+
+def test_a_cpu_launches_and_computes_in_one_thread() -> None:
+    works = [Work(part="launch", name=name, amount=100) for name in ("device", "host")]
+    samples = [Sample(work=work, seconds=seconds) for work, seconds in zip(works, (2e-4, 5e-4), strict=True)]
+    cpu = Setting(device=replace(DEVICE, device_type="cpu"), base=device_profile("cpu"), measured=MEASURED)
+    for found, host_s in ((fit_profile(samples, cpu), 3e-6), (fit_profile(samples, setting()), 5e-6)):
+        assert (found.launch_s, found.host_launch_s) == (pytest.approx(2e-6), pytest.approx(host_s))
 
 
 def test_unknown_figures_are_the_best_that_was_measured() -> None:

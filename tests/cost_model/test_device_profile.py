@@ -189,8 +189,11 @@ def test_the_part_that_tiling_leaves(m: int, n: int, k: int, count: int, scale: 
     assert 0 < part < 1
     assert float(tile_part(tile, m, n, k * scale, count)) >= part
     assert float(tile_part(tile, m, n, k, count * scale)) >= part
+    waves = m * n * count  # of full tiles; a quarter of one is lost
     whole = float(tile_part(tile, 128 * m, 64 * n, k, 108 * count))
-    assert whole == pytest.approx(k / (k + 200))
+    assert whole == pytest.approx(waves / (waves + 0.25) * k / (k + 200))
+    alone = float(tile_part(replace(tile, units=1), 128 * m, 64 * n, k, count))  # one unit has no waves
+    assert alone == pytest.approx(k / (k + 200))
     several = tile_part(tile, np.array([m, n]), np.array([n, m]), k, count)
     assert several.shape == (2,) and several[0] == pytest.approx(part)
 

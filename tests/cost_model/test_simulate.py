@@ -14,6 +14,7 @@ from autopar.cost_model.pipelines import (
     step_s,
     unequal_1f1b_lower_s,
     unequal_step_s,
+    warm_up_passes,
 )
 from autopar.cost_model.simulate import Orders, StageSeconds, equal_stages, peak_held_bytes, simulate
 from autopar.errors import PlanError
@@ -54,6 +55,8 @@ def test_agrees_with_the_closed_form(schedule: str, p: int, v: int, n: int) -> N
             assert closed * (1 - 1e-12) <= found.step_s <= one_after_another
     live = live_stage_micro_batches(schedule, pp=p, virtual_stages=v, micro_batches=n, rank=np.arange(p))
     assert found.live == tuple(np.broadcast_to(live, p).tolist())
+    warm_up = warm_up_passes(schedule, pp=p, virtual_stages=v, micro_batches=n, rank=np.arange(p))
+    assert warm_up.tolist() == [next(i for i, a in enumerate(order) if a.kind != "F") for order in orders]
 
 
 @pytest.mark.parametrize("p, n", [(2, 4), (3, 6), (4, 8), (8, 16)])
@@ -187,6 +190,21 @@ def test_one_sender_sends_one_message_after_another() -> None:
     starts = [m.start_s for m in found.messages([1.0], [1.0]) if m.from_rank == 0]
     assert starts == [1.0 + 5.0 * i for i in range(n)]
     assert found.step_s == 1.0 + 5.0 * n + 1.0 + 1.0 + 5.0 * n + 1.0
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_bytes_over_a_boundary_of_ranks(v: int) -> None:
+    """One tensor per boundary, micro-batch and direction, v times interleaved."""
+    p, n, size = 4, 8, 7.0
+    found = simulate(
+        actions("interleaved-1f1b" if v > 1 else "1f1b", p, v, n), equal_stages(p * v, forward_s=1.0, backward_s=2.0)
+    )
+    crossing = [(m.from_rank, m.to_rank) for m in found.messages([size] * p * v, [size] * p * v)]
+    for rank in range(p - 1):
+        assert crossing.count((rank, rank + 1)) == crossing.count((rank + 1, rank)) == v * n
+    around = (v - 1) * n
+    assert crossing.count((p - 1, 0)) == crossing.count((0, p - 1)) == around
+    assert sum(m.num_bytes for m in found.messages([size] * p * v, [size] * p * v)) == size * len(crossing)
 
 
 def test_bytes_held() -> None:

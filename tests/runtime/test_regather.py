@@ -7,9 +7,10 @@ from equivalence import case_of, check, labelled
 from torch import fx
 
 from autopar.ir.sharding import Mesh
-from autopar.runtime.codegen import generate
+from autopar.runtime.codegen import FUNCTIONS, generate
 from autopar.runtime.conversions import all_gather_to_replicate
-from autopar.runtime.passes.regather import fuse_gathers, gather_linear
+from autopar.runtime.passes.regather import gather_linear
+from autopar.trace.local_graph import fuse_gathers
 
 aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ def gathered(*uses: str) -> fx.Graph:
 def test_which_gathers_are_fused(uses: tuple[str, ...], fuses: bool) -> None:
     graph = gathered(*uses)
     before = [n.target for n in graph.nodes]
-    fuse_gathers(graph)
+    fuse_gathers(graph, FUNCTIONS)
     graph.lint()
     assert (gather_linear in [n.target for n in graph.nodes]) == fuses
     assert fuses or [n.target for n in graph.nodes] == before

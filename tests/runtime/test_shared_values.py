@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.ir.sharding import Mesh
-from autopar.runtime.one_process import boundary_types
+from autopar.ir.storage import boundary_types
 
 WIDTH, HEADS, LENGTH, MEMORY = 16, 4, 6, 10
 

@@ -9,9 +9,8 @@ from label_cases import program_of
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
-from autopar.ir.stages import main_calls, stages_of
+from autopar.ir.stages import main_calls, stages_by_parameter, stages_of
 from autopar.planning import label_plan
-from autopar.runtime.ties import stages_by_parameter
 from autopar.search.cuts import cuts_at, cuts_like, partition
 
 

@@ -1,0 +1,118 @@
+"""`autopar calibrate`: measure this machine, fit a device profile, write it."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.model_argument import Json
+from autopar.cli.output import console, print_json, progress_bar, table
+from autopar.errors import InputError, Problem
+from autopar.ir.explanation import readable_seconds
+
+if TYPE_CHECKING:
+    from autopar.calibration import Calibration
+    from autopar.cost_model.device_profile import DeviceProfile
+
+MAX_RANKS, MAX_MINUTES = 64, 120.0
+
+
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the profile there (YAML).", show_default=False)
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-n", help="Start so many CPU ranks on this machine and measure links, too."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="About how long to measure.")] = 3.0,
+    as_json: Json = False,
+) -> None:
+    """Measure what this machine reaches of its figures, and fit the device profile that predictions rest on.
+
+    Matrix products over shapes and dtypes, attention forward and backward, memory traffic, the cost of a launch; with
+    several ranks each collective over sizes, and how much computing and communicating slow one another down. Alone: the
+    first GPU, else the CPU. Under torchrun: the job's ranks, backend and devices.
+
+    The file has a value, source and date for every number, and how far the fit is off what was measured.
+    """
+    problems = []
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        problems.append(Problem(path="--ranks", value=ranks, rule=f"must be from 1 to {MAX_RANKS}"))
+    if ranks is not None and "RANK" in os.environ:
+        problems.append(Problem(path="--ranks", value=ranks, rule="must be left out under torchrun, which has ranks"))
+    if not 0 < minutes <= MAX_MINUTES:
+        problems.append(Problem(path="--minutes", value=minutes, rule=f"must be above 0 and at most {MAX_MINUTES:g}"))
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK)):
+        rule = "cannot be written: name a file in a folder that exists and that you may write to"
+        problems.append(Problem(path="--out", value=str(out), rule=rule))
+    if problems:
+        raise InputError("the options cannot be used", problems)
+    is_first = os.environ.get("RANK", "0") == "0"
+    with progress_bar("importing torch", shown=is_first) as say:
+        from autopar.calibration import calibrate as measure
+        from autopar.calibration import to_dict
+        from autopar.doctor import leave
+
+        found = measure(ranks=ranks, minutes=minutes, on_progress=say)
+        leave()
+    if not is_first:
+        return
+    if out is not None:
+        from autopar.cost_model.profile_file import dump_profile
+
+        dump_profile(found.profile, out)
+    if as_json:
+        print_json(to_dict(found))
+    else:
+        _show(found, out)
+
+
+def _show(found: "Calibration", out: Path | None) -> None:
+    profile, screen = found.profile, console()
+    assert profile.measured is not None and profile.device is not None
+    seconds = profile.measured.seconds
+    screen.print(f"{profile.device.name}: {profile.measured.how}, {seconds:.0f} s\n", markup=False, style="bold")
+    columns = ("constant", "fitted", "of")
+    screen.print(table(columns, _rows(profile), right=("fitted",)))
+    screen.print()
+    headings = ("fit", "measurements", "median error", "90 % are within")
+    rows = [(name, str(e.num_points), f"{e.median:.1%}", f"{e.p90:.1%}") for name, e in profile.fit.items()]
+    screen.print(table(headings, rows, right=headings[1:]))
+    screen.print()
+    if found.num_skipped:
+        screen.print(f"note: {found.num_skipped} works took too long and were left out; --minutes gives more time")
+    if found.is_disturbed:
+        text = f"passes differ by {found.spread:.0%}: this machine did other things; calibrate again when it does not"
+        screen.print(f"note: {text}", style="yellow", markup=False)
+    for sentence in profile.assumptions():
+        screen.print(f"note: {sentence}", markup=False)
+    if out is not None:
+        screen.print(f"written to {out}", markup=False)
+
+
+def _rows(profile: "DeviceProfile") -> list[tuple[str, str, str]]:
+    """The constants that predictions use, with what they are parts of."""
+    device, tile, attention = profile.device, profile.tile, profile.attention
+    assert device is not None
+    peaks = {d: f"{device.peak_flops_per_s[d] / 1e12:.4g} TFLOP/s" for d in device.peak_flops_per_s}
+    rows = [(f"products {d}", f"{part:.1%}", peaks.get(d, "")) for d, part in profile.efficiency.items()]
+    rows.append(("tile", f"{tile.m:g} x {tile.n:g}", f"{tile.units:g} at once"))
+    rows.append(("half efficiency at inner size", f"{tile.k_half:g}", ""))
+    for name in ("forward", "backward", "products"):
+        rows.append((f"attention {name}", f"{getattr(attention, name):.1%}", "the dtype's peak"))
+    rows.append(("half efficiency at keys", f"{attention.length_half:g}", ""))
+    speed = f"{device.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s"
+    rows.append(("memory", f"{profile.memory_efficiency:.1%}", speed))
+    rows.append(("launch", readable_seconds(profile.launch_s), "a kernel"))
+    if profile.host_launch_s:
+        rows.append(("launch on the host", readable_seconds(profile.host_launch_s), "an operator"))
+    for tier, one in profile.links.items():
+        link = one.link
+        of = f"{link.bytes_per_s / 1e9:.4g} GB/s, {readable_seconds(link.latency_s)} a hop" if link else "the cluster's"
+        for kind, call in one.kinds.items() or (("all kinds", one.usual),):
+            rows.append((f"{tier} {kind}", f"{call.efficiency:.1%} + {readable_seconds(call.call_s)}", of))
+    rows.append(("overlap slowdown", f"{profile.overlap_slowdown:.2f}", "the longer of both"))
+    rows.append(("reserve", f"{profile.reserve_bytes / 1e9:.2f} GB", "memory"))
+    return rows

@@ -1,0 +1,117 @@
+"""How parameters are stored over the ranks of a mesh, and in which buckets gradients are summed; without tensors.
+
+A parameter whose split axis is not outermost in its dimension (GPT-2's packed ``(3 h e)``) is stored in *factored*
+shape, ``(3, h·e, in)``, split on a dimension of its own. ZeRO splits one dimension of what is left.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Program
+from autopar.ir.sharding import DATA, Dims, Mesh, Type, chunk
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """How one parameter is stored.
+
+    `shape` is its factored global shape; `splits` gives, per tensor mesh dimension (all but `dp`), the dimension of
+    `shape` that it splits or None, `degrees` its ranks. `local_shape` is the flat shape of a block's part, padding
+    included. `deferred` names mesh dimensions that sum its gradient once a step.
+    """
+
+    dims: Dims
+    shape: tuple[int, ...]
+    splits: tuple[int | None, ...]
+    degrees: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    deferred: tuple[str, ...]
+
+    def own_shape(self, coordinates: Sequence[int]) -> tuple[int, ...]:
+        """The factored shape of what the rank at the given coordinates on the tensor mesh dimensions stores: the last
+        ranks of an uneven split store less, perhaps nothing."""
+        shape = list(self.shape)
+        for split, degree, at in zip(self.splits, self.degrees, coordinates, strict=True):
+            if split is not None:
+                size = chunk(shape[split], degree)
+                shape[split] = max(0, min(size, shape[split] - size * at))
+        return tuple(shape)
+
+    def zero_dim(self, num_ranks: int) -> int | None:
+        """The dimension of `shape` that ZeRO shards: the first that its ranks divide, else 0, padded.
+
+        FSDP2 takes uneven parts of dimension 0 only, and combines with another shard of one dimension where that
+        dimension is 0 and that shard even. None where nothing is left: such a parameter stays whole on data-parallel
+        ranks.
+        """
+        sizes: list[int] = list(self.shape) if prod(self.shape) else []
+        for split, degree in zip(self.splits, self.degrees, strict=True):
+            if sizes and split is not None and degree > 1:
+                even_first = split == 0 and self.shape[0] % degree == 0
+                sizes[split] = sizes[split] // degree if even_first else 0
+        fitting = [d for d, size in enumerate(sizes) if size and size % num_ranks == 0]
+        if fitting:
+            return fitting[0]
+        return 0 if sizes and sizes[0] else None
+
+
+def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
+    """How a parameter of the given storage types is stored."""
+    tensor = [(t, d) for n, t, d in zip(mesh.names, types, mesh.degrees, strict=True) if n != DATA]
+    cuts: list[set[int]] = [set() for _ in dims.sizes]
+    for t, degree in tensor:
+        if t.kind == "S":
+            sizes = dims.sizes[t.dim]
+            cuts[t.dim] |= {t.position, t.position + 1} if sizes[t.position] % degree else {t.position}
+    shape: list[int] = []
+    begins: list[dict[int, int]] = []  # per dimension: position of an axis -> the factored dimension it begins
+    for sizes, positions in zip(dims.sizes, cuts, strict=True):
+        edges = sorted({0, *(p for p in positions if p < len(sizes))})
+        begins.append({edge: len(shape) + k for k, edge in enumerate(edges)})
+        shape += [prod(sizes[a:b]) for a, b in pairwise([*edges, len(sizes)])]
+    degrees = zip(mesh.names, types, mesh.degrees, strict=True)
+    return Storage(
+        dims=dims,
+        shape=tuple(shape),
+        splits=tuple(begins[t.dim][t.position] if t.kind == "S" else None for t, _ in tensor),
+        degrees=tuple(degree for _, degree in tensor),
+        local_shape=dims.local_shape(types, mesh.degrees),
+        deferred=tuple(n for n, t, degree in degrees if t.kind == "R" and degree > 1),
+    )
+
+
+def buckets(tensors: Iterable[tuple[int, object]]) -> Iterator[list[int]]:
+    """Indices of tensors, given as (bytes, dtype), that are summed together: in order, of one dtype, of at most
+    `BUCKET_BYTES`.
+
+    >>> list(buckets([(4, "float32"), (8, "float32"), (2, "bfloat16"), (BUCKET_BYTES, "bfloat16")]))
+    [[0, 1], [2], [3]]
+    """
+    group: list[int] = []
+    size, kind = 0, None
+    for index, (num_bytes, dtype) in enumerate(tensors):
+        if group and (size + num_bytes > BUCKET_BYTES or dtype != kind):
+            yield group
+            group, size = [], 0
+        group.append(index)
+        size, kind = size + num_bytes, dtype
+    if group:
+        yield group
+
+
+def boundary_types(program: Program, labels: Sequence[BlockLabels]) -> Mapping[str, tuple[Type, ...]]:
+    """The type of every parameter, input, constant and value that crosses blocks."""
+    types: dict[str, tuple[Type, ...]] = {}
+    for call in program.calls:
+        block, own = program.blocks[call.block], labels[call.block]
+        pairs = [(own.ports.get(p.name), a) for p, a in zip(block.ports, call.arguments, strict=True)]
+        pairs += [(own.results[o], r) for o, r in zip(block.outputs, call.results, strict=True)]
+        for kinds, outer in pairs:
+            if isinstance(outer, str) and kinds is not None:
+                assert types.setdefault(outer, tuple(kinds)) == tuple(kinds), (outer, types[outer], kinds)
+    return types

@@ -1,0 +1,95 @@
+"""Plans on four ranks whose global micro-batch is always of `BATCH` sequences, so that a model is captured once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from autopar.degrees import resolve_degrees
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees, Plan
+from autopar.ir.program import Program
+from autopar.models import resolve_model
+from autopar.planning import capture_for, label_plan
+from autopar.runtime.materialise import parameter_source
+
+RANKS, BATCH, VOCABULARY = 4, 4, 50
+LLAMA, GPT2, MIXTRAL, T5 = "llama3-8b", "gpt2", "mixtral-8x7b", "t5-large"
+UNEVEN, GROUPED = "integration_models:padded", "integration_models:grouped"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, wished degrees, and whether gathered values are gathered again in backward."""
+
+    spec: str
+    wish: tuple[tuple[str, Any], ...]
+    regather: bool = True
+    layers: int = 2
+
+    @property
+    def name(self) -> str:
+        words = [self.spec.rpartition(":")[2], *(f"{key}={value}" for key, value in self.wish)]
+        return " ".join((*words, *([] if self.regather else ["kept"])))
+
+
+def case(spec: str, *, regather: bool = True, layers: int = 2, **wish: Any) -> Case:
+    return Case(spec, tuple(wish.items()), regather, layers)
+
+
+CASES = (
+    case(LLAMA, tp=4, sequence_parallel=False),
+    case(LLAMA, tp=4, sequence_parallel=True),
+    case(LLAMA, tp=4, sequence_parallel=True, regather=False),
+    case(LLAMA, tp=2, dp=2, zero=0, accumulate=2),
+    case(LLAMA, tp=2, dp=2, zero=1, accumulate=2),
+    case(LLAMA, tp=2, dp=2, zero=2, accumulate=2, sequence_parallel=True),
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="full"),
+    case(LLAMA, dp=4, zero=2, accumulate=3),
+    case(LLAMA, dp=4, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
+    case(LLAMA, dp_replicate=2, dp_shard=2, zero=3, accumulate=2),
+    case(LLAMA, dp_replicate=2, dp_shard=2, zero=0),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, sequence_parallel=True),
+    case(LLAMA, pp=2, tp=2, micro_batches=2, sequence_parallel=True, recompute="full"),
+    case(LLAMA, pp=4, micro_batches=4),
+    case(LLAMA, pp=2, dp=2, zero=3, micro_batches=3, schedule="gpipe", recompute="full"),
+    case(LLAMA, pp=2, dp=2, zero=1, micro_batches=2, accumulate=2, schedule="interleaved-1f1b"),
+    case(GPT2, tp=4, sequence_parallel=True),
+    case(GPT2, tp=2, dp=2, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
+    case(GPT2, dp=4, zero=3, accumulate=2),
+    case(GPT2, pp=2, tp=2, micro_batches=2),
+    case(GPT2, pp=2, dp=2, zero=2, micro_batches=4),
+    case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble"),
+    case(GPT2, pp=2, tp=2, micro_batches=4, schedule="dualpipev"),
+    case(GPT2, pp=2, tp=2, micro_batches=2, schedule="interleaved-zero-bubble", recompute="full"),
+    case(GROUPED, tp=4, tp_dims=(2, 2)),
+    case(UNEVEN, tp=4),
+    case(UNEVEN, tp=2, dp=2, zero=3),
+    case(MIXTRAL, tp=2, dp=2, zero=3),
+    case(T5, pp=2, tp=2, micro_batches=2),
+)
+
+
+def degrees_of(one: Case) -> Degrees:
+    wish = dict(one.wish)
+    dp = wish.get("dp", 1) * wish.get("dp_shard", 1) * wish.get("dp_replicate", 1)
+    micro_batches = wish.get("micro_batches", 1) * wish.get("accumulate", 1)
+    return resolve_degrees(wish, RANKS, BATCH // dp * micro_batches)
+
+
+@lru_cache(maxsize=2)
+def captured(spec: str, layers: int) -> tuple[Program, Callable[[str], torch.Tensor]]:
+    """The program and its seeded weights."""
+    sizes: dict[str, Any] = {} if ":" in spec else {"layers": layers, "hidden": 64, "seq_len": 16}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = resolve_model(spec, batch=None if ":" in spec else BATCH, dtype="float32", **sizes)
+    return capture_for(found.model, found.example_inputs, Degrees(micro_batch=BATCH)), parameter_source(found.model)
+
+
+def planned_case(one: Case) -> tuple[Program, Plan]:
+    program, _ = captured(one.spec, one.layers)
+    plan = label_plan(program, ClusterSpec.preset(f"{RANKS}xcpu"), degrees_of(one), one.name)
+    return program, replace(plan, regather=one.regather)

@@ -1,0 +1,135 @@
+"""What ranks run in test_priced_is_run: one step counted under the profiler, and what a rank holds."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from priced_models import VOCABULARY, Case, captured
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.runtime.mesh import RankMesh, training_mesh
+from autopar.runtime.module import ParallelModel
+from autopar.runtime.sent import Sent, kind_of, written_down
+from autopar.runtime.stage import attribute
+from autopar.runtime.trace_step import tracks_of
+from autopar.runtime.verify import batches, this_ranks_part
+from autopar.trace import _torch_private as private
+
+Counts = dict[tuple[str, str], tuple[int, int]]
+
+
+def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, int]]:
+    """Calls and operand bytes of every collective of one step, and bytes of what this rank holds, by category."""
+    program, source = captured(one.spec, one.layers)
+    mesh = training_mesh(plan.degrees, "cpu")
+    model = ParallelModel(program, plan, mesh, source, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = batches(program, plan.degrees, 2, 0, VOCABULARY)
+    parts = [this_ranks_part(program, batch, plan.degrees, mesh.dims["dp"].coordinate) for batch in data]
+    model.forward_backward(parts[0])  # opens connections
+    optimizer.step()
+    optimizer.zero_grad()
+    with kept_for_backward(model, program, parts[1]) as most:
+        counts = counted(model, mesh, parts[1])
+    held = [p for stage in model.stage_modules().values() for p in stage.parameters()]
+    memory = {
+        "parameters": distinct_bytes(local(p) for p in held),
+        "gradients": distinct_bytes(local(p.grad) for p in held if p.grad is not None),
+        "optimizer": sum(
+            local(v).numel() * v.element_size() for state in optimizer.state.values() for v in state.values()
+        ),
+        "saved": most[0],
+    }
+    return counts, memory
+
+
+def counted(model: ParallelModel, mesh: RankMesh, part: Mapping[str, Any]) -> Counts:
+    """What one step sends, as the runtime writes it down; torch's profiler must have seen the same operators."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, written_down() as sent:
+        model.forward_backward(part)
+    profiled = Counter(e.name for e in profile.events() if sends(e.name) and not inside_another(e))
+    assert profiled == Counter(s.operator for s in sent), (profiled, Counter(s.operator for s in sent))
+    tracks = tracks_of(mesh, {s.group for s in sent if s.group is not None})
+    found: Counts = {}
+    for s in sent:
+        if s.num_ranks > 1:
+            key = (tracks[str(s.group)], kind(s))
+            calls, size = found.get(key, (0, 0))
+            found[key] = (calls + 1, size + s.input_bytes)
+    return found
+
+
+def sends(operator: str) -> bool:
+    return operator.startswith(("c10d::", "_c10d_functional::")) and "wait_tensor" not in operator
+
+
+def inside_another(event: Any) -> bool:
+    parent = event.cpu_parent
+    while parent is not None and not sends(parent.name):
+        parent = parent.cpu_parent
+    return parent is not None
+
+
+def kind(sent: Sent) -> str:
+    named = kind_of(sent.operator)
+    return named.replace("-", "_") if named else "recv" if "recv" in sent.operator else "send"
+
+
+def local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors, each once."""
+    return sum({private.storage_id(t): t.untyped_storage().nbytes() for t in list(tensors)}.values())
+
+
+class Kept:
+    """A tensor that autograd keeps, without its graph; counts its storage while any tensor of it is kept."""
+
+    def __init__(self, tensor: torch.Tensor, counter: "Counter[int]", sizes: dict[int, int]) -> None:
+        self.tensor, self.counter, self.sizes = tensor.detach(), counter, sizes
+        self.at = private.storage_id(tensor)
+        counter[self.at] += 1
+        sizes[self.at] = tensor.untyped_storage().nbytes()
+
+    def __del__(self) -> None:
+        self.counter[self.at] -= 1
+        if not self.counter[self.at]:
+            del self.counter[self.at], self.sizes[self.at]
+
+
+@contextmanager
+def kept_for_backward(
+    model: ParallelModel, program: Program, part: Mapping[str, torch.Tensor]
+) -> Iterator[Sequence[int]]:
+    """The most bytes that autograd keeps at once in here, without parameters, inputs, constants and buffers."""
+    outside = {private.storage_id(t) for t in (*part.values(), *model.base.constants().values())}
+    outside |= {private.storage_id(model.buffer(name)) for name in program.updates}
+    counter, sizes, most = Counter[int](), dict[int, int](), [0]
+
+    def gathered(module: Any, *_: Any) -> None:
+        names = module.names if hasattr(module, "names") else module.shared
+        outside.update(private.storage_id(local(getattr(module, attribute(name)))) for name in names)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if private.storage_id(tensor) in outside:
+            return tensor
+        kept = Kept(tensor, counter, sizes)
+        most[0] = max(most[0], sum(sizes.values()))
+        return kept
+
+    def unpack(kept: Any) -> torch.Tensor:
+        found: torch.Tensor = kept.tensor if isinstance(kept, Kept) else kept
+        return found
+
+    modules = (*model.segments, *model.stage_modules().values())
+    handles = [module.register_forward_pre_hook(gathered) for module in modules]
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield most
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,57 @@
+"""Priced = run: what the cost model says of a plan against one step of it on gloo ranks (docs/priced_is_run.md).
+
+Calls and bytes of every collective are equal on every rank and mesh dimension; bytes of parameters, gradients,
+optimizer state and of what autograd keeps within one percent.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from priced_models import CASES, RANKS, Case, planned_case
+
+from autopar.cost_model.local_run import StageRun, run_stage
+from autopar.cost_model.rank_memory import memory_of
+from autopar.cost_model.rank_setting import Setting
+from autopar.cost_model.traffic import sends_of
+from autopar.runtime.launch import Ranks
+from autopar.trace.analysis import analyse
+
+pytestmark = pytest.mark.timeout(240)
+TOLERANCE = 0.01
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
+    program, plan = planned_case(one)
+    analysis = analyse(program, plan.mesh)
+    known: dict[object, StageRun] = {}
+    for rank, (counts, memory) in enumerate(worlds(RANKS).run("priced_ranks:measured_step", one, plan)):
+        setting = Setting(program, analysis, plan, rank)
+        runs = runs_of(setting, known)
+        sends = {key: (traffic.calls, traffic.bytes) for key, traffic in sends_of(setting, runs).items()}
+        assert counts == sends, f"rank {rank}"
+        held = memory_of(setting, runs)
+        predicted = {
+            "parameters": held.parameter_bytes,
+            "gradients": held.gradient_bytes,
+            "optimizer": held.optimizer_bytes,
+            "saved": held.saved_bytes,
+        }
+        assert memory == {name: pytest.approx(size, rel=TOLERANCE) for name, size in predicted.items()}, f"rank {rank}"
+
+
+def test_every_plan_is_in_the_document() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "priced_is_run.md").read_text()
+    assert [one.name for one in CASES if f"| {one.name} |" not in text] == []
+
+
+def runs_of(setting: Setting, known: dict[object, StageRun]) -> dict[int, StageRun]:
+    """One micro-batch of each of a rank's stages; ranks with equal parts of all parameters do the same."""
+    found = {}
+    for stage in setting.own_stages:
+        key = stage.index, tuple(setting.own_shape(name) for name in stage.parameters)
+        if key not in known:
+            known[key] = run_stage(setting, stage)
+        found[stage.index] = known[key]
+    return found
