@@ -33,12 +33,9 @@ def main(preset: str = "llama3-405b", cluster: str = "16384xh100") -> None:
         made = autopar.estimate(program, spec, wish)
         seconds.append(time.process_time() - start)
     later = seconds[1:]
-    print(
-        f"first estimate {seconds[0]:.2f} s; then {statistics.median(later) * 1e3:.1f} ms, at most {max(later) * 1e3:.1f}"
-    )
-    print(
-        f"{len(program.calls)} calls, {len(made.degrees['cuts']) + 1} stages, step {made.step_s:.2f} s, MFU {made.mfu:.1%}"
-    )
+    median, most = statistics.median(later) * 1e3, max(later) * 1e3
+    print(f"first estimate {seconds[0]:.2f} s; then {median:.1f} ms, at most {most:.1f}")
+    print(f"{len(made.degrees['cuts']) + 1} stages, step {made.step_s:.2f} s, MFU {made.mfu:.1%}")
 
 
 if __name__ == "__main__":

@@ -170,7 +170,9 @@ def estimate_works(
     alone = seconds
     if degrees.dp > 1:
         alone = float(pricing.step(without_data_parallelism(layouts)).seconds[0])
-    peak = float(memory.peak_bytes[0])
+    parts = _named(MEMORY, memory.parts)
+    needed = sum(parts.values()) - parts[MEMORY["cache"]]  # the allocator gives its cache back before it fails
+    peak = max(needed, min(float(memory.peak_bytes[0]), machine.memory_bytes))
     return Estimate(
         model=name or works.family.name,
         cluster=cluster.name,
@@ -193,8 +195,8 @@ def estimate_works(
         other_s=_named(OTHER, step.parts),
         peak_bytes=peak,
         device_bytes=machine.memory_bytes,
-        fits=peak - float(memory.parts["cache"][0]) <= FULL * machine.memory_bytes,
-        memory_bytes=_named(MEMORY, memory.parts),
+        fits=needed <= FULL * machine.memory_bytes,
+        memory_bytes=parts | {MEMORY["cache"]: peak - needed},
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,
         run=None if tokens is None else run_cost(cluster, tokens, per_step, seconds, grams_co2_per_kwh),
