@@ -36,8 +36,8 @@ SEQUENCE = 2048
 FRAMEWORKS = {"autopar": "autopar", "megatron": "Megatron-Core"}
 QUICK = ("gpt2", "llama3-8b")
 AUTOPAR, MEGATRON = (("autopar", 1), ("autopar", 2)), (("megatron", 1), ("megatron", 2))
-    "gpt2": AUTOPAR[:1],  # at tp = 2 its loss' sum over dp, which rows leave out, is 0.15 % of a step
-# of other engines are labelled with one data-parallel rank, where Falcon's two branches of a layer have other labels.
+# Engines and tensor degrees at which rows and captures of a preset agree; docs/estimate.md says why others do not. For
+# other engines models are labelled with one data-parallel rank, where Falcon's branches of a layer have other labels.
 SAME: Mapping[str, tuple[tuple[str, int], ...]] = {
     "gpt2": AUTOPAR[:1],  # at tp = 2 its loss' sum over dp, which rows leave out, is 0.15 % of so small a step
     **dict.fromkeys(("gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b"), AUTOPAR),
