@@ -16,7 +16,8 @@ from torch import nn
 from autopar.cost_model.cluster_machine import default_precision
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import Engine, engine_named
-from autopar.cost_model.estimate import Estimate, Question, estimate_works
+from autopar.cost_model.estimate import Estimate, estimate_works
+from autopar.cost_model.pricing import Question
 from autopar.cost_model.profile_file import load_profile
 from autopar.cost_model.program_works import ProgramWorks, program_works
 from autopar.degrees import resolve_degrees

@@ -15,32 +15,24 @@ Nothing here imports torch at module level.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.cluster_machine import ClusterMachine, cluster_machine, default_precision
-from autopar.cost_model.engine import Engine
-from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.expressions import VARIANTS, Family, evaluate
-from autopar.cost_model.layout import Layouts, Shape
-from autopar.cost_model.mechanisms import Mechanisms, mechanisms
+from autopar.cost_model.cluster_machine import cluster_machine, default_precision
+from autopar.cost_model.mechanisms import mechanisms
+from autopar.cost_model.pricing import Pricing, Question, layouts_of, without_data_parallelism
 from autopar.cost_model.row_estimate import FULL
-from autopar.cost_model.staged import Stages, pipeline_of, staged_memory, stages_at
-from autopar.cost_model.step import StepSeconds, step_seconds
-from autopar.cost_model.step_memory import StepMemory, step_memory
+from autopar.cost_model.step import StepSeconds
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
 
 if TYPE_CHECKING:
-    from autopar.cost_model.device_profile import DeviceProfile
     from autopar.cost_model.program_works import ProgramWorks
 
 Floats = NDArray[Any]
-PASSES = 3  # a product forward, for its input's gradient, for its weight's
 HOURS_PER_DAY, SECONDS_PER_HOUR = 24.0, 3600.0
 
 COMPUTE = {
@@ -61,6 +53,7 @@ COLLECTIVES = {
 }
 OTHER = {
     "bubble": "bubble of the pipeline",
+    "gradient accumulation": "adding up gradients of micro-batches",
     "optimizer": "optimizer",
     "fixed": "fixed costs of a step",
     "stragglers": "waiting for the slowest rank",
@@ -73,6 +66,7 @@ MEMORY = {
     "activations": "activations in flight",
     "logits": "logits",
     "workspace": "workspace of recomputation",
+    "cache": "cache of the allocator",
     "reserve": "reserve of the framework",
 }
 
@@ -109,7 +103,8 @@ class Estimate:
     """The step of one plan, predicted. Seconds, bytes and FLOP/s are SI; parts of a whole are from 0 to 1.
 
     `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`; `memory_bytes` add up to
-    `peak_bytes`, of the pipeline rank that has most. `fits` allows for what allocators lose of `device_bytes`.
+    `peak_bytes`, of the pipeline rank that has most. `fits` allows for what allocators lose of `device_bytes`, and
+    for the cache that they give back when memory is short.
     `formula_only` says what of the question autopar prices and does not run, `assumptions` what nobody measured.
     """
 
@@ -147,24 +142,6 @@ class Estimate:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked of a captured model beside the model: everything but the tokens of a run.
-
-    `cuts` are the calls before which pipeline stages begin (none: equal stages and the closed form of 1F1B); `cp` and
-    `ep` the degrees of context and expert parallelism, which no plan runs yet.
-    """
-
-    cluster: ClusterSpec
-    degrees: Degrees
-    engine: Engine
-    precision: str | None = None
-    profile: DeviceProfile | None = None
-    cuts: tuple[int, ...] = ()
-    cp: int = 1
-    ep: int = 1
-
-
 def estimate_works(
     works: ProgramWorks,
     question: Question,
@@ -183,7 +160,7 @@ def estimate_works(
     precision = question.precision or default_precision(cluster)
     machine = cluster_machine(cluster, question.engine, constants, precision=precision, profile=question.profile)
     layouts = layouts_of(works, question)
-    pricing = _Pricing(works, question, machine, constants, precision)
+    pricing = Pricing(works, question, machine, constants, precision)
     step, memory = pricing.step(layouts), pricing.memory(layouts)
     seconds = float(step.seconds[0])
     batch = (degrees.micro_batch or 1) * degrees.num_micro_batches * degrees.dp
@@ -192,8 +169,10 @@ def estimate_works(
     reached = model_flops / (seconds * devices)
     alone = seconds
     if degrees.dp > 1:
-        alone = float(pricing.step(_without_data_parallelism(layouts)).seconds[0])
-    peak = float(memory.peak_bytes[0])
+        alone = float(pricing.step(without_data_parallelism(layouts)).seconds[0])
+    parts = _named(MEMORY, memory.parts)
+    needed = sum(parts.values()) - parts[MEMORY["cache"]]  # the allocator gives its cache back before it fails
+    peak = max(needed, min(float(memory.peak_bytes[0]), machine.memory_bytes))
     return Estimate(
         model=name or works.family.name,
         cluster=cluster.name,
@@ -216,34 +195,14 @@ def estimate_works(
         other_s=_named(OTHER, step.parts),
         peak_bytes=peak,
         device_bytes=machine.memory_bytes,
-        fits=peak <= FULL * machine.memory_bytes,
-        memory_bytes=_named(MEMORY, memory.parts),
+        fits=needed <= FULL * machine.memory_bytes,
+        memory_bytes=parts | {MEMORY["cache"]: peak - needed},
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,
         run=None if tokens is None else run_cost(cluster, tokens, per_step, seconds, grams_co2_per_kwh),
         formula_only=formula_only(question, precision),
         assumptions=machine.assumptions,
     )
-
-
-def layouts_of(works: ProgramWorks, question: Question) -> Layouts:
-    """The one layout of a question."""
-    degrees = question.degrees
-    values = {
-        "tp": degrees.tp,
-        "sequence_parallel": works.sequence_parallel,
-        "pp": degrees.pp,
-        "virtual": degrees.virtual_stages,
-        "cp": question.cp,
-        "ep": question.ep,
-        "dp": degrees.dp,
-        "shard": degrees.dp_shard * question.cp,
-        "zero": degrees.zero,
-        "micro_batch": degrees.micro_batch or 1,
-        "micro_batches": degrees.num_micro_batches,
-        "recompute": 2 if degrees.recompute == "full" else 0,
-    }
-    return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
 
 
 def run_cost(
@@ -277,144 +236,6 @@ def formula_only(question: Question, precision: str) -> tuple[str, ...]:
     if precision == "fp8":
         found.append("fp8: priced as products in float8, autopar does not cast to it")
     return tuple(found)
-
-
-class _Pricing:
-    """One question on one machine; holds what several layouts of it share."""
-
-    def __init__(
-        self,
-        works: ProgramWorks,
-        question: Question,
-        machine: ClusterMachine,
-        constants: Mechanisms,
-        precision: str,
-    ) -> None:
-        self.works, self.question, self.machine = works, question, machine
-        self.constants, self.precision = constants, precision
-        self.fused = question.engine.attention == "fused"
-        self.families: dict[float, Family[Any]] = {}
-        self.shape = _shape(works)
-
-    def family(self, layouts: Layouts) -> Family[Any]:
-        """The numbers of a layout of the question, which has its own data-parallel degree or none."""
-        degree = float(layouts.dp[0])
-        if degree not in self.families:
-            self.families[degree] = self._family(layouts)
-        return self.families[degree]
-
-    def _family(self, layouts: Layouts) -> Family[Any]:
-        works, tokens = self.works, float(self.works.sequence)
-        sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
-        numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
-        numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "d": layouts.dp}
-        numbers |= {"s": tokens / layouts.cp, "S": np.array([tokens])}
-        roles = works.family.roles
-        found = evaluate(tuple(works.family.block(role, "tp") for role in roles), numbers)  # both variants are one
-        blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, found, strict=True))
-        return with_experts(replace(works.family, blocks=blocks), layouts, self.constants)
-
-    def stages(self) -> Stages | None:
-        degrees, cuts = self.question.degrees, self.question.cuts
-        if not cuts:
-            return None
-        return stages_at(
-            self.works.calls,
-            cuts,
-            schedule=degrees.schedule,
-            pp=degrees.pp,
-            virtual=degrees.virtual_stages,
-            micro_batches=degrees.micro_batches,
-            runs=degrees.accumulate,
-        )
-
-    def step(self, layouts: Layouts) -> StepSeconds:
-        """With recomputation in some blocks only, as much between none and all of it."""
-        share = self._recomputed_share()
-        found = [self._step(one) for one in self._with_and_without(layouts)]
-        return StepSeconds(
-            seconds=_between(share, [one.seconds for one in found]),
-            parts={name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts},
-            hidden={name: _between(share, [one.hidden[name] for one in found]) for name in found[0].hidden},
-        )
-
-    def memory(self, layouts: Layouts) -> StepMemory:
-        share = self._recomputed_share()
-        found = [self._memory(one) for one in self._with_and_without(layouts)]
-        parts = {name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts}
-        parts["workspace"] = found[-1].parts["workspace"]
-        return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
-
-    def flops(self, sequences: float) -> tuple[float, float]:
-        """FLOP of a step over all devices: the model's, and what is computed again."""
-        ones = dict.fromkeys((*self.works.mesh.names, "b", "t", "d"), 1.0)
-        tokens = float(self.works.sequence)
-        roles = self.works.family.roles
-        products = tuple(tuple(one.flops for one in self.works.family.block(role, "tp").products) for role in roles)
-        found = evaluate(products, {**ones, "s": tokens, "S": tokens})
-        forward = {role: sum(flops) for role, flops in zip(roles, found, strict=True)}
-        repeated = sum(count * forward[role] for role, count in self.works.counts)
-        whole = repeated + forward["first"] + forward["last"]
-        again = repeated * self._recomputed_share() if self.question.degrees.recompute == "full" else 0.0
-        return PASSES * float(whole) * sequences, float(again) * sequences
-
-    def _step(self, layouts: Layouts) -> StepSeconds:
-        engine, stages = self.question.engine, self.stages()
-        return step_seconds(
-            self.family(layouts),
-            self.shape,
-            layouts,
-            self.machine.machine,
-            engine,
-            self.constants,
-            in_float8=self.precision == "fp8",
-            fused=self.fused,
-            pipeline=None if stages is None else pipeline_of(stages, engine, self.constants.message_exposed),
-        )
-
-    def _memory(self, layouts: Layouts) -> StepMemory:
-        family, stages, reserve = self.family(layouts), self.stages(), self.machine.profile.reserve_bytes
-        shape, engine = self.shape, self.question.engine
-        if stages is None:
-            return step_memory(family, shape, layouts, engine, reserve_bytes=reserve, fused=self.fused)
-        return staged_memory(stages, family, shape, layouts, engine, reserve_bytes=reserve, fused=self.fused)
-
-    def _recomputed_share(self) -> float:
-        """The part of the repeated blocks that computes again, where anything does."""
-        degrees = self.question.degrees
-        if degrees.recompute_blocks is None:
-            return 1.0
-        blocks = sum(count for _, count in self.works.counts)
-        return min(1.0, degrees.recompute_blocks * degrees.num_stages / blocks)
-
-    def _with_and_without(self, layouts: Layouts) -> list[Layouts]:
-        if self._recomputed_share() == 1.0:
-            return [layouts]
-        return [replace(layouts, recompute=np.zeros(1)), layouts]
-
-
-def _between(share: float, values: list[Floats]) -> Floats:
-    return values[0] if len(values) == 1 else (1 - share) * values[0] + share * values[1]
-
-
-def _shape(works: ProgramWorks) -> Shape:
-    mesh, dims = works.mesh, []
-    tensor = [(name, n) for name, n in zip(mesh.names, mesh.degrees, strict=True) if name not in ("dp", "tp")]
-    for i, (name, n) in enumerate(tensor):
-        dims.append((name, n, int(np.prod([m for _, m in tensor[i + 1 :]], initial=1))))
-    return Shape(
-        counts=tuple((role, np.array([float(count)])) for role, count in works.counts),
-        hidden=np.array([float(works.hidden)]),
-        sequence=np.array([float(works.sequence)]),
-        experts_per_token=np.array([works.experts_per_token]),
-        is_tied=np.array([works.is_tied]),
-        element_bytes=float(works.element_bytes),
-        tensor_dims=tuple(dims),
-    )
-
-
-def _without_data_parallelism(layouts: Layouts) -> Layouts:
-    return replace(layouts, dp=np.ones(1), shard=layouts.cp, ep=np.minimum(layouts.ep, layouts.cp))
 
 
 def _named(names: Mapping[str, str], parts: Mapping[str, Floats]) -> dict[str, float]:

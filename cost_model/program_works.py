@@ -23,8 +23,9 @@ from autopar.trace.analysis import Analysis
 class ProgramWorks:
     """A captured and labelled program, ready to be priced at any micro-batch.
 
-    `calls` are the roles of its main calls in their order ("" where a role stands for several), `counts` how often each repeated role is called. Sizes are
-    those of the capture: `sequence` tokens, `hidden` elements of a token between blocks, `element_bytes` of each.
+    `calls` are the roles of its main calls in their order ("" where a role stands for several), `counts` how often each
+    repeated role is called. Sizes are those of the capture: `sequence` tokens, `hidden` elements of a token between
+    blocks, `element_bytes` of each.
     """
 
     family: Family[Expr]
@@ -119,9 +120,12 @@ def _merged(role: str, works: Sequence[BlockWork[Expr]]) -> BlockWork[Expr]:
         )
     }
     lists: dict[str, Any] = {
-        name: tuple(one for work in works for one in getattr(work, name))
-        for name in ("products", "eager", "fused", "sent")
+        name: tuple(one for work in works for one in getattr(work, name)) for name in ("products", "eager", "fused")
     }
+    # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step`)
+    lists["sent"] = tuple(
+        one for work in works for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")
+    )
     return BlockWork(role=role, input_bytes=works[0].input_bytes if works else zero, **sums, **lists)
 
 

@@ -64,6 +64,8 @@ def _beyond_columns(kind: str, config: Mapping[str, Any]) -> str:
     """Why no column says what a config says, or nothing."""
     if kind == "falcon" and not config.get("new_decoder_architecture"):
         return "multi-query attention without the second norm of later Falcons is no family"
+    if kind == "phi3" and config.get("sliding_window"):
+        return "a window that attention slides over has a mask of its own, which the family was captured without"
     written = _ACTIVATIONS.get(kind)
     if written is not None and config.get("hidden_act") not in (None, written):
         return f"the family's activation is {written}, this one's {config['hidden_act']} is other operators"

@@ -21,7 +21,7 @@ from autopar.cost_model.pipelines import blocking_message_s, live_stage_micro_ba
 from autopar.cost_model.simulate import StageSeconds, peak_held_bytes, simulate
 from autopar.cost_model.step import Passes, Pipeline, Pipelined
 from autopar.cost_model.step_memory import (
-    GATHERED_BLOCKS,
+    GRADIENT_BYTES,
     StepMemory,
     activations,
     kept_bytes,
@@ -154,6 +154,7 @@ def staged_memory(
     engine: Engine,
     *,
     reserve_bytes: float,
+    cache: float,
     fused: bool,
 ) -> StepMemory:
     """Peak of the fullest rank of one layout, and what makes it up."""
@@ -162,17 +163,19 @@ def staged_memory(
     found = []
     for rank in range(stages.pp):
         roles = stages.of_rank(rank)
-        dense, expert, largest = _elements(family, roles, layouts, is_tied=bool(np.all(shape.is_tied)))
+        dense, expert = _elements(family, roles, layouts, is_tied=bool(np.all(shape.is_tied)))
         parts = state_bytes(np.asarray([dense]), np.asarray([expert]), shape, layouts, engine)
-        gathered = shape.element_bytes * GATHERED_BLOCKS * largest if np.all(layouts.zero >= 3) else 0.0
+        whole = (shape.element_bytes + GRADIENT_BYTES) * (dense + expert)  # with stages a step's weights stay gathered
+        gathered = whole if np.all(layouts.zero >= 3) else 0.0
         logits = float(np.max(logit_bytes(family, shape))) if "last" in roles else 0.0
         parts |= {
             "gathered": np.asarray([gathered]),
             "activations": np.asarray([held[rank]]),
             "workspace": np.asarray([max((working.get(role, 0.0) for role in roles), default=0.0)]),
             "logits": np.asarray([logits]),
-            "reserve": np.asarray([float(reserve_bytes)]),
         }
+        held_bytes = float(sum(np.max(part) for part in parts.values()))
+        parts |= {"cache": np.asarray([cache * held_bytes]), "reserve": np.asarray([float(reserve_bytes)])}
         found.append(parts)
     totals = [float(np.sum([np.max(part) for part in parts.values()])) for parts in found]
     fullest = int(np.argmax(totals))
@@ -208,11 +211,9 @@ def _held(stages: Stages, held_bytes: Sequence[float]) -> NDArray[np.float64]:
     return found
 
 
-def _elements(
-    family: Family[Any], roles: Sequence[str], layouts: Layouts, *, is_tied: bool
-) -> tuple[float, float, float]:
-    """Parameters of a rank, those of experts apart, and those of its largest repeated block."""
-    dense = expert = largest = 0.0
+def _elements(family: Family[Any], roles: Sequence[str], layouts: Layouts, *, is_tied: bool) -> tuple[float, float]:
+    """Parameters of a rank, those of experts apart."""
+    dense = expert = 0.0
     ends = []
     for role in roles:
         work = family.block(role, "tp")
@@ -221,8 +222,7 @@ def _elements(
         if role in ENDS:
             ends.append((role, own))
         else:
-            largest = max(largest, own + experts)
             dense += own
         expert += experts
     of_ends = [sum(own for role, own in ends if role == end) for end in ENDS]
-    return dense + (max(of_ends) if is_tied else sum(of_ends)), expert, largest
+    return dense + (max(of_ends) if is_tied else sum(of_ends)), expert

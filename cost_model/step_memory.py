@@ -90,7 +90,7 @@ def step_memory(
 def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
     """Bytes of a rank's parameters, of their gradients and of the optimizer's state; `expert` elements have fewer ranks
     to be divided over."""
-    divided: int = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
+    divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
     if shape.element_bytes == FLOAT_BYTES:  # no master copy: the optimizer has Adam's moments alone
         divided = 2 * FLOAT_BYTES
     weights = shape.element_bytes

@@ -15,6 +15,7 @@ LIGHT_COMMANDS = (
     ["--help"],
     ["--version"],
     ["plan", "--help"],
+    ["estimate", "--help"],
     ["coverage", "--help"],
     ["verify", "--help"],
     ["trace", "--help"],
@@ -28,6 +29,8 @@ LIGHT_COMMANDS = (
     ["clusters", "--json"],
     ["plan", "lama3-8b", "--cluster", "4xcpu"],
     ["plan", "gpt2", "--cluster", "4xcpu", "--tp", "3"],
+    ["estimate", "gpt2", "--cluster", "4xcpu", "--tp", "3"],
+    ["estimate", "lama3-8b", "--cluster", "8xh100"],
     ["verify", "gpt2", "--world-size", "3", "--tp", "2", "--dp", "2"],
 )
 
@@ -55,14 +58,26 @@ def test_version() -> None:
 
 def test_every_command_has_help() -> None:
     top = autopar("--help").stdout
-    for command in ("plan", "coverage", "verify", "trace", "validate", "doctor", "calibrate", "models", "clusters"):
+    commands = (
+        "plan",
+        "estimate",
+        "coverage",
+        "verify",
+        "trace",
+        "validate",
+        "doctor",
+        "calibrate",
+        "models",
+        "clusters",
+    )
+    for command in commands:
         assert command in top
         assert autopar(command, "--help").exit_code == 0
 
 
 def test_commands_share_the_plan_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    for command in ("plan", "coverage", "verify", "trace"):
+    for command in ("plan", "estimate", "coverage", "verify", "trace"):
         shown = autopar(command, "--help").stdout
         names = ("tp", "dp", "dp-replicate", "zero", "micro-batch", "accumulate", "global-batch", "seq-len")
         for option in (*names, "sequence-parallel", "no-sequence-parallel", "per-micro-batch"):

@@ -1,0 +1,55 @@
+"""`autopar estimate`: what it prints, and what it refuses before a model is built."""
+
+import pytest
+from run import autopar, json_of, refused
+
+SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "64")
+
+
+def test_tables() -> None:
+    pytest.importorskip("transformers")
+    shown = autopar(
+        *("estimate", "llama3-8b", "-c", "16xh100", *SMALL, "--tp", "2", "--zero", "1", "--global-batch", "32"),
+        *("--tokens", "1e9", "--grams-co2-per-kwh", "300", "--engine", "megatron"),
+    )
+    assert shown.exit_code == 0, shown.output
+    for text in ("MFU, HFU", "matrix products", "optimizer state", "scaling efficiency", "days", "kg of CO2"):
+        assert text in shown.stdout
+    assert "formula only: engine megatron" in shown.stdout and "assumed: " in shown.stdout
+    assert all(len(line) <= 160 for line in shown.stdout.splitlines())
+
+
+def test_json() -> None:
+    pytest.importorskip("transformers")
+    data = json_of("estimate", "llama3-8b", "-c", "4xcpu", *SMALL, "--pp", "2", "--global-batch", "16")
+    assert data["degrees"]["pp"] == 2 and data["degrees"]["cuts"] and data["global_batch"] == 16
+    exposed = sum(one["exposed_s"] for one in data["collectives"])
+    assert sum(data["compute_s"].values()) + exposed + sum(data["other_s"].values()) == pytest.approx(data["step_s"])
+    assert data["run"] is None and data["precision"] == "fp32" and data["fits"]
+
+
+def test_everything_wrong_at_once() -> None:
+    message = refused("estimate", "gpt2", "-c", "4xcpu", "--tp", "3", "--dp", "3", "--zero", "7", "--seq-len", "0")
+    assert "--zero: must be 0, 1, 2 or 3" in message and "--seq-len: must be a whole number" in message
+    message = refused("estimate", "gpt2", "-c", "4xcpu", "--tp", "3", "--pp", "3")
+    assert "tp: must divide the 4 ranks" in message and "pp: must divide the 4 ranks" in message
+    message = refused("estimate", "gpt2", "-c", "4xcpu", "--tokens", "-1", "--precision", "fp4")
+    assert "--tokens: must be a number greater than 0" in message and "--precision: must be one of" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("lama3-8b", "-c", "8xh100"), "did you mean 'llama3-8b'?"),
+        (("gpt2", "-c", "8xh10"), "unknown device 'h10'"),
+        (("gpt2", "-c", "8xh100", "--engine", "megatronn"), "did you mean 'megatron'?"),
+        (("gpt2", "-c", "8xh100", "--cp", "3"), "--cp: must divide the 8 devices"),
+        (("gpt2", "-c", "8xh100", "--ep", "0"), "--ep: must be a whole number of at least 1"),
+        (("gpt2", "-c", "8xa100-80gb", "--precision", "fp8"), "has no unit for fp8; use"),
+        (("gpt2", "-c", "8xh100", "--profile", "none.yaml"), "profile file 'none.yaml' cannot be used"),
+        (("gpt2", "-c", "8xh100", "--grams-co2-per-kwh", "300"), "add --tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_refusals(arguments: tuple[str, ...], says: str) -> None:
+    assert says in refused("estimate", *arguments)

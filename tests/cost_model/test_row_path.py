@@ -1,0 +1,158 @@
+"""Rows of published runs and captured models are priced the same: FLOP, bytes and seconds of one layout, both ways.
+
+Presets are captured with two layers; the counts of their layers are put back before both are priced, which is exact:
+an estimate knows layers by their counts alone (`test_layers_are_counts`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar.cost_model.engine import Engine, engine_named
+from autopar.cost_model.estimate import estimate_works
+from autopar.cost_model.expressions import Family
+from autopar.cost_model.pricing import Question, family_of_layout
+from autopar.cost_model.program_works import ProgramWorks
+from autopar.cost_model.row import Row, RowEstimate, Unmodelled
+from autopar.cost_model.row_config import row_of_config
+from autopar.cost_model.row_estimate import estimate_rows, prepare
+from autopar.degrees import resolve_degrees
+from autopar.estimation import priceable_of
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.program import Program
+from autopar.models import resolve_model
+from autopar.planning import capture_for
+from autopar.presets.models import model_preset, model_presets
+
+CLOSE = 1e-3
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+POSITIONS = ("n_positions",)  # of a learned table: rows take the sequence for its length
+SEQUENCE = 2048
+FRAMEWORKS = {"autopar": "autopar", "megatron": "Megatron-Core"}
+QUICK = ("gpt2", "llama3-8b")
+AUTOPAR, MEGATRON = (("autopar", 1), ("autopar", 2)), (("megatron", 1), ("megatron", 2))
+# Engines and tensor degrees at which rows and captures of a preset agree; docs/estimate.md says why others do not. For
+# other engines models are labelled with one data-parallel rank, where Falcon's branches of a layer have other labels.
+SAME: Mapping[str, tuple[tuple[str, int], ...]] = {
+    "gpt2": AUTOPAR[:1],  # at tp = 2 its loss' sum over dp, which rows leave out, is 0.15 % of so small a step
+    **dict.fromkeys(("gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b"), AUTOPAR),
+    **dict.fromkeys(("llama2-70b", "llama3-8b", "llama3-70b", "llama3-405b"), (*AUTOPAR, *MEGATRON)),
+    **dict.fromkeys(("llama2-7b", "llama2-13b"), MEGATRON),  # no key heads to repeat, which eager operators do
+    **dict.fromkeys(("mistral-7b", "qwen2-7b", "qwen3-8b", "opt-6.7b", "opt-66b", "gemma2-9b"), (*AUTOPAR, *MEGATRON)),
+    "falcon-40b": AUTOPAR,
+}
+# why the columns of a row do not say what a preset computes; `row_of_config` gives the reasons of all others
+DIFFERENT = {
+    "mixtral-8x7b": "autopar computes experts for the tokens of all data-parallel ranks; the router's label is another",
+    "qwen1.5-moe-a2.7b": "as mixtral-8x7b",
+    "qwen3-30b-a3b": "rows take Mixtral's blocks, without norms of queries and keys",
+}
+
+
+def config_of(name: str, layers: int | None = None) -> dict[str, Any]:
+    config = dict(model_preset(name).config)
+    return config if layers is None else {**config, **{key: layers for key in LAYERS if key in config}}
+
+
+def captured(name: str, folder: Path, layers: int) -> tuple[Program, dict[str, Any]]:
+    """A preset with other layers, and its config with its own layers and what transformers fills in."""
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(json.dumps(config_of(name, layers)))
+    length = min([SEQUENCE, *(value for key, value in config_of(name).items() if key in POSITIONS)])
+    found = resolve_model(str(folder), seq_len=length, batch=2, dtype="bfloat16")
+    program = capture_for(found.model, found.example_inputs, resolve_degrees({"dp": 2, "micro_batch": 2}, 2))
+    return program, {**(found.config or {}), **config_of(name)}
+
+
+def works_and_question(program: Program, engine: Engine, tp: int) -> tuple[ProgramWorks, Question]:
+    spec = ClusterSpec.preset(f"{2 * tp}xh100-sxm")
+    wish = {"tp": tp, "dp": 2, "zero": 1, "micro_batch": 2, "sequence_parallel": tp > 1}
+    found = priceable_of(program, spec, resolve_degrees(wish, 2 * tp), engine)
+    return found.works, Question(cluster=spec, degrees=found.degrees, engine=engine, precision="bf16")
+
+
+def row_like(config: Mapping[str, Any], works: ProgramWorks, engine: Engine, tp: int) -> Row:
+    found = row_of_config(
+        config, "row", seq_len=works.sequence, gpu_type="h100-sxm", num_gpus=2 * tp, tp=tp, sp=tp > 1, pp=1,
+        dp=2, zero=1, micro_batch=2, global_batch=4, recompute="none", precision="bf16",
+        framework=FRAMEWORKS[engine.name], attn_impl="flash",
+    )  # fmt: skip
+    assert isinstance(found, Row)
+    return found
+
+
+def with_layers(works: ProgramWorks, layers: int) -> ProgramWorks:
+    had = sum(count for _, count in works.counts)
+    return replace(works, counts=tuple((role, count * layers // had) for role, count in works.counts))
+
+
+def sums(family: Family[Any], counts: list[tuple[str, float]], engine: Engine) -> dict[str, float]:
+    """FLOP, bytes moved by operators between products, and bytes kept, of one rank and micro-batch."""
+    found = dict.fromkeys(("flops", "moved", "saved", "parameters"), 0.0)
+    for role, count in [*counts, ("first", 1.0), ("last", 1.0)]:
+        if not count:
+            continue
+        work = family.block(role, "sp")
+        memory = work.fused if engine.pointwise == "fused" else work.eager
+        found["flops"] += count * float(sum(np.max(one.flops) for one in work.products))
+        found["moved"] += count * float(sum(np.max(one.forward_bytes + one.backward_bytes) for one in memory))
+        if role not in ("first", "last"):
+            saved = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
+            found["saved"] += count * float(np.max(saved))
+        found["parameters"] += count * float(
+            np.max(work.parameters_split + work.parameters_whole + work.parameters_expert)
+        )
+    return found
+
+
+def compared(program: Program, config: Mapping[str, Any], engine: Engine, tp: int) -> dict[str, tuple[float, float]]:
+    """Of both ways: sums over blocks, seconds of a step, peak bytes."""
+    works, question = works_and_question(program, engine, tp)
+    row = row_like(config, works, engine, tp)
+    works = with_layers(works, row.layers or 0)
+    made = estimate_works(works, question)
+    (priced,), (group,) = estimate_rows([row]), prepare([row])[0]
+    assert isinstance(priced, RowEstimate)
+    mine = sums(family_of_layout(works, question), [(role, float(n)) for role, n in works.counts], engine)
+    theirs = sums(group.family, [(role, float(np.max(n))) for role, n in group.shape.counts], engine)
+    both = {key: (mine[key], theirs[key]) for key in mine}
+    return {**both, "seconds": (made.step_s, priced.seconds), "peak": (made.peak_bytes, priced.peak_bytes)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SAME])
+def test_rows_and_captures_agree(name: str, tmp_path: Path) -> None:
+    program, config = captured(name, tmp_path, 2)
+    for engine, tp in SAME[name]:
+        for what, (mine, theirs) in compared(program, config, engine_named(engine), tp).items():
+            assert mine == pytest.approx(theirs, rel=CLOSE), (engine, tp, what)
+
+
+@pytest.mark.timeout(600)
+def test_layers_are_counts(tmp_path: Path) -> None:
+    engine = engine_named("autopar")
+    two, four = (works_and_question(captured("gpt2", tmp_path, layers)[0], engine, 2) for layers in (2, 4))
+    scaled = estimate_works(with_layers(two[0], 4), two[1])
+    whole = estimate_works(four[0], four[1])
+    assert (scaled.step_s, scaled.peak_bytes) == pytest.approx((whole.step_s, whole.peak_bytes))
+
+
+def test_every_preset_is_compared_or_has_a_reason() -> None:
+    for name in model_presets():
+        found = row_of_config(config_of(name), name)
+        if isinstance(found, Unmodelled):
+            assert found.reason and name not in SAME
+        else:
+            assert (name in SAME) != (name in DIFFERENT), name
+
+
+def test_every_compared_column_is_stated() -> None:
+    found = row_of_config(config_of("llama3-8b"), "llama3-8b")
+    assert isinstance(found, Row)
+    assert (found.layers, found.hidden, found.ffn_hidden, found.n_heads, found.n_kv_heads) == (32, 4096, 14336, 32, 8)
+    assert (found.vocab, found.tied_embeddings, found.gated_mlp) == (128256, False, True)
