@@ -6,6 +6,7 @@ import typer
 
 from autopar._version import __version__
 from autopar.cli.calibrate import calibrate
+from autopar.cli.capacity import capacity
 from autopar.cli.clusters import clusters
 from autopar.cli.command import register
 from autopar.cli.coverage import coverage
@@ -42,7 +43,7 @@ def _root(
     """Exit status: 0 done; 1 verification failed, or a bug; 2 bad input; 3 no feasible plan."""
 
 
-for command in (plan, estimate, coverage, verify, trace, validate, doctor, calibrate, models, clusters):
+for command in (plan, estimate, coverage, verify, trace, validate, doctor, calibrate, capacity, models, clusters):
     register(app, command)
 
 

@@ -24,6 +24,7 @@ LIGHT_COMMANDS = (
     ["validate", "--help"],
     ["validate", "no_such.csv"],
     ["calibrate", "--help"],
+    ["capacity", "--help"],
     ["calibrate", "--ranks", "0", "--minutes", "0"],
     ["models"],
     ["clusters", "--json"],

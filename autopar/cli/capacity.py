@@ -1,0 +1,116 @@
+"""`autopar capacity`: the largest model per number of devices, under data parallelism, ZeRO and the best plan."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.model_argument import Json
+from autopar.cli.output import console, print_json, table
+from autopar.errors import InputError
+from autopar.ir.explanation import readable_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from autopar.cost_model.capacity import Largest
+
+COUNTS = "1,8,64,512,4096"
+
+
+def capacity(
+    device: Annotated[
+        str, typer.Argument(metavar="DEVICE", help="A device preset: h100-sxm, a100-80gb, ...", show_default=False)
+    ],
+    devices: Annotated[str, typer.Option(help="Numbers of devices, with commas between them.")] = COUNTS,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    engine: Annotated[str, typer.Option(help="Whose state and habits are counted: autopar, megatron, fsdp, ...")] = (
+        "autopar"
+    ),
+    chart: Annotated[
+        Path | None, typer.Option(help="Write the table as a picture (.svg or .png).", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the largest model that fits, for numbers of one kind of device.
+
+    Models are like Llama 3, with micro-batches of one sequence and every block recomputed. The best plan is the best of
+    all tensor, pipeline and data-parallel degrees with any ZeRO stage. For example: autopar capacity h100-sxm
+    """
+    counts = _counts(devices)
+    if chart is not None and chart.suffix not in (".svg", ".png"):
+        raise InputError(f"--chart {chart}: must end in .svg or .png")
+    from autopar.cost_model.capacity import WAYS
+    from autopar.cost_model.capacity import capacity as largest
+    from autopar.cost_model.engine import engine_named
+    from autopar.cost_model.shipped_profiles import device_profile
+    from autopar.ir.device_presets import device_preset
+
+    preset = device_preset(device)
+    memory_bytes = preset.memory_gb.value * 1e9
+    found = largest(
+        counts,
+        memory_bytes=memory_bytes,
+        devices_per_host=int(preset.devices_per_host.value),
+        engine=engine_named(engine),
+        sequence=seq_len,
+        reserve_bytes=device_profile(preset.name).reserve_bytes,
+    )
+    if chart is not None:
+        draw(found, f"Largest model on {preset.name}, sequences of {seq_len:,} tokens", chart)
+    if as_json:
+        print_json(
+            {"device": preset.name, "sequence": seq_len, "engine": engine, "largest": [asdict(f) for f in found]}
+        )
+        return
+    out = console()
+    out.print(f"{preset.name}, {readable_bytes(memory_bytes)} each; engine {engine}, sequences of {seq_len:,} tokens\n")
+    rows = []
+    for count in counts:
+        mine = {one.way: one for one in found if one.devices == count}
+        best = mine[WAYS[-1]]
+        plan = f"tp {best.tp} × pp {best.pp} × dp {best.dp}, ZeRO {best.zero}" if best.parameters else ""
+        rows.append([f"{count:,}", *(_billions(mine[way].parameters) for way in WAYS), plan])
+    out.print(table(["devices", *WAYS, "the best plan is"], rows, right=["devices", *WAYS]))
+    if chart is not None:
+        out.print(f"written to {chart}", markup=False)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--devices {text[:80]!r}: must be whole numbers such as {COUNTS}") from None
+    if len(counts) > 64:
+        raise InputError(f"--devices names {len(counts)} numbers; give at most 64")
+    return sorted(set(counts))
+
+
+def _billions(parameters: float) -> str:
+    return f"{parameters / 1e9:,.1f}B" if parameters else "none fits"
+
+
+def draw(found: "Sequence[Largest]", title: str, path: Path) -> None:
+    """Parameters over devices, one line for each way. Raises InputError without matplotlib or where it cannot write."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise InputError("--chart needs matplotlib; install it with: pip install 'autopar[report]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for way in dict.fromkeys(one.way for one in found):
+        mine = [one for one in found if one.way == way and one.parameters]
+        axes.plot([one.devices for one in mine], [one.parameters for one in mine], marker="o", label=way)
+    axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="parameters", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        pyplot.close(figure)

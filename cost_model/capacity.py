@@ -1,0 +1,185 @@
+"""The largest model that fits, per number of devices and way of splitting, by the memory model of `step_memory`.
+
+Models are drawn like Llama 3: L blocks of width 128·L (4096 for 32 blocks, as the 8B; the 405B has 130·L), heads of
+128, 8 key heads, feed-forward width 3.5 times the width, its vocabulary. Every rank has micro-batches of one sequence
+and recomputes every block, which is what fits most. The ways are those of Rajbhandari et al. 2020, "ZeRO", figure 1
+and table 2: data parallelism with everything replicated, and with ZeRO stages 1, 2 and 3; and the best plan of all
+tensor, pipeline and data-parallel degrees with any stage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model import expressions
+from autopar.cost_model.engine import Engine
+from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape
+from autopar.cost_model.mechanisms import mechanisms
+from autopar.cost_model.row_estimate import FULL
+from autopar.cost_model.step_memory import step_memory
+from autopar.errors import InputError
+
+Floats = NDArray[np.float64]
+WAYS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "best plan")
+ASPECT, HEAD, KEY_HEADS, FEED_FORWARD, VOCABULARY = 128, 128, 8, 3.5, 128256
+MAX_BLOCKS = 4096
+MAX_DEVICES = 1_000_000
+MAX_TENSOR = 64
+SIZES = np.unique(np.round(np.geomspace(1, MAX_BLOCKS, 700)))  # blocks; within 1.2 % of each other, 2.4 % of parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest model of one way on so many devices; `parameters` is 0 where not even one block fits."""
+
+    way: str
+    devices: int
+    parameters: float
+    blocks: int
+    hidden: int
+    peak_bytes: float
+    tp: int
+    pp: int
+    dp: int
+    zero: int
+
+
+def capacity(
+    devices: Sequence[int],
+    *,
+    memory_bytes: float,
+    devices_per_host: int,
+    engine: Engine,
+    sequence: int = 4096,
+    reserve_bytes: float = 0.0,
+) -> list[Largest]:
+    """For every number of devices and every way of `WAYS`, the largest model that fits `memory_bytes` of a device.
+
+    Raises InputError for a number of devices or a sequence that is none.
+    """
+    for what, value in (*(("number of devices", n) for n in devices), ("sequence", sequence)):
+        if not 1 <= value <= MAX_DEVICES:
+            raise InputError(f"{what} {value:,} must be from 1 to {MAX_DEVICES:,}")
+    found = []
+    for count in devices:
+        for way in WAYS:
+            plans = _plans(way, count, devices_per_host)
+            found.append(_largest(way, count, plans, memory_bytes, engine, sequence, reserve_bytes))
+    return found
+
+
+def _plans(way: str, devices: int, devices_per_host: int) -> list[tuple[int, int, int, int]]:
+    """(tp, pp, dp, ZeRO stage) of a way."""
+    if way != "best plan":
+        return [(1, 1, devices, WAYS.index(way))]
+    widest = min(devices_per_host, MAX_TENSOR)
+    return [
+        (tp, pp, devices // tp // pp, zero)
+        for tp in _divisors(devices)
+        if tp <= widest
+        for pp in _divisors(devices // tp)
+        for zero in range(4)
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, min(number, MAX_BLOCKS) + 1) if number % n == 0]
+
+
+def _largest(
+    way: str,
+    devices: int,
+    plans: Sequence[tuple[int, int, int, int]],
+    memory_bytes: float,
+    engine: Engine,
+    sequence: int,
+    reserve_bytes: float,
+) -> Largest:
+    """Every size under every plan at once: sizes are rows, plans columns."""
+    blocks = SIZES[:, None]
+    tp, pp, dp, zero = (np.array(column, dtype=float)[None, :] for column in zip(*plans, strict=True))
+    layouts = Layouts(
+        tp=tp,
+        sequence_parallel=(tp > 1) * 1.0,
+        pp=pp,
+        virtual=np.ones_like(pp),
+        cp=np.ones_like(pp),
+        ep=np.ones_like(pp),
+        dp=dp,
+        shard=dp,
+        zero=zero,
+        micro_batch=np.ones_like(pp),
+        micro_batches=pp,
+        recompute=np.full_like(pp, RECOMPUTE.index("full")),
+    )
+    shape = Shape(
+        counts=(("layer", blocks),),
+        hidden=ASPECT * blocks,
+        sequence=np.asarray(float(sequence)),
+        experts_per_token=np.ones(1),
+        is_tied=np.zeros(1, dtype=bool),
+    )
+    family = expressions.evaluate(expressions.family("llama"), _numbers(blocks, tp, sequence))
+    memory = step_memory(
+        family,
+        shape,
+        layouts,
+        engine,
+        reserve_bytes=reserve_bytes,
+        cache=mechanisms().allocator_cache,
+        fused=engine.attention == "fused",
+    )
+    needed = memory.peak_bytes - memory.parts["cache"]
+    heads = ASPECT * blocks / HEAD
+    fits = (needed <= FULL * memory_bytes) & (pp <= blocks) & (tp <= heads)
+    if not fits.any():
+        return Largest(way=way, devices=devices, parameters=0.0, blocks=0, hidden=0, peak_bytes=0.0, **_named(plans[0]))
+    row = int(np.flatnonzero(fits.any(axis=1))[-1])
+    columns = np.flatnonzero(fits[row])
+    column = int(columns[np.argmin(needed[row, columns])])
+    size = int(SIZES[row])
+    return Largest(
+        way=way,
+        devices=devices,
+        parameters=parameters(size),
+        blocks=size,
+        hidden=ASPECT * size,
+        peak_bytes=float(needed[row, column]),
+        **_named(plans[column]),
+    )
+
+
+def _named(plan: tuple[int, int, int, int]) -> dict[str, Any]:
+    return dict(zip(("tp", "pp", "dp", "zero"), plan, strict=True))
+
+
+def _numbers(blocks: Any, tp: Any, sequence: int) -> dict[str, Any]:
+    width = ASPECT * np.asarray(blocks, dtype=float)
+    heads = width / HEAD
+    return {
+        "b": 1.0,
+        "s": float(sequence),
+        "S": float(sequence),
+        "h": width,
+        "a": heads,
+        "g": np.maximum(np.minimum(heads, KEY_HEADS), tp),  # fewer key heads than ranks are held several times
+        "e": float(HEAD),
+        "f": FEED_FORWARD * width,
+        "v": float(VOCABULARY),
+        "l": float(sequence),
+        "t": tp,
+    }
+
+
+def parameters(blocks: int) -> float:
+    """Elements of the model with so many blocks."""
+    family = expressions.evaluate(expressions.family("llama"), _numbers(blocks, 1.0, 1))
+
+    def of(role: str) -> float:
+        work = family.block(role, "tp")
+        return float(work.parameters_split + work.parameters_whole)
+
+    return blocks * of("layer") + of("first") + of("last")
