@@ -17,7 +17,7 @@ class Layouts:
     `virtual` are stages per pipeline rank, `shard` the ranks that ZeRO divides state over (at most dp·cp),
     `micro_batch` sequences of one rank's micro-batch, `micro_batches` of one rank's step, `recompute` the position of
     the kind in `RECOMPUTE`. Ranks are numbered tensor first, then context, data, pipeline (expert ranks lie inside
-    context and data). Without `is_interleaved` several stages of a rank follow GPipe's order.
+    context and data).
     """
 
     tp: Floats

@@ -1,7 +1,7 @@
 """What each mechanism of an engine costs, the same for every engine that has it: few numbers with sources.
 
-The numbers stand in ``mechanisms.yaml``; those that are "fitted" were set by ``tools/fit_cost_model.py``
-on published training runs, all others are arithmetic or somebody's measurement. This module does not import torch.
+The numbers stand in ``mechanisms.yaml``; those that are "fitted" were set by ``tools/fit_cost_model.py`` on published
+training runs, those that are "assumed" by hand, with the same runs in view. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -25,13 +25,12 @@ from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.row_family import family_name, family_of, numbers_of
-from autopar.cost_model.row_machine import RowMachine, machine_for, machine_of
+from autopar.cost_model.row_machine import FLOAT8, RowMachine, machine_for, machine_of
 from autopar.cost_model.step import StepSeconds, step_seconds
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.errors import ClusterError
 
 Floats = NDArray[np.float64]
-FLOAT8 = ("fp8", "mxfp8", "nvfp4")
 # a run that does not say whether it recomputes is taken to where it would miss the device's memory by more than the
 # model of memory is off
 SURELY = 1.2

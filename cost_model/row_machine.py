@@ -17,6 +17,7 @@ from autopar.ir.device import Device, Link, device_of_preset, link_of_preset
 from autopar.ir.device_presets import DevicePreset, device_names, device_preset, device_presets
 
 BITS_PER_BYTE = 8
+FLOAT8 = ("fp8", "mxfp8", "nvfp4")  # priced as float8
 # "8x HDR InfiniBand 200Gb/s per node", "RDMA 400Gb/s per GPU", "400 Gb/s per node"
 _RATE = re.compile(r"(?:(\d+)x [^0-9]*)?(\d+) ?Gb/s per (GPU|node)", re.IGNORECASE)
 _SINGLE = re.compile(r"(\d+)x (HDR|NDR|EDR)", re.IGNORECASE)
@@ -129,7 +130,7 @@ def speeds_of(
     attention: AttentionEfficiency = replace(
         profile.attention, forward=profile.attention.forward * scale, backward=profile.attention.backward * scale
     )
-    has_float8 = "float8" in peaks and precision in ("fp8", "mxfp8", "nvfp4")
+    has_float8 = "float8" in peaks and precision in FLOAT8
     return Speeds(
         peak_flops_per_s=peaks[wide],
         product_flops_per_s=peaks[wide] * profile.efficiency_of(wide),

@@ -28,7 +28,8 @@ Floats = NDArray[Any]
 # Adam reads gradient, master weight and two moments, writes the latter three and the weight: 4·4 + 3·4 + 2
 OPTIMIZER_BYTES = 30
 PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
-CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring
+CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring: assumed
+BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,8 @@ def step_seconds(
     With a `pipeline` its stages count; without one, blocks are cut evenly and the closed form of 1F1B holds.
     """
     model = _Model(family, shape, layouts, machine, engine, mechanisms, in_float8=in_float8, fused=fused)
-    block, head = model.mean_block(), model.end("last", np.zeros(1))
-    first = model.end("first", np.zeros(1))
+    block, head = model.mean_block(), model.end("last")
+    first = model.end("first")
     pp, n, v = layouts.pp, layouts.micro_batches, np.maximum(layouts.virtual, 1)
     per_rank, last_rank = _blocks_per_rank(shape.blocks, layouts, engine)
     middle = per_rank * block.both
@@ -192,7 +193,7 @@ class _Model:
 
     def _block(self, role: str) -> tuple[Passes, dict[str, Floats], dict[str, Floats]]:
         layouts = self.layouts
-        seconds = self._of_variants(role)
+        seconds = self._of_variants(role, in_float8=self.in_float8)
         forward, backward = self._tensor_collectives(role)
         context = self._context(role)
         experts = self._all_to_all() if role.startswith("moe_layer") else np.zeros(1)
@@ -221,11 +222,11 @@ class _Model:
         }
         return replace(whole, weight=seconds.products / PRODUCTS), parts, hidden
 
-    def _of_variants(self, role: str) -> BlockSeconds:
+    def _of_variants(self, role: str, *, in_float8: bool) -> BlockSeconds:
         works = [self.family.block(role, variant) for variant in ("tp", "sp")]
         if works[0] is works[1]:  # of a captured program, whose labels have decided
-            return self._seconds(works[0])
-        tensor, sequence = (self._seconds(work) for work in works)
+            return self._seconds(works[0], in_float8)
+        tensor, sequence = (self._seconds(work, in_float8) for work in works)
         chosen = self.layouts.sequence_parallel
         return BlockSeconds(
             **{
@@ -234,12 +235,12 @@ class _Model:
             }
         )
 
-    def _seconds(self, work: BlockWork[Any]) -> BlockSeconds:
+    def _seconds(self, work: BlockWork[Any], in_float8: bool) -> BlockSeconds:
         return block_seconds(
             work,
             self.machine.speeds,
             self.engine,
-            in_float8=self.in_float8,
+            in_float8=in_float8,
             fused=self.fused,
             is_split=self.layouts.tp > 1,
         )
@@ -344,7 +345,7 @@ class _Model:
         )
 
     def _beside(self, computing: Floats, moving: Floats) -> Floats:
-        slow = 0.5 if self.engine.shard_gather == "blocking" else self.machine.overlap_slowdown - 1
+        slow = BLOCKING_BESIDE if self.engine.shard_gather == "blocking" else self.machine.overlap_slowdown - 1
         return np.maximum(computing, moving) + slow * np.minimum(computing, moving)
 
     def end_gathers(self) -> Floats:
@@ -359,25 +360,17 @@ class _Model:
 
     # ---- ends ----
 
-    def end(self, role: str, none: Floats) -> Passes:
-        """The block before, or after, all others."""
+    def end(self, role: str) -> Passes:
+        """The block before, or after, all others, in 16 bits: heads are not computed in float8."""
         if role not in self.family.roles:
-            return Passes(forward=none, backward=none)
-        seconds = self._of_variants_whole(role)
+            return Passes(forward=np.zeros(1), backward=np.zeros(1))
+        seconds = self._of_variants(role, in_float8=False)
         forward, backward = self._tensor_collectives(role)
         return Passes(
             forward=seconds.forward + forward,
             backward=seconds.backward + backward,
             weight=seconds.products / PRODUCTS,
         )
-
-    def _of_variants_whole(self, role: str) -> BlockSeconds:
-        """As `_of_variants`, in 16 bits: heads are not computed in float8."""
-        was, self.in_float8 = self.in_float8, False
-        try:
-            return self._of_variants(role)
-        finally:
-            self.in_float8 = was
 
     def message(self) -> Floats:
         """Seconds that a rank waits for one message between stages, one way."""

@@ -1,12 +1,12 @@
 """Fit the constants of the cost model to the published runs in ``benchmarks/data``, and write them where they stand.
 
     python tools/fit_cost_model.py            fit on the core rows, print what changes, write profiles and mechanisms
-    python tools/fit_cost_model.py --check    errors in sample and with each source left out of the fit; writes the
-                                              predictions for sources left out, nothing else
+    python tools/fit_cost_model.py --check    errors with each source left out of the fit; writes their predictions to
+                                              benchmarks/results/left_out_predictions.csv, nothing else
 
 The loss is the pseudo-Huber of log(predicted / measured), each source weighing as the square root of its rows, plus a
 pull of every constant towards its prior: a constant that the runs say nothing of stays where its source puts it. At
-most one constant is fitted for ten rows. Priors stand in `PRIORS`, so that fitting twice changes nothing.
+most one constant is fitted for ten rows. Priors stand in `constants`, so that fitting twice changes nothing.
 """
 
 import argparse
