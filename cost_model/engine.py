@@ -46,6 +46,8 @@ class Engine(StrictModel):
     messages               between stages: "blocking", or "overlapped" with computing
     splits_messages        a message is split over the tensor ranks and gathered again
     unstated_virtual       virtual stages that a run has which does not say: "one", or "all" its blocks
+    unstated_zero          the ZeRO stage of a run that does not say
+    unstated_sequence_parallel    whether a run with tensor parallelism that does not say has sequence parallelism
     balances_ends          embedding and head count as a block each where blocks do not divide over stages
     selective              what selective recomputation runs again: the "attention" core, or every second block ("half")
     casts_to_float8        operands are cast by kernels of their own
@@ -71,6 +73,8 @@ class Engine(StrictModel):
     messages: Literal["blocking", "overlapped"]
     splits_messages: bool
     unstated_virtual: Literal["one", "all"]
+    unstated_zero: Literal[0, 3]
+    unstated_sequence_parallel: bool
     balances_ends: bool
     selective: Literal["attention", "half"]
     state_bytes: Literal[16, 18, 20, 22, 28]

@@ -218,8 +218,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         return (row.layers or 1) // pp if (row.layers or 1) % pp == 0 else 1
 
     def sequence_parallel(row: Row) -> bool:
-        has = engine.name in ("autopar", "fsdp", "megatron", "megatron-mlperf")
-        return row.sp if row.sp is not None else has and (row.tp or 1) > 1
+        return row.sp if row.sp is not None else engine.unstated_sequence_parallel and (row.tp or 1) > 1
 
     def recompute(row: Row) -> int:
         return RECOMPUTE.index(row.recompute) if row.recompute in RECOMPUTE else 0
@@ -248,7 +247,7 @@ def _zero(row: Row, engine: Engine) -> int:
         return row.zero
     if "distributed" in (row.optimizer or "").lower():
         return 1
-    return 3 if engine.name in ("fsdp", "llm-foundry", "jax", "deepspeed-zero3") else 0
+    return engine.unstated_zero
 
 
 _GROUP = re.compile(r"groups of (\d+)|FSDP=(\d+)")
