@@ -53,6 +53,8 @@ class Engine(StrictModel):
     casts_to_float8        operands are cast by kernels of their own
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
     sharded_state_bytes    the part of them that ZeRO 1 divides
+    optimizer_bytes        read and written of one trained parameter between its gradient's sum and the next forward
+                           pass: unscaling, norm, clipping, Adam, casts
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
@@ -79,6 +81,7 @@ class Engine(StrictModel):
     selective: Literal["attention", "half"]
     state_bytes: Literal[16, 18, 20, 22, 28]
     sharded_state_bytes: Literal[12, 16, 24]
+    optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     sources: dict[str, _Text]
 
 

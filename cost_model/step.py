@@ -25,8 +25,6 @@ from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import Mechanisms
 
 Floats = NDArray[Any]
-# Adam reads gradient, master weight and two moments, writes the latter three and the weight: 4·4 + 3·4 + 2
-OPTIMIZER_BYTES = 30
 PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
 CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring: assumed
 BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed
@@ -434,4 +432,4 @@ class _Model:
         divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
         expert = np.where(layouts.zero >= 1, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
         elements = state.dense / divided + state.expert / expert
-        return np.asarray(OPTIMIZER_BYTES * elements / self.machine.speeds.bytes_per_s)
+        return np.asarray(self.engine.optimizer_bytes * elements / self.machine.speeds.bytes_per_s)
