@@ -6,6 +6,7 @@ data parallelism, come from the same expressions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from autopar.cost_model.expressions import VARIANTS, Family, evaluate
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.staged import Stages, pipeline_of, staged_memory, stages_at
-from autopar.cost_model.step import StepSeconds, step_seconds
+from autopar.cost_model.step import Passes, Pipeline, Pipelined, StepSeconds, step_seconds
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
@@ -72,7 +73,7 @@ def layouts_of(works: ProgramWorks, question: Question) -> Layouts:
 
 def family_of_layout(works: ProgramWorks, question: Question) -> Family[Any]:
     """The numbers of a captured model's blocks for one micro-batch of a question's layout."""
-    return _family(works, layouts_of(works, question), mechanisms())
+    return family_numbers(works, layouts_of(works, question), mechanisms())
 
 
 class Pricing:
@@ -90,13 +91,13 @@ class Pricing:
         self.constants, self.precision = constants, precision
         self.fused = question.engine.attention == "fused"
         self.families: dict[float, Family[Any]] = {}
-        self.shape = _shape(works)
+        self.shape = shape_of(works)
 
     def family(self, layouts: Layouts) -> Family[Any]:
         """The numbers of a layout of the question, which has its own data-parallel degree or none."""
         degree = float(layouts.dp[0])
         if degree not in self.families:
-            self.families[degree] = _family(self.works, layouts, self.constants)
+            self.families[degree] = family_numbers(self.works, layouts, self.constants)
         return self.families[degree]
 
     def stages(self) -> Stages | None:
@@ -123,6 +124,17 @@ class Pricing:
             hidden={name: _between(share, [one.hidden[name] for one in found]) for name in found[0].hidden},
         )
 
+    def passes(self, layouts: Layouts) -> dict[str, Passes]:
+        """Seconds of one micro-batch in every role, by which stages are cut."""
+        found: dict[str, Passes] = {}
+
+        def look(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+            found.update(passes)
+            return Pipelined(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
+
+        self._step(layouts, look)
+        return found
+
     def memory(self, layouts: Layouts) -> StepMemory:
         share = self._recomputed_share()
         found = [self._memory(one) for one in self._with_and_without(layouts)]
@@ -143,8 +155,10 @@ class Pricing:
         again = repeated * self._recomputed_share() if self.question.degrees.recompute == "full" else 0.0
         return PASSES * float(whole) * sequences, float(again) * sequences
 
-    def _step(self, layouts: Layouts) -> StepSeconds:
+    def _step(self, layouts: Layouts, pipeline: Pipeline | None = None) -> StepSeconds:
         engine, stages = self.question.engine, self.stages()
+        if stages is not None and pipeline is None:
+            pipeline = pipeline_of(stages, engine, self.constants.message_exposed)
         return step_seconds(
             self.family(layouts),
             self.shape,
@@ -154,7 +168,7 @@ class Pricing:
             self.constants,
             in_float8=self.precision == "fp8",
             fused=self.fused,
-            pipeline=None if stages is None else pipeline_of(stages, engine, self.constants.message_exposed),
+            pipeline=pipeline,
         )
 
     def _memory(self, layouts: Layouts) -> StepMemory:
@@ -179,7 +193,7 @@ class Pricing:
         return [replace(layouts, recompute=np.zeros(1)), layouts]
 
 
-def _family(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
+def family_numbers(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
     tokens = float(works.sequence)
     sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
     numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
@@ -195,7 +209,7 @@ def _between(share: float, values: list[Floats]) -> Floats:
     return values[0] if len(values) == 1 else (1 - share) * values[0] + share * values[1]
 
 
-def _shape(works: ProgramWorks) -> Shape:
+def shape_of(works: ProgramWorks) -> Shape:
     mesh, dims = works.mesh, []
     tensor = [(name, n) for name, n in zip(mesh.names, mesh.degrees, strict=True) if name not in ("dp", "tp")]
     for i, (name, n) in enumerate(tensor):
