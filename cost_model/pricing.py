@@ -198,6 +198,8 @@ def family_numbers(works: ProgramWorks, layouts: Layouts, constants: Mechanisms)
     sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
     numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
     numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "d": layouts.dp}
+    if "tp" in sizes:  # one tensor dimension: labels that hold at any degree
+        numbers["tp"] = layouts.tp
     numbers |= {"s": tokens / layouts.cp, "S": np.array([tokens])}
     roles = works.family.roles
     found = evaluate(tuple(works.family.block(role, "tp") for role in roles), numbers)  # both variants are one

@@ -32,12 +32,14 @@ class Priced:
     memory: StepMemory
 
 
-def priced(works: ProgramWorks, degrees: Degrees, cluster: ClusterSpec, on: Machinery) -> Priced:
+def priced(
+    works: ProgramWorks, degrees: Degrees, cluster: ClusterSpec, on: Machinery, *, moved: tuple[int, int] = (0, 0)
+) -> Priced:
     """Price `degrees`, which recompute nothing, with as much recomputation as they need. `works` are those of labels
-    for their tensor degree."""
+    for their tensor degree. So many blocks as `moved` says are moved out of the first and the last stage."""
     works = at_mesh(works, degrees)
     plain = _pricing(works, degrees, (), cluster, on)
-    cuts = stage_cuts(works, plain) if degrees.num_stages > 1 else ()
+    cuts = stage_cuts(works, plain, moved) if degrees.num_stages > 1 else ()
     blocks_of_stage = -(-sum(count for _, count in works.counts) // degrees.num_stages)
     found = _at(works, degrees, cuts, cluster, on, 0)
     if found.fits:
@@ -64,11 +66,15 @@ def at_mesh(works: ProgramWorks, degrees: Degrees) -> ProgramWorks:
     return replace(works, mesh=mesh)
 
 
-def stage_cuts(works: ProgramWorks, pricing: Pricing) -> tuple[int, ...]:
-    """The calls before which stages begin."""
-    layouts = layouts_of(works, pricing.question)
-    passes = pricing.passes(layouts)
-    weights = [float(np.max(passes[role].both)) if role else 0.0 for role in works.calls]
+def stage_cuts(works: ProgramWorks, pricing: Pricing, moved: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    """The calls before which stages begin: the slowest stage is as fast as can be, the ends taken to be slower by as
+    many blocks as are `moved` out of them."""
+    passes = pricing.passes(layouts_of(works, pricing.question))
+    seconds = {role: float(np.max(one.both)) for role, one in passes.items()}
+    weights = [seconds[role] if role else 0.0 for role in works.calls]
+    block = sum(count * seconds[role] for role, count in works.counts) / sum(count for _, count in works.counts)
+    for end, count in zip((0, -1), moved, strict=True):
+        weights[end] = max(0.0, weights[end] + count * block)
     return partition(weights, pricing.question.degrees.num_stages, can_be_alone=[bool(role) for role in works.calls])
 
 

@@ -24,8 +24,8 @@ from autopar.cost_model.step_memory import (
     logit_bytes,
     state_bytes,
 )
-from autopar.ir.schedules import SCHEDULES
 from autopar.search.even_cuts import EvenCuts
+from autopar.search.pipeline_bounds import IS_V, NAMES
 
 Floats = NDArray[Any]
 
@@ -42,7 +42,7 @@ class MemoryBounds:
 
 
 def memory_bounds(
-    schedule: str,
+    schedule: NDArray[np.int64],
     family: Family[Any],
     shape: Shape,
     layouts: Layouts,
@@ -53,7 +53,7 @@ def memory_bounds(
     reserve_bytes: float,
     fused: bool,
 ) -> MemoryBounds:
-    """Layouts of one schedule; `capacity_bytes` is what a rank may hold."""
+    """`schedule` are positions in `autopar.search.pipeline_bounds.NAMES`; `capacity_bytes` is what a rank may hold."""
     saved, inputs = activations(family, shape, layouts, engine, fused=fused)
     kept = [kept_bytes(saved, inputs, np.asarray(level), engine) for level in (0, 2)]
     found: list[tuple[Floats, Floats, Floats]] = []
@@ -62,9 +62,7 @@ def memory_bounds(
         state = reserve_bytes + _state(family, shape, layouts, engine, blocks, ends)
         state = state + np.where(ends[1], logit_bytes(family, shape), 0.0)
         rank = np.where(is_last, layouts.pp - 1, 0)
-        live = live_stage_micro_batches(
-            schedule, pp=layouts.pp, virtual_stages=layouts.virtual, micro_batches=layouts.micro_batches, rank=rank
-        )
+        live = _live(schedule, layouts, rank)
         each = np.where(layouts.pp > 1, live / layouts.virtual, 1.0) * blocks
         found.append((state, each * kept[0], each * kept[1]))
     shares = [_share(capacity_bytes, *one, working=saved) for one in found]
@@ -77,15 +75,33 @@ def memory_bounds(
     )
 
 
-def _own(schedule: str, layouts: Layouts, cuts: EvenCuts, is_last: bool) -> tuple[Floats, tuple[Any, Any]]:
+def _live(schedule: NDArray[np.int64], layouts: Layouts, rank: Floats) -> Floats:
+    """Pairs of stage and micro-batch that a rank holds at once."""
+    found = np.zeros(schedule.shape)
+    for position in np.unique(schedule):
+        mine = schedule == position
+        one = layouts.at(mine)
+        found[mine] = live_stage_micro_batches(
+            NAMES[position], pp=one.pp, virtual_stages=one.virtual, micro_batches=one.micro_batches, rank=rank[mine]
+        )
+    return found
+
+
+def _own(
+    schedule: NDArray[np.int64], layouts: Layouts, cuts: EvenCuts, is_last: bool
+) -> tuple[Floats, tuple[Any, Any]]:
     """Repeated blocks of the first or the last rank, and whether it has the first and the last block."""
     alone = layouts.pp == 1
     v = np.maximum(layouts.virtual, 1)
-    if SCHEDULES[schedule].order == "v":
-        blocks = 2 * cuts.least if is_last else cuts.first + cuts.last
-        return np.where(alone, cuts.first, blocks), (alone | (not is_last), alone | (not is_last))
-    blocks = (cuts.last if is_last else cuts.first) + (v - 1) * cuts.least
-    return np.where(alone, cuts.first, blocks), (alone | (not is_last), alone | is_last)
+    is_v = IS_V[schedule]
+    others = (v - 1) * cuts.least
+    blocks = (
+        np.where(is_v, 2 * cuts.least, cuts.last + others)
+        if is_last
+        else cuts.first + np.where(is_v, cuts.last, others)
+    )
+    has_first = np.full(is_v.shape, not is_last)
+    return np.where(alone, cuts.first, blocks), (alone | has_first, alone | (is_v == has_first))
 
 
 def _state(

@@ -9,7 +9,7 @@ messages that it waits for, and from its last backward pass until that micro-bat
     in v       the last rank holds the turn; the stages before it forward come first
     1f1b       the passes of one micro-batch through all stages, and of the others what cannot run beside them
                (the last path of `autopar.cost_model.pipelines.unequal_1f1b_lower_s`)
-    gpipe      two flow shops, sum + (n-1)·largest, of forward and of backward passes (exact; Huang et al. 2019, "GPipe")
+    gpipe      two flow shops, sum + (n-1)·largest, of forward and of backward passes (Huang et al. 2019; exact)
 
 Blocks of several roles count as their mean, so that these are bounds for models whose repeated blocks are alike.
 """
@@ -28,11 +28,17 @@ from autopar.search.even_cuts import EvenCuts, even_cuts
 Floats = NDArray[Any]
 
 
+NAMES = tuple(SCHEDULES)
+IS_V = np.array([kind.order == "v" for kind in SCHEDULES.values()])
+SPLITS_BACKWARD = np.array([kind.splits_backward for kind in SCHEDULES.values()])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Candidates of one schedule: ranks, stages of each, micro-batches; `counts` of repeated blocks by role."""
+    """Candidates: schedule (a position in `NAMES`), ranks, stages of each, micro-batches; `counts` of repeated blocks
+    by role."""
 
-    schedule: str
+    schedule: NDArray[np.int64]
     pp: Floats
     virtual: Floats
     micro_batches: Floats
@@ -89,27 +95,26 @@ def _longest(
     run: Run, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
 ) -> Pipelined:
     n, staged = run.micro_batches, run.pp > 1
-    is_v = SCHEDULES[run.schedule].order == "v"
+    is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
     paths = _paths(run, cuts, block, ends, message)
     # of the first and the last rank; under v order they pass on to themselves at one end
-    sent = np.where(staged, 2.0 if is_v else 2 * run.virtual - 1, 0.0) * message
+    sent = np.where(staged, np.where(is_v, 2.0, 2 * run.virtual - 1), 0.0) * message
     total = [run.blocks * block[i] + ends[0][i] + ends[1][i] for i in (0, 1, 2)]
-    back = total[1] - total[2] if SCHEDULES[run.schedule].splits_backward else total[1]
-    hops = 2 * (run.virtual * (run.pp - 1) if is_v else run.virtual * run.pp - 1) * message
+    back = total[1] - np.where(splits, total[2], 0.0)
+    hops = 2 * (run.virtual * run.pp - np.where(is_v, run.virtual, 1)) * message
     first = [cuts.first * block[i] + ends[0][i] for i in (0, 1, 2)]
-    others = np.maximum(first[0], first[1] - first[2] if SCHEDULES[run.schedule].splits_backward else first[1])
+    others = np.maximum(first[0], first[1] - np.where(splits, first[2], 0.0))
     whole = np.maximum(n * (total[0] + total[1]) / run.pp, total[0] + back + hops + (n - 1) * others)
     for path in paths:
         whole = np.maximum(whole, path.head + n * (path.busy + sent) + path.tail)
-    if run.schedule == "1f1b":
-        left = np.maximum(0, n - run.pp)
-        forward, backward = paths[0].forward, paths[0].backward
-        turned = np.maximum((n - 1) * backward + left * forward, (n - 1) * forward + left * backward)
-        whole = np.maximum(whole, total[0] + total[1] + hops + turned)
-    elif run.schedule == "gpipe":
-        slowest = [np.maximum(cuts.first * block[i] + ends[0][i], cuts.last * block[i] + ends[1][i]) for i in (0, 1)]
-        shops = [total[i] + (n - 1) * np.maximum(slowest[i], cuts.most * block[i]) for i in (0, 1)]
-        whole = np.maximum(whole, shops[0] + shops[1])
+    left = np.maximum(0, n - run.pp)
+    forward, backward = paths[0].forward, paths[0].backward
+    turned = np.maximum((n - 1) * backward + left * forward, (n - 1) * forward + left * backward)
+    is_1f1b = run.schedule == NAMES.index("1f1b")
+    whole = np.where(is_1f1b, np.maximum(whole, total[0] + total[1] + hops + turned), whole)
+    slowest = [np.maximum(cuts.first * block[i] + ends[0][i], cuts.last * block[i] + ends[1][i]) for i in (0, 1)]
+    shops = [total[i] + (n - 1) * np.maximum(slowest[i], cuts.most * block[i]) for i in (0, 1)]
+    whole = np.where(run.schedule == NAMES.index("gpipe"), np.maximum(whole, shops[0] + shops[1]), whole)
     busy = paths[0].busy
     blocks = paths[0].blocks
     for path in paths[1:]:
@@ -128,20 +133,20 @@ def _paths(
 ) -> list[_Path]:
     """The first rank, the last, and one between; where the cuts leave open which stages a rank has, the emptiest."""
     p, v, none = run.pp, run.virtual, np.zeros(1)
-    kind = SCHEDULES[run.schedule]
+    is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
 
-    def path(blocks: Floats, own: Sequence[int], head: Floats, tail: Floats) -> _Path:
-        forward, backward = (blocks * block[i] + sum((ends[e][i] for e in own), none) for i in (0, 1))
+    def path(blocks: Floats, own: Sequence[Any], head: Floats, tail: Floats) -> _Path:
+        forward, backward = (blocks * block[i] + sum(ends[e][i] * has for e, has in enumerate(own)) for i in (0, 1))
         return _Path(forward=forward, backward=backward, blocks=blocks, head=head, tail=tail)
 
     # of the stages before the last rank's first one
     before = [cuts.first * block[i] + ends[0][i] + np.maximum(p - 2, 0) * cuts.least * block[i] for i in (0, 1)]
     head = before[0] + (p - 1) * message
-    tail = none if kind.splits_backward else before[1] + np.maximum(p - 2, 0) * message
+    tail = np.where(splits, 0.0, before[1] + np.maximum(p - 2, 0) * message)
+    others = (v - 1) * cuts.least
     between = np.where(p > 2, np.where(v == 1, cuts.most, v * cuts.least), 0.0)
-    if kind.order == "v":
-        ranks = [path(cuts.first + cuts.last, (0, 1), none, none), path(2 * cuts.least, (), head, none)]
-    else:
-        others = (v - 1) * cuts.least
-        ranks = [path(cuts.first + others, (0,), none, none), path(cuts.last + others, (1,), head, tail)]
-    return [*ranks, path(between, (), none, none)]
+    return [
+        path(cuts.first + np.where(is_v, cuts.last, others), (1, is_v), none, none),
+        path(np.where(is_v, 2 * cuts.least, cuts.last + others), (0, ~is_v), head, tail),
+        path(between, (0, 0), none, none),
+    ]

@@ -4,7 +4,6 @@ Bounds and plans share their prices (`autopar.cost_model.step`): only the pipeli
 the recomputed part of the blocks is the least that fits instead of whole blocks.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +20,7 @@ from autopar.cost_model.step import step_seconds
 from autopar.search.even_cuts import EvenCuts
 from autopar.search.memory_bounds import memory_bounds
 from autopar.search.pipeline_bounds import Run, lower_bound
-from autopar.search.space import NAMES, Candidates
+from autopar.search.space import Candidates
 
 Floats = NDArray[np.float64]
 
@@ -77,25 +76,12 @@ def layouts_of(found: Candidates, *, sequence_parallel: bool, recompute: int = 0
 
 
 def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
-    """Price candidates of one tensor degree, whose labels `works` are for."""
-    size = len(found)
-    columns = {name: np.zeros(size) for name in Screened.__slots__}
-    for schedule in range(len(NAMES)):
-        index = np.flatnonzero(found.schedule == schedule)
-        if len(index):
-            for name, values in _of_schedule(works, found.at(index), NAMES[schedule], on):
-                columns[name][index] = values
-    return Screened(**columns)
-
-
-def _of_schedule(
-    works: ProgramWorks, found: Candidates, schedule: str, on: Machinery
-) -> Iterator[tuple[str, Floats]]:
+    """Price candidates whose labels `works` are for; of a mesh with one tensor dimension, at any tensor degree."""
     layouts = layouts_of(found, sequence_parallel=works.sequence_parallel)
     family = family_numbers(works, layouts, on.mechanisms)
-    shape = shape_of(works)
+    shape, fused = shape_of(works), on.engine.attention == "fused"
     run = Run(
-        schedule=schedule,
+        schedule=found.schedule,
         pp=layouts.pp,
         virtual=layouts.virtual,
         micro_batches=layouts.micro_batches,
@@ -111,13 +97,13 @@ def _of_schedule(
             on.engine,
             on.mechanisms,
             in_float8=on.precision == "fp8",
-            fused=on.engine.attention == "fused",
+            fused=fused,
             pipeline=lower_bound(run, waits=0.0 if on.engine.messages == "overlapped" else 1.0, found=cuts),
         ).seconds
         for level in (0, 2)
     ]
     memory = memory_bounds(
-        schedule,
+        found.schedule,
         family,
         shape,
         layouts,
@@ -125,13 +111,14 @@ def _of_schedule(
         cuts[0],
         capacity_bytes=on.capacity_bytes,
         reserve_bytes=on.machine.profile.reserve_bytes,
-        fused=on.engine.attention == "fused",
+        fused=fused,
     )
     share = np.broadcast_to(memory.share, layouts.pp.shape)
     mixed = (1 - share) * seconds[0] + share * seconds[1]
-    yield "seconds", np.where((share <= 1) & np.isfinite(cuts[0].largest), mixed, np.inf)
-    yield "share", share
-    yield "without_bytes", np.broadcast_to(memory.without, share.shape)
-    yield "recomputed_bytes", np.broadcast_to(memory.recomputed, share.shape)
-    yield "state_bytes", np.broadcast_to(memory.state, share.shape)
-
+    return Screened(
+        seconds=np.where((share <= 1) & np.isfinite(cuts[0].largest), mixed, np.inf),
+        share=share,
+        without_bytes=np.broadcast_to(memory.without, share.shape),
+        recomputed_bytes=np.broadcast_to(memory.recomputed, share.shape),
+        state_bytes=np.broadcast_to(memory.state, share.shape),
+    )
