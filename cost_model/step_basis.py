@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.block_time import Speeds
+from autopar.cost_model.distinct import spread
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.layout import Shape
 from autopar.cost_model.links import Links
@@ -44,6 +45,10 @@ class Passes:
     forward: Floats
     backward: Floats
     weight: Floats | float = 0.0
+
+    def at(self, index: Any) -> "Passes":
+        """The seconds of an index, without `weight`."""
+        return Passes(forward=spread(self.forward, index), backward=spread(self.backward, index))
 
     @property
     def both(self) -> Floats:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.block_time import BlockSeconds, block_seconds
+from autopar.cost_model.distinct import spread
 from autopar.cost_model.expressions import BlockWork, Family
 from autopar.cost_model.layout import Layouts
 from autopar.cost_model.step_basis import Basis, Floats, Passes
@@ -29,7 +30,11 @@ class BlockPrices:
 
     def at(self, index: Any) -> "BlockPrices":
         """The prices of an index."""
-        return BlockPrices(forward=self.forward[index], backward=self.backward[index], selective=self.selective[index])
+        return BlockPrices(
+            forward=spread(self.forward, index),
+            backward=spread(self.backward, index),
+            selective=spread(self.selective, index),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost_model.distinct import spread
 from autopar.cost_model.expressions import Family
 from autopar.cost_model.layout import Layouts
 from autopar.cost_model.step_basis import Basis, Floats, Passes, repeated_roles
@@ -36,7 +37,9 @@ class Gathers:
 
     def at(self, index: Any) -> "Gathers":
         """The prices of an index."""
-        return Gathers(gather=self.gather[index], scatter=self.scatter[index], copies=self.copies[index])
+        return Gathers(
+            gather=spread(self.gather, index), scatter=spread(self.scatter, index), copies=spread(self.copies, index)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,8 @@ class DataPrices:
 
     def at(self, index: Any) -> "DataPrices":
         """The prices of an index."""
-        state = State(dense=self.state.dense[index], expert=self.state.expert[index])
-        return DataPrices(state=state, whole=self.whole[index], sharded=self.sharded[index])
+        state = State(dense=spread(self.state.dense, index), expert=spread(self.state.expert, index))
+        return DataPrices(state=state, whole=spread(self.whole, index), sharded=spread(self.sharded, index))
 
 
 # ---- parameters ----

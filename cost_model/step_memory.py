@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_model.distinct import spread
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import BlockWork, Family
 from autopar.cost_model.layout import Layouts, Shape
@@ -39,6 +40,12 @@ class StepMemory:
     peak_bytes: Floats
     parts: dict[str, Floats]
 
+    @property
+    def needed_bytes(self) -> Floats:
+        """The peak without the cache, which the allocator gives back before it fails."""
+        found: Floats = self.peak_bytes - self.parts["cache"]
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBytes:
@@ -50,7 +57,9 @@ class BlockBytes:
 
     def at(self, index: Any) -> "BlockBytes":
         """The bytes of an index."""
-        return BlockBytes(saved=self.saved[index], inputs=self.inputs[index], logits=self.logits[index])
+        return BlockBytes(
+            saved=spread(self.saved, index), inputs=spread(self.inputs, index), logits=spread(self.logits, index)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +72,9 @@ class RankElements:
 
     def at(self, index: Any) -> "RankElements":
         """The elements of an index."""
-        return RankElements(first=self.first[index], last=self.last[index], expert=self.expert[index])
+        return RankElements(
+            first=spread(self.first, index), last=spread(self.last, index), expert=spread(self.expert, index)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
