@@ -29,8 +29,8 @@ BLOCK_FIELDS = ("tp", "sequence_parallel", "cp", "micro_batch")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScreenedModel:
     """A model whose blocks are expressions; `blocks` and `parameters` give their numbers, all or those of parameters
-    alone, for layouts. `block_fields` are the fields that the former read. `tp` and `sequence_parallel` are those that
-    a captured program's labels are for, None where any will do."""
+    alone, for layouts, with experts not divided yet. `block_fields` are the fields on which prices of blocks depend.
+    `tp` and `sequence_parallel` are those that a captured program's labels are for, None where any will do."""
 
     name: str
     shape: Shape

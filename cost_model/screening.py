@@ -100,9 +100,10 @@ def screen(models: Sequence[ScreenedModel], layouts: Layouts, target: Target) ->
     """Price every layout, in its order, with the model that is for its tensor and sequence parallelism.
 
     Fields are arrays of one length, or of length 1 where all layouts agree, of any type of number; the smaller the
-    type, the less memory moves. Raises InputError where no model, or more than one, is for a layout.
+    type, the less memory moves. Raises InputError where no model, or more than one, is for a layout, and for fields of
+    unlike lengths.
     """
-    size = max(np.asarray(getattr(layouts, name)).size for name in Layouts.__slots__)
+    size = _size(layouts)
     found = Screened(seconds=np.empty(size), peak_bytes=np.empty(size), fits=np.empty(size, dtype=bool))
     taken = np.zeros(size, dtype=bool)
     for model in models:
@@ -128,6 +129,15 @@ def screen(models: Sequence[ScreenedModel], layouts: Layouts, target: Target) ->
             f"{bool(one.sequence_parallel[0])}; give a program labelled for it"
         )
     return found
+
+
+def _size(layouts: Layouts) -> int:
+    sizes = {name: np.asarray(getattr(layouts, name)).size for name in Layouts.__slots__}
+    lengths = sorted(set(sizes.values()) - {1})
+    if len(lengths) > 1 or 0 in lengths:
+        named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise InputError(f"fields must have as many entries as there are layouts, or one; they have {named}")
+    return lengths[0] if lengths else 1
 
 
 def _wanted(model: ScreenedModel, layouts: Layouts) -> Any:

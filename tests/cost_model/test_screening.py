@@ -120,6 +120,14 @@ def test_fields_of_small_types() -> None:
     np.testing.assert_array_equal(found.peak_bytes, expected.peak_bytes)
 
 
+@pytest.mark.parametrize("entries", [0, 2])
+def test_fields_of_unlike_lengths(entries: int) -> None:
+    target = target_of(CLUSTER, engine_named("megatron"), precision="bf16")
+    layouts = replace(layouts_like(5, 10), zero=np.zeros(entries))
+    with pytest.raises(InputError, match=f"must have as many entries as there are layouts.*zero {entries}"):
+        screen([model_of_row(DENSE)], layouts, target)
+
+
 # ---- captured programs ----
 
 
