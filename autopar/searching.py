@@ -22,14 +22,14 @@ from autopar.cost_model.profile_file import load_profile
 from autopar.cost_model.program_works import ProgramWorks, program_works
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.planning import capture_for, choose_labels, label_plan
 from autopar.search.exact import Priced, priced
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.result import Closest, Contender, Counted, SearchResult, degrees_in_plain, why_slower
 from autopar.search.screen import Machinery
-from autopar.search.space import Limits, Wishes, divisors, wishes
+from autopar.search.space import Limits, divisors, wishes
 from autopar.trace.capture import Inputs, LossFunction
 
 ENGINE = "autopar"
@@ -106,7 +106,9 @@ def _works(program: Program, cluster: ClusterSpec) -> Callable[[int], ProgramWor
 
     def works_of(tp: int) -> ProgramWorks:
         if tp not in known:
-            degrees, analysis, found = choose_labels(program, cluster, Degrees(tp=tp, dp_shard=LABELLED_DP, micro_batch=1))
+            degrees, analysis, found = choose_labels(
+                program, cluster, Degrees(tp=tp, dp_shard=LABELLED_DP, micro_batch=1)
+            )
             known[tp] = program_works(program, analysis, found.blocks, degrees.mesh)
         return known[tp]
 
@@ -227,6 +229,3 @@ def _closest(found: Searched, on: Machinery) -> Closest:
     return Closest(
         degrees=degrees_in_plain(degrees, ()), needed_bytes=float(needed[index]), missing_bytes=missing, remedy=remedy
     )
-
-
-__all__ = ["Plan", "SearchResult", "plan"]

@@ -132,7 +132,7 @@ def _largest(
         cache=mechanisms().allocator_cache,
         fused=engine.attention == "fused",
     )
-    needed = memory.peak_bytes - memory.parts["cache"]
+    needed = memory.needed_bytes
     heads = ASPECT * blocks / HEAD
     fits = (needed <= FULL * memory_bytes) & (pp <= blocks) & (tp <= heads)
     if not fits.any():

@@ -8,7 +8,7 @@ from autopar.cost_model.engine import Engine
 from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row_machine import links_of, speeds_of
 from autopar.cost_model.shipped_profiles import device_profile
-from autopar.cost_model.step import Machine
+from autopar.cost_model.step_basis import Machine
 from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link

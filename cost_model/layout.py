@@ -1,5 +1,6 @@
 """Layouts as arrays: many candidates of one model on one kind of machine, priced at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,16 @@ class Layouts:
     def at(self, index: Any) -> "Layouts":
         """The candidates of an index or mask."""
         return Layouts(**{name: np.asarray(getattr(self, name))[index] for name in self.__slots__})
+
+    def only(self, names: Sequence[str], index: Any) -> "Layouts":
+        """As `at`, in float64 and without the other fields: to read one is an AttributeError, so that what is priced
+        once for many candidates cannot depend on a field in which they differ."""
+        found = object.__new__(Layouts)
+        for name in names:
+            column = np.asarray(getattr(self, name))
+            column = column if column.size == 1 else column[index]
+            object.__setattr__(found, name, column.astype(float))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

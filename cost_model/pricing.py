@@ -6,7 +6,7 @@ data parallelism, come from the same expressions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ from autopar.cost_model.expressions import VARIANTS, Family, evaluate
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.staged import Stages, pipeline_of, staged_memory, stages_at
-from autopar.cost_model.step import Passes, Pipeline, Pipelined, StepSeconds, step_seconds
+from autopar.cost_model.step import StepSeconds, step_seconds
+from autopar.cost_model.step_assembly import Pipeline, Pipelined
+from autopar.cost_model.step_basis import Passes
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
@@ -73,7 +75,7 @@ def layouts_of(works: ProgramWorks, question: Question) -> Layouts:
 
 def family_of_layout(works: ProgramWorks, question: Question) -> Family[Any]:
     """The numbers of a captured model's blocks for one micro-batch of a question's layout."""
-    return family_numbers(works, layouts_of(works, question), mechanisms())
+    return family_at(works, layouts_of(works, question), mechanisms())
 
 
 class Pricing:
@@ -97,7 +99,7 @@ class Pricing:
         """The numbers of a layout of the question, which has its own data-parallel degree or none."""
         degree = float(layouts.dp[0])
         if degree not in self.families:
-            self.families[degree] = family_numbers(self.works, layouts, self.constants)
+            self.families[degree] = family_at(self.works, layouts, self.constants)
         return self.families[degree]
 
     def stages(self) -> Stages | None:
@@ -193,18 +195,32 @@ class Pricing:
         return [replace(layouts, recompute=np.zeros(1)), layouts]
 
 
-def family_numbers(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
+def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
+    """The numbers of a captured model's blocks for one micro-batch of each layout."""
+    return with_experts(evaluated(works, works.family, layouts), layouts, constants)
+
+
+def evaluated(
+    works: ProgramWorks, family: Family[Any], layouts: Layouts, names: Collection[str] = ("b", "t", "tp", "d", "s", "S")
+) -> Family[Any]:
+    """The numbers of a family of a captured model's expressions, which have those `names` of layouts."""
     tokens = float(works.sequence)
     sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
     numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
-    numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "d": layouts.dp}
-    if "tp" in sizes:  # one tensor dimension: labels that hold at any degree
-        numbers["tp"] = layouts.tp
-    numbers |= {"s": tokens / layouts.cp, "S": np.array([tokens])}
-    roles = works.family.roles
-    found = evaluate(tuple(works.family.block(role, "tp") for role in roles), numbers)  # both variants are one
+    of_layouts: dict[str, Callable[[], Floats]] = {
+        "b": lambda: layouts.micro_batch,
+        "t": lambda: layouts.tp,
+        "d": lambda: layouts.dp,
+        "s": lambda: tokens / layouts.cp,
+        "S": lambda: np.array([tokens]),
+    }
+    numbers |= {
+        name: value() for name, value in of_layouts.items() if name in names and (name != "tp" or name in sizes)
+    }
+    roles = family.roles
+    found = evaluate(tuple(family.block(role, "tp") for role in roles), numbers)  # both variants are one
     blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, found, strict=True))
-    return with_experts(replace(works.family, blocks=blocks), layouts, constants)
+    return replace(family, blocks=blocks)
 
 
 def _between(share: float, values: list[Floats]) -> Floats:
@@ -212,6 +228,7 @@ def _between(share: float, values: list[Floats]) -> Floats:
 
 
 def shape_of(works: ProgramWorks) -> Shape:
+    """What of a captured model its blocks do not say."""
     mesh, dims = works.mesh, []
     tensor = [(name, n) for name, n in zip(mesh.names, mesh.degrees, strict=True) if name not in ("dp", "tp")]
     for i, (name, n) in enumerate(tensor):

@@ -24,7 +24,7 @@ from autopar.cost_model.expressions import Family, evaluate
 from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.row import Row, RowEstimate, Unmodelled
-from autopar.cost_model.row_family import family_name, family_of, numbers_of
+from autopar.cost_model.row_family import family_name, family_of, numbers_at, numbers_of, shape_of
 from autopar.cost_model.row_machine import FLOAT8, RowMachine, machine_for, machine_of
 from autopar.cost_model.step import StepSeconds, step_seconds
 from autopar.cost_model.step_memory import StepMemory, step_memory
@@ -138,8 +138,10 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     cases = tuple(case for _, case in members)
     first = cases[0]
     engine, profile = first.machine.engine, first.machine.profile
-    shape, layouts = _shape(cases), _layouts(cases, engine)
-    family = evaluate(family_of(first.family), _numbers(cases, layouts))
+    shape, layouts = shape_of([case.row for case in cases]), _layouts(cases, engine)
+    each = [numbers_of(case.row) for case in cases]
+    numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
+    family = evaluate(family_of(first.family), numbers_at(numbers, layouts))
     memory_bytes = (first.row.gpu_mem_gb or first.machine.preset.memory_gb.value) * 1e9
     unstated = np.array([case.row.recompute is None for case in cases])
 
@@ -173,7 +175,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
 
 def _estimates(group: Group) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
-    needed = memory.peak_bytes - memory.parts["cache"]  # the allocator gives its cache back before it fails
+    needed = memory.needed_bytes
     held = np.maximum(needed, np.minimum(memory.peak_bytes, group.memory_bytes))
     seconds, needed, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, needed, held))
     parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}
@@ -192,22 +194,6 @@ def _estimates(group: Group) -> list[RowEstimate]:
 
 def _array(cases: Sequence[_Case], value: Callable[[Row], Any]) -> Floats:
     return np.array([float(value(case.row)) for case in cases])
-
-
-def _shape(cases: Sequence[_Case]) -> Shape:
-    def expert_blocks(row: Row) -> int:
-        return (row.moe_layers or row.layers or 0) if row.moe_experts else 0
-
-    return Shape(
-        counts=(
-            ("layer", _array(cases, lambda row: (row.layers or 0) - expert_blocks(row))),
-            ("moe_layer", _array(cases, expert_blocks)),
-        ),
-        hidden=_array(cases, lambda row: row.hidden),
-        sequence=_array(cases, lambda row: row.seq_len),
-        experts_per_token=_array(cases, lambda row: row.moe_topk or 1),
-        is_tied=_array(cases, lambda row: bool(row.tied_embeddings)) > 0,
-    )
 
 
 def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
@@ -264,12 +250,3 @@ def _shard(row: Row, engine: Engine, dp: float) -> float:
     if "within node" in detail:
         return min(ranks, float(row.gpus_per_node or 8))
     return ranks
-
-
-def _numbers(cases: Sequence[_Case], layouts: Layouts) -> dict[str, Floats]:
-    each = [numbers_of(case.row) for case in cases]
-    numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
-    keys = numbers["s"]
-    numbers |= {"b": layouts.micro_batch, "t": layouts.tp, "S": keys, "s": keys / layouts.cp}
-    numbers["g"] = np.maximum(numbers["g"], layouts.tp)  # fewer key heads than ranks are held several times
-    return numbers

@@ -1,11 +1,15 @@
 """Which family of captured blocks a published row's architecture is of, and the sizes to evaluate it at."""
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from autopar.cost_model import expressions
-from autopar.cost_model.expressions import Family
+from autopar.cost_model.expressions import SYMBOLS, Family
+from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.row import Row
 
 # beginnings of model names, lower case, longest first; architectures that columns alone do not tell apart
@@ -75,3 +79,38 @@ def numbers_of(row: Row) -> dict[str, float]:
 
 # DeepSeek-V2 and V3 (technical report, section 4.2): ranks of queries and keys, rotated part and value width of a head
 LATENT = {"q": 1536.0, "c": 512.0, "r": 64.0, "u": 128.0}
+
+
+def numbers_at(numbers: Mapping[str, Any], layouts: Layouts, names: Collection[str] = tuple(SYMBOLS)) -> dict[str, Any]:
+    """Those `names` of a model's numbers (`numbers_of`), or of one model per layout, that a rank of the layouts has."""
+    keys = numbers["s"]
+    found = {name: numbers[name] for name in names if name in numbers}
+    of_layouts: dict[str, Callable[[], Any]] = {
+        "b": lambda: layouts.micro_batch,
+        "t": lambda: layouts.tp,
+        "S": lambda: keys,
+        "s": lambda: keys / layouts.cp,
+        "g": lambda: np.maximum(numbers["g"], layouts.tp),  # fewer key heads than ranks are held several times
+    }
+    return found | {name: value() for name, value in of_layouts.items() if name in names}
+
+
+def shape_of(rows: Sequence[Row]) -> Shape:
+    """What of rows' models their families do not say, one entry each."""
+
+    def column(value: Callable[[Row], Any]) -> Any:
+        return np.array([float(value(row)) for row in rows])
+
+    def expert_blocks(row: Row) -> int:
+        return (row.moe_layers or row.layers or 0) if row.moe_experts else 0
+
+    return Shape(
+        counts=(
+            ("layer", column(lambda row: (row.layers or 0) - expert_blocks(row))),
+            ("moe_layer", column(expert_blocks)),
+        ),
+        hidden=column(lambda row: row.hidden),
+        sequence=column(lambda row: row.seq_len),
+        experts_per_token=column(lambda row: row.moe_topk or 1),
+        is_tied=column(lambda row: bool(row.tied_embeddings)) > 0,
+    )

@@ -11,7 +11,7 @@ from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row import Row
 from autopar.cost_model.shipped_profiles import device_profile
-from autopar.cost_model.step import Machine
+from autopar.cost_model.step_basis import Machine
 from autopar.errors import ClusterError, did_you_mean
 from autopar.ir.device import Device, Link, device_of_preset, link_of_preset
 from autopar.ir.device_presets import DevicePreset, device_names, device_preset, device_presets

@@ -19,7 +19,8 @@ from autopar.cost_model.expressions import Family
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.pipelines import blocking_message_s, live_stage_micro_batches, unequal_step_s
 from autopar.cost_model.simulate import StageSeconds, peak_held_bytes, simulate
-from autopar.cost_model.step import Passes, Pipeline, Pipelined
+from autopar.cost_model.step_assembly import Pipeline, Pipelined
+from autopar.cost_model.step_basis import Passes
 from autopar.cost_model.step_memory import (
     GRADIENT_BYTES,
     StepMemory,

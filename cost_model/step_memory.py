@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_model.distinct import spread
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import BlockWork, Family
 from autopar.cost_model.layout import Layouts, Shape
@@ -39,6 +40,51 @@ class StepMemory:
     peak_bytes: Floats
     parts: dict[str, Floats]
 
+    @property
+    def needed_bytes(self) -> Floats:
+        """The peak without the cache, which the allocator gives back before it fails."""
+        found: Floats = self.peak_bytes - self.parts["cache"]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBytes:
+    """Bytes that one mean block keeps of one micro-batch, bytes of its input, and those of the logits."""
+
+    saved: Floats
+    inputs: Floats
+    logits: Floats
+
+    def at(self, index: Any) -> "BlockBytes":
+        """The bytes of an index."""
+        return BlockBytes(
+            saved=spread(self.saved, index), inputs=spread(self.inputs, index), logits=spread(self.logits, index)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankElements:
+    """Parameters of the first and of the last pipeline rank, without those of experts, of which both have as many."""
+
+    first: Floats
+    last: Floats
+    expert: Floats
+
+    def at(self, index: Any) -> "RankElements":
+        """The elements of an index."""
+        return RankElements(
+            first=spread(self.first, index), last=spread(self.last, index), expert=spread(self.expert, index)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """What one rank holds: `parts` without the allocator's `cache`, and all together."""
+
+    parts: dict[str, Floats]
+    cache: Floats
+    total: Floats
+
 
 def step_memory(
     family: Family[Any],
@@ -51,40 +97,77 @@ def step_memory(
     fused: bool,
 ) -> StepMemory:
     """Peak of every layout."""
-    per_rank = np.where(layouts.pp > 1, np.ceil(shape.blocks / layouts.pp), shape.blocks)
+    blocks = block_bytes(family, shape, layouts, engine, fused=fused)
+    elements = rank_elements(family, shape, layouts)
+    first, last = ends_bytes(shape, layouts, engine, blocks, elements, reserve_bytes=reserve_bytes, cache=cache)
+    parts = {name: fuller(first, last, part, last.parts[name]) for name, part in first.parts.items()}
+    parts |= {"cache": fuller(first, last, first.cache, last.cache), "reserve": reserve_bytes + 0.0 * first.total}
+    return StepMemory(peak_bytes=np.maximum(first.total, last.total), parts=parts)
+
+
+def fuller(first: RankBytes, last: RankBytes, of_first: Floats, of_last: Floats) -> Floats:
+    """Of the rank that holds more."""
+    return np.where(last.total > first.total, of_last, of_first)
+
+
+def block_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> BlockBytes:
+    """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
     saved, inputs = activations(family, shape, layouts, engine, fused=fused)
-    n, p, v = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1)
-    flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
-    flight = np.where(p > 1, flight, 1)
-    kept = kept_bytes(saved, inputs, layouts.recompute, engine)
-    working = np.where(layouts.recompute == 2, saved, 0.0)
-    dense, expert = _parameters(family, shape, per_rank)
-    expert = expert / layouts.ep
+    return BlockBytes(saved=saved, inputs=inputs, logits=logit_bytes(family, shape))
+
+
+def rank_elements(family: Family[Any], shape: Shape, layouts: Layouts) -> RankElements:
+    """Parameters of a rank; of no field but tp, pp, ep and dp."""
+    dense, expert = _parameters(family, shape, _blocks_per_rank(shape, layouts))
     ends = {role: _role(family, role) for role in ("first", "last")}
-    logits = logit_bytes(family, shape)
-    found: list[dict[str, Floats]] = []
-    for role, live in (("first", flight), ("last", np.where(p > 1, np.minimum(n, np.maximum(flight - p + 1, 1)), 1))):
-        one = np.where(p > 1, ends[role], _both(ends, shape))
-        elements = dense + one
-        state = state_bytes(elements, expert, shape, layouts, engine)
-        both = elements + expert
-        some = shape.element_bytes * GATHERED_BLOCKS * both / per_rank
-        gathered = np.where(p > 1, (shape.element_bytes + GRADIENT_BYTES) * both, some)
-        found.append(
-            state
-            | {
-                "gathered": np.where(layouts.zero >= 3, gathered, 0.0),
-                "activations": live * per_rank * kept,
-                "workspace": working,
-                "logits": logits if role == "last" else np.where(p > 1, 0.0, logits),
-            }
-        )
-        held = np.asarray(sum(found[-1].values()))
-        found[-1] |= {"cache": cache * held, "reserve": reserve_bytes + 0.0 * held}
-    totals = [np.asarray(sum(parts.values())) for parts in found]
-    is_last = totals[1] > totals[0]
-    parts = {name: np.where(is_last, found[1][name], found[0][name]) for name in found[0]}
-    return StepMemory(peak_bytes=np.maximum(totals[0], totals[1]), parts=parts)
+    both = np.where(shape.is_tied, np.maximum(ends["first"], ends["last"]), ends["first"] + ends["last"])
+    first, last = (dense + np.where(layouts.pp > 1, one, both) for one in ends.values())
+    return RankElements(first=first, last=last, expert=expert / layouts.ep)
+
+
+def _blocks_per_rank(shape: Shape, layouts: Layouts) -> Floats:
+    return np.where(layouts.pp > 1, np.ceil(shape.blocks / layouts.pp), shape.blocks)
+
+
+def ends_bytes(
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    blocks: BlockBytes,
+    elements: RankElements,
+    *,
+    reserve_bytes: float,
+    cache: float,
+) -> tuple[RankBytes, RankBytes]:
+    """What the first and the last pipeline rank hold."""
+    n, p, v, has_stages = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1), layouts.pp > 1
+    flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
+    flight = np.where(has_stages, flight, 1)
+    at_last = np.where(has_stages, np.minimum(n, np.maximum(flight - p + 1, 1)), 1)
+    per_rank = _blocks_per_rank(shape, layouts)
+    kept = kept_bytes(blocks.saved, blocks.inputs, layouts.recompute, engine)
+    working = np.where(layouts.recompute == 2, blocks.saved, 0.0)
+
+    def of_rank(dense: Floats, live: Floats, logits: Floats) -> RankBytes:
+        parts = state_bytes(dense, elements.expert, shape, layouts, engine)
+        gathered = _gathered(shape, layouts, dense + elements.expert, per_rank)
+        parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": working, "logits": logits}
+        held = np.asarray(sum(parts.values()))
+        return RankBytes(parts=parts, cache=cache * held, total=held + cache * held + reserve_bytes)
+
+    return (
+        of_rank(elements.first, flight, np.where(has_stages, 0.0, blocks.logits)),
+        of_rank(elements.last, at_last, blocks.logits),
+    )
+
+
+def _gathered(shape: Shape, layouts: Layouts, elements: Floats, per_rank: Floats) -> Floats:
+    """Whole weights, and gradients with stages, that a rank holds under ZeRO 3."""
+    if not np.any(layouts.zero >= 3):
+        return np.zeros(1)
+    some = shape.element_bytes * GATHERED_BLOCKS * elements / per_rank
+    gathered = np.where(layouts.pp > 1, (shape.element_bytes + GRADIENT_BYTES) * elements, some)
+    return np.where(layouts.zero >= 3, gathered, 0.0)
 
 
 def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
@@ -96,9 +179,8 @@ def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts
     weights = shape.element_bytes
     each = {"parameters": (weights, 3), "gradients": (engine.state_bytes - divided - weights, 2)}
     each["optimizer state"] = (divided, 1)
-    found = {}
+    found, shards = {}, [layouts.shard, np.maximum(layouts.shard / layouts.ep, 1)]
     for name, (size, stage) in each.items():
-        shards = [layouts.shard, np.maximum(layouts.shard / layouts.ep, 1)]
         ways = [np.where(layouts.zero >= stage, shard, 1.0) for shard in shards]
         found[name] = np.asarray(size * (elements / ways[0] + expert / ways[1]))
     return found
@@ -106,7 +188,8 @@ def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts
 
 def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
     """What a block keeps of a micro-batch, of `saved` without recomputation and its `inputs`."""
-    return np.select([recompute == 2, recompute == 1], [inputs, _selective(engine, saved, inputs)], saved)
+    selective = np.where(recompute == 1, _selective(engine, saved, inputs), saved)
+    return np.where(recompute == 2, inputs, selective)
 
 
 def activations(
@@ -164,8 +247,3 @@ def _role(family: Family[Any], role: str) -> Floats:
         return np.zeros(1)
     work = family.block(role, "tp")
     return np.asarray(work.parameters_split + work.parameters_whole)
-
-
-def _both(ends: dict[str, Floats], shape: Shape) -> Floats:
-    first, last = ends["first"], ends["last"]
-    return np.where(shape.is_tied, np.maximum(first, last), first + last)

@@ -116,9 +116,8 @@ def _state(
         expert = expert + share * work.parameters_expert / layouts.ep
     of_ends = []
     for role, has in zip(("first", "last"), ends, strict=True):
-        work = family.block(role, "tp") if role in family.roles else None
-        own = 0.0 if work is None else work.parameters_split + work.parameters_whole
-        of_ends.append(np.where(has, own, 0.0))
+        end = family.block(role, "tp") if role in family.roles else None
+        of_ends.append(np.where(has, 0.0 if end is None else end.parameters_split + end.parameters_whole, 0.0))
     both = np.where(shape.is_tied, np.maximum(*of_ends), of_ends[0] + of_ends[1])
     elements, experts = blocks * dense + both, blocks * expert
     parts = state_bytes(elements, experts, shape, layouts, engine)

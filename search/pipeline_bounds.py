@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.step import Passes, Pipeline, Pipelined
+from autopar.cost_model.step_assembly import Pipeline, Pipelined
+from autopar.cost_model.step_basis import Passes
 from autopar.ir.schedules import SCHEDULES
 from autopar.search.even_cuts import EvenCuts, even_cuts
 

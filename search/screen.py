@@ -13,7 +13,7 @@ from autopar.cost_model.cluster_machine import ClusterMachine
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.layout import Layouts
 from autopar.cost_model.mechanisms import Mechanisms
-from autopar.cost_model.pricing import family_numbers, shape_of
+from autopar.cost_model.pricing import family_at, shape_of
 from autopar.cost_model.program_works import ProgramWorks
 from autopar.cost_model.row_estimate import FULL
 from autopar.cost_model.step import step_seconds
@@ -78,7 +78,7 @@ def layouts_of(found: Candidates, *, sequence_parallel: bool, recompute: int = 0
 def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     """Price candidates whose labels `works` are for; of a mesh with one tensor dimension, at any tensor degree."""
     layouts = layouts_of(found, sequence_parallel=works.sequence_parallel)
-    family = family_numbers(works, layouts, on.mechanisms)
+    family = family_at(works, layouts, on.mechanisms)
     shape, fused = shape_of(works), on.engine.attention == "fused"
     run = Run(
         schedule=found.schedule,

@@ -16,7 +16,7 @@ from autopar.cost_model.estimate import Estimate, run_cost
 from autopar.cost_model.pipelines import step_s, unequal_step_s
 from autopar.cost_model.shipped_profiles import device_profile
 from autopar.cost_model.staged import MOST_ACTIONS, pipeline_of, stages_at
-from autopar.cost_model.step import Passes
+from autopar.cost_model.step_basis import Passes
 from autopar.degrees import resolve_degrees
 from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec

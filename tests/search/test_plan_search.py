@@ -1,14 +1,10 @@
 """The search against full enumeration, its bounds against exact prices, and what it says of what does not fit."""
 
-from dataclasses import replace
-from functools import cache
 from itertools import product
 
-import numpy as np
 import pytest
 from search_cases import Case
 
-from autopar.errors import PlanError
 from autopar.search.exact import Priced, priced
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.screen import screen
@@ -27,9 +23,7 @@ CASES = tuple(
 def enumerated(case: Case) -> list[Priced]:
     """Every candidate, priced exactly."""
     found, on = candidates(case.limits, wishes()), case.on
-    return [
-        priced(case.works(int(found.tp[i])), found.degrees(i), case.spec, on) for i in range(len(found))
-    ]
+    return [priced(case.works(int(found.tp[i])), found.degrees(i), case.spec, on) for i in range(len(found))]
 
 
 def searched(case: Case, most: int = 10_000) -> Searched:

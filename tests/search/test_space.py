@@ -28,7 +28,9 @@ def test_everything_listed_is_legal_and_listed_once() -> None:
         wish = {"pp": degrees.pp, "tp": degrees.tp, "dp_shard": degrees.dp_shard, "zero": degrees.zero}
         wish |= {"dp_replicate": degrees.dp_replicate, "micro_batch": degrees.micro_batch}
         staged = {"schedule": degrees.schedule, "virtual_stages": degrees.virtual_stages}
-        counts = {"micro_batches": degrees.micro_batches, **staged} if degrees.pp > 1 else {"accumulate": degrees.accumulate}
+        counts = (
+            {"micro_batches": degrees.micro_batches, **staged} if degrees.pp > 1 else {"accumulate": degrees.accumulate}
+        )
         assert resolve_degrees({**wish, **counts}, 24, global_batch=48) == degrees
 
 
