@@ -110,8 +110,8 @@ def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:
     more = {name: other[name] - best.get(name, 0.0) for name in other}
     name = max(more, key=lambda one: more[one])
     less = min(more, key=lambda one: more[one])
-    text = f"{PARTS[name]} take {_time(more[name])} more"
-    return f"{text}, {PARTS[less]} {_time(-more[less])} less" if more[less] < -0.1 * more[name] else text
+    text = f"{PARTS[name]}: {_time(more[name])} more"
+    return f"{text}; {PARTS[less]}: {_time(-more[less])} less" if more[less] < -0.1 * more[name] else text
 
 
 def _time(seconds: float) -> str:

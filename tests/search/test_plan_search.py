@@ -10,13 +10,18 @@ from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.screen import screen
 from autopar.search.space import candidates, wishes
 
-CLUSTERS = (("4xh100", 8), ("8xa100-80gb", 8), ("6xh100", 12), ("2xv100-32gb", 4))
+CLUSTERS = (("4xh100", 4), ("6xa100-80gb", 6), ("2xv100-32gb", 4), ("3xh100", 6))
 MEMORIES = (80e9, 3.2e6, 1.6e6)
 CASES = tuple(
     Case(model=model, cluster=cluster, global_batch=batch, tokens=tokens, memory_bytes=memory)
     for (cluster, batch), memory, (model, tokens) in product(
         CLUSTERS, MEMORIES, (("llama", 16), ("llama", 512), ("gpt2", 128))
     )
+)
+
+LARGER = tuple(
+    replace(case, cluster=cluster, global_batch=batch)
+    for case, (cluster, batch) in product(CASES[:9], (("8xa100-80gb", 16), ("12xh100", 12)))
 )
 
 
@@ -42,6 +47,12 @@ def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
     assert found.best.fits
     assert found.best.seconds == min(fits)
     assert len(found.exact) < len(found.candidates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LARGER, ids=str)
+def test_no_plan_is_better_on_more_devices(case: Case) -> None:
+    test_no_plan_is_better_than_the_one_found(case)
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)

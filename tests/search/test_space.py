@@ -1,5 +1,7 @@
 """The space: what is legal, listed once, and what wishes leave of it."""
 
+from typing import Any
+
 import pytest
 
 from autopar.degrees import resolve_degrees
@@ -25,7 +27,7 @@ def test_everything_listed_is_legal_and_listed_once() -> None:
         assert degrees.num_stages <= 10
         if degrees.pp > 1:
             assert not schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
-        wish = {"pp": degrees.pp, "tp": degrees.tp, "dp_shard": degrees.dp_shard, "zero": degrees.zero}
+        wish: dict[str, Any] = {"pp": degrees.pp, "tp": degrees.tp, "dp_shard": degrees.dp_shard, "zero": degrees.zero}
         wish |= {"dp_replicate": degrees.dp_replicate, "micro_batch": degrees.micro_batch}
         staged = {"schedule": degrees.schedule, "virtual_stages": degrees.virtual_stages}
         counts = (
