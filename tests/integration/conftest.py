@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tiny"))
 sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it
 
 from autopar.runtime.launch import Ranks
