@@ -32,6 +32,11 @@ PipelineAction: TypeAlias = schedules._Action
 PipelineRuntime: TypeAlias = schedules._PipelineScheduleRuntime
 
 
+def operator_parts(value: Any) -> tuple[str, str, str] | None:
+    """Namespace, name and overload of an operator, by which `torch.ops` has it; None of anything else."""
+    return (value.namespace, value._opname, value._overloadname) if isinstance(value, OpOverload) else None
+
+
 def overloads_of(value: Any) -> dict[str, OpOverload]:
     """The overloads by name of an operator, an overload or what `torch.library.custom_op` returns; none of others."""
     found = getattr(value, "_opoverload", value)
