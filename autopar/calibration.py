@@ -175,7 +175,7 @@ def measured(
     stage: Stage, device: torch.device, budget_s: float, on_work: Callable[[Work], None]
 ) -> list[float | None]:
     """Seconds of each work of a stage on this rank; None where it would take too long. Collective with ranks."""
-    pace = _pace(device)
+    pace = _pace(device, alone=stage.groups is None)
     group = calibrate_links.joined(stage.groups) if stage.groups is not None else None
     rates: dict[str, float] = {}
     found: list[float | None] = []
@@ -200,7 +200,13 @@ def measured(
 _PREPARED = {"collective": calibrate_links.prepared_collective, "overlap": calibrate_links.prepared_overlap}
 
 
-def _pace(device: torch.device) -> Pace:
+def ranks_per_core(device_type: str, ranks: int) -> float:
+    """How many of `ranks` CPU ranks on this host share a core; 1 where each has one, or a GPU."""
+    return max(1.0, ranks / len(os.sched_getaffinity(0))) if device_type == "cpu" else 1.0
+
+
+def _pace(device: torch.device, *, alone: bool) -> Pace:
+    """`alone`: every rank works for itself, and does not wait for messages."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Pace()
 
@@ -209,7 +215,11 @@ def _pace(device: torch.device) -> Pace:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.item())
 
-    return Pace(largest=largest, meet=dist.barrier)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    counts = alone and device.type == "cpu" and torch.get_num_threads() == 1
+    return Pace(
+        largest=largest, meet=dist.barrier, ranks_per_core=ranks_per_core(device.type, here) if counts else None
+    )
 
 
 def _measurement(how: str, ranks: int, started: float) -> Measurement:
