@@ -104,7 +104,7 @@ def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, start
             found.append((stage, world.run("autopar.calibration:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
     how = f"gloo, {num_ranks} ranks at once on {os.cpu_count()} cores, one thread each"
-    return combined(found, cluster, device, _measurement(how, num_ranks, started))
+    return combined(found, cluster, device, _measurement(how, num_ranks, started, ranks_per_core("cpu", num_ranks)))
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
@@ -125,7 +125,8 @@ def _in_job(minutes: float, on_progress: Progress, started: float) -> Calibratio
         every = json.loads(broadcast_text(json.dumps([json.loads(text) for text in texts])))
         found.append((stage, every))
     how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {len(set(hosts))} hosts"
-    return combined(found, cluster, device, _measurement(how, len(hosts), started))
+    sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
+    return combined(found, cluster, device, _measurement(how, len(hosts), started, sharing))
 
 
 def passes(minutes: float) -> int:
@@ -222,7 +223,7 @@ def _pace(device: torch.device, *, alone: bool) -> Pace:
     )
 
 
-def _measurement(how: str, ranks: int, started: float) -> Measurement:
+def _measurement(how: str, ranks: int, started: float, sharing: float = 1.0) -> Measurement:
     versions = {"autopar": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if torch.version.cuda is not None:
         versions["cuda"] = str(torch.version.cuda)
@@ -232,6 +233,7 @@ def _measurement(how: str, ranks: int, started: float) -> Measurement:
         how=how,
         ranks=ranks,
         seconds=round(time.monotonic() - started, 1),
+        ranks_per_core=sharing,
         versions=versions,
     )
 

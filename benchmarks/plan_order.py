@@ -82,7 +82,8 @@ class Pair:
     def agrees(self) -> bool | None:
         if self.measured.low <= 1 <= self.measured.high:
             return None
-        return (self.measured.median > 1) == (self.predicted > 1)
+        is_slower: bool = self.measured.median > 1
+        return is_slower == (self.predicted > 1)
 
 
 def model() -> Any:

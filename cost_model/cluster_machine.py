@@ -71,7 +71,12 @@ def cluster_machine(
     )
     speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
     return ClusterMachine(
-        machine=Machine(speeds=speeds, links=links, overlap_slowdown=found.overlap_slowdown),
+        machine=Machine(
+            speeds=speeds,
+            links=links,
+            overlap_slowdown=found.overlap_slowdown,
+            ranks_per_core=found.measured.ranks_per_core if found.measured is not None else 1.0,
+        ),
         device=device,
         profile=found,
         memory_bytes=float(cluster.min_memory_bytes),

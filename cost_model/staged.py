@@ -71,9 +71,13 @@ def stages_at(
     return Stages(roles=roles, schedule=schedule, pp=pp, virtual=virtual, micro_batches=micro_batches, runs=runs)
 
 
-def pipeline_of(stages: Stages, engine: Engine, message_exposed: float) -> Pipeline:
+def pipeline_of(stages: Stages, engine: Engine, message_exposed: float, ranks_per_core: float = 1.0) -> Pipeline:
     """How `autopar.cost_model.step.step_seconds` prices these stages. `message_exposed` is the part of a message that
-    its figures count where messages are overlapped; here the list shows what is hidden."""
+    its figures count where messages are overlapped; here the list shows what is hidden.
+
+    Where ranks share cores, those that compute are faster while others wait: a run takes as long as the replay does on
+    whole cores, and not less than the mean of what all ranks compute.
+    """
 
     def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
         def of_stages(value: Callable[[Passes], Any]) -> list[float]:
@@ -85,13 +89,16 @@ def pipeline_of(stages: Stages, engine: Engine, message_exposed: float) -> Pipel
         slowest = int(np.argmax(busy))
         is_overlapped = engine.messages == "overlapped"
         one = float(np.max(message)) / (message_exposed if is_overlapped else 1.0)
-        total, sending = _seconds(stages, forward, backward, weight, one, is_overlapped)
-        blocks = sum(role not in ENDS for role in stages.of_rank(slowest))
+        alone_f, alone_b, alone_w = ([s / ranks_per_core for s in each] for each in (forward, backward, weight))
+        total, sending = _seconds(stages, alone_f, alone_b, alone_w, one, is_overlapped)
+        blocks = [float(sum(role not in ENDS for role in stages.of_rank(rank))) for rank in range(stages.pp)]
+        of_rank = np.mean if ranks_per_core > 1 else lambda values: values[slowest]
+        own, waited, held = of_rank(busy), of_rank(sending), of_rank(blocks)
         return Pipelined(
-            busy=np.asarray([busy[slowest]]),
-            blocks=np.asarray([float(blocks)]),
-            idle=np.asarray([stages.runs * max(0.0, total - stages.micro_batches * busy[slowest] - sending[slowest])]),
-            messages=np.asarray([stages.runs * sending[slowest]]),
+            busy=np.asarray([own]),
+            blocks=np.asarray([held]),
+            idle=np.asarray([stages.runs * max(0.0, total - stages.micro_batches * own - waited)]),
+            messages=np.asarray([stages.runs * waited]),
         )
 
     return priced

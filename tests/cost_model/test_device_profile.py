@@ -59,7 +59,13 @@ def measured_profile() -> DeviceProfile:
         link=Link(bytes_per_s=1.234e9, latency_s=7.7e-5, name="measured"),
     )
     measured = Measurement(
-        date="2026-11-21", host="here", how="cpu, gloo", ranks=4, seconds=12.5, versions={"torch": "2.13.0"}
+        date="2026-11-21",
+        host="here",
+        how="cpu, gloo",
+        ranks=4,
+        seconds=12.5,
+        ranks_per_core=2.0,
+        versions={"torch": "2.13.0"},
     )
     fit = {"matmul": FitError(median=0.03, p90=0.11, num_points=40)}
     sources = {path: text for path, text in device_profile("cpu").sources.items() if "inter_host" not in path}
