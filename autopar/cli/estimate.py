@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.estimate_trace import check_trace_options, show_trace, trace_to_dict, write_corrected
 from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, Problem
@@ -33,7 +34,8 @@ def estimate(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Device profile, as `autopar calibrate` writes. (default: the one shipped)", show_default=False
+            help="Device profile, as `autopar calibrate` writes. (default: the cluster's, else the one shipped)",
+            show_default=False,
         ),
     ] = None,
     precision: Annotated[
@@ -48,6 +50,14 @@ def estimate(
     grams_co2_per_kwh: Annotated[
         float | None, typer.Option(help="Of the electricity, for CO2 of the run.", show_default=False)
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Compare with this trace of a step of the same plan (`autopar trace`).", show_default=False),
+    ] = None,
+    correct: Annotated[
+        Path | None,
+        typer.Option(help="With --trace: write the profile there, corrected by what was measured.", show_default=False),
+    ] = None,
     layers: Layers = None,
     hidden: Hidden = None,
     as_json: Json = False,
@@ -57,6 +67,7 @@ def estimate(
     The model is captured and labelled as `autopar plan` does; the degrees are yours, or fully sharded data parallelism.
     For example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
     """
+    recorded = check_trace_options(trace, correct, engine)
     spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
     ranks = _ranks(spec, cp, ep)
     degrees = options.degrees(ranks)
@@ -86,18 +97,29 @@ def estimate(
             name=found.name,
             say=lambda text: say(f"{found.name}: {text}"),
         )
+    beside = None
+    if trace is not None and recorded is not None:
+        from autopar.cost_model.compare import BAND
+        from autopar.cost_model.trace_comparison import compare_trace
+
+        beside = compare_trace(made, recorded, band=BAND)
+        if correct is not None:
+            write_corrected(correct, found_profile, beside, spec, made)
     if as_json:
-        print_json(made.to_dict())
+        print_json(made.to_dict() | ({"trace": trace_to_dict(beside, correct)} if beside is not None else {}))
         return
     _show(made)
+    if beside is not None and trace is not None:
+        show_trace(beside, trace, correct)
     for note in found.notes:
         console().print(note, markup=False)
 
 
 def _inputs(
     cluster: str, engine: str, profile: Path | None, precision: str | None, tokens: float | None, grams: float | None
-) -> "tuple[ClusterSpec, Engine, DeviceProfile | None, str]":
-    """What needs no model, checked before one is built; everything wrong with the options at once."""
+) -> "tuple[ClusterSpec, Engine, DeviceProfile, str]":
+    """What needs no model, checked before one is built; everything wrong with the options at once. The profile is the
+    one given, or the cluster's, or the shipped one."""
     from autopar.cost_model.cluster_machine import PRECISIONS, cluster_machine, default_precision
     from autopar.cost_model.engine import engine_named
     from autopar.cost_model.mechanisms import mechanisms
@@ -118,8 +140,8 @@ def _inputs(
     spec = ClusterSpec.parse(cluster)
     wanted = precision or default_precision(spec)
     own = None if profile is None else load_profile(profile)
-    cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
-    return spec, found, own, wanted
+    machine = cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
+    return spec, found, machine.profile, wanted
 
 
 def _ranks(cluster: ClusterSpec, cp: int, ep: int) -> int:
