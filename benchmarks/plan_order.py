@@ -39,7 +39,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "tp 2 × dp 2, ZeRO 1": {"tp": 2, "dp": 2, "zero": 1},
     "pp 2 × dp 2": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 4},
 }
-# not looked at while the cost model was mended on the five above
+# the cost model was mended on the five above, and only then tried on these
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "dp 4, ZeRO 0": {"dp": 4, "zero": 0},
     "dp 4, ZeRO 2, 2 micro-batches": {"dp": 4, "zero": 2, "accumulate": 2},
@@ -216,20 +216,21 @@ def verdict(pairs: Sequence[Pair]) -> str:
     return f"{agreeing} of the {len(decided)} pairs that the measured rounds decide are predicted in their order"
 
 
-def report(plans: Sequence[Priced], pairs: Sequence[Pair], profile: "DeviceProfile", command: str) -> str:
-    """The file of results."""
+def report(plans: Sequence[Priced], pairs: Sequence[Pair], profile: "DeviceProfile", command: str, note: str) -> str:
+    """The file of results; `note` says what of the machine is not seen in its figures."""
     day, measured = datetime.now(UTC).date().isoformat(), profile.measured
     width, layers, words = (SIZES[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
     how = f"{measured.date}, {measured.how}, {measured.seconds:.0f} s" if measured is not None else "not measured"
+    rounds = len(plans[0].rounds_s)
     texts = (
         f"Device: {machine()}. Step: forward, backward and AdamW of a Llama ({layers} layers, width {width}, "
-        f"vocabulary {words:,}) on {BATCH} × {SEQUENCE} tokens in float32 over {RANKS} ranks. {len(plans[0].rounds_s)} rounds run "
-        "every plan in turn; a step is the slowest rank's, measured figures are medians. Ratios are medians over "
-        "paired rounds with their 95 % bootstrap interval; where that holds 1, no order is claimed. *Processors*: the ranks' "
-        "processor time over the cores, what a step takes at least; what it takes beyond that is waiting, for messages "
-        "and for whatever else ran on the machine.",
+        f"vocabulary {words:,}) on {BATCH} × {SEQUENCE} tokens in float32 over {RANKS} ranks. {rounds} rounds run "
+        "every plan in turn; a step is the slowest rank's, measured figures are medians. Ratios are medians over paired "
+        "rounds with their 95 % bootstrap interval; where that holds 1, no order is claimed. *Processors*: the "
+        "ranks' processor time over the cores, what a step takes at least; what it takes beyond that is waiting, for "
+        "messages and for whatever else ran on the machine.",
         f"Profile: `autopar calibrate --ranks {RANKS}`: {how}.",
-        f"`python {command}`",
+        f"`python {command}`. {note}",
     )
     title = f"# Predicted and measured order of {len(plans)} plans, CPU and gloo, {day}"
     paragraphs = "\n\n".join(textwrap.fill(text, 125) for text in (title, *texts))
@@ -244,7 +245,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="plain data, with the parts of every prediction")
     parser.add_argument("--write", action="store_true", help="write the tables into benchmarks/results, too")
+    parser.add_argument("--note", default="", help="a sentence for the file, such as what else ran on the machine")
     return parser.parse_args()
+
+
+def _command(given: argparse.Namespace) -> str:
+    return f"benchmarks/plan_order.py --plans {given.plans} --rounds {given.rounds}"
 
 
 def main() -> int:
@@ -276,7 +282,7 @@ def main() -> int:
     if given.write:
         other = "" if given.plans == "five" else f"-{given.plans}"
         path = RESULTS / f"{datetime.now(UTC).date().isoformat()}-cpu-gloo-plan-order{other}.md"
-        path.write_text(report(plans, pairs, profile, " ".join(sys.argv)), encoding="utf-8")
+        path.write_text(report(plans, pairs, profile, _command(given), given.note), encoding="utf-8")
         print(f"written to {path}", file=sys.stderr)
     return 1 if any(pair.agrees is False for pair in pairs) else 0
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar.cost_model.block_time import Speeds, block_seconds
 from autopar.cost_model.cluster_machine import cluster_machine
@@ -14,10 +16,12 @@ from autopar.cost_model.expressions import BlockWork, Operator
 from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.shipped_profiles import device_profile
+from autopar.cost_model.simulate import equal_stages, shared_step_s, simulate
 from autopar.cost_model.staged import pipeline_of, stages_at
 from autopar.cost_model.step import Passes, Pipelined
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
+from autopar.ir.schedules import actions
 
 ENGINE = engine_named("autopar")
 
@@ -43,8 +47,26 @@ def test_stages_that_wait_leave_their_cores_to_others(micro_batches: int) -> Non
     equal = {"layer:1": 1.0, "layer:2": 1.0}
     own, shared = (_run_s(_pipelined(equal, (1,), micro_batches, sharing), micro_batches) for sharing in (1.0, 2.0))
     assert own == pytest.approx(3 * (micro_batches + 1))
-    # two ranks on one core: never both wait but to fill and to empty, and whoever computes has the core
-    assert shared == pytest.approx(max(own / 2, 3 * micro_batches))
+    assert shared == pytest.approx(3 * micro_batches)  # two ranks on one core: one of them always computes
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_rank_has_more_than_a_core(schedule: str) -> None:
+    """Four ranks on two cores, one micro-batch: one computes at a time, and the other core is idle."""
+    orders = actions(schedule, 4, 1, 1)
+    run = simulate(orders, equal_stages(4, forward_s=1.0, backward_s=2.0))
+    assert [shared_step_s(run, sharing) for sharing in (1.0, 2.0, 4.0)] == pytest.approx([12.0, 6.0, 3.0])
+
+
+@given(micro_batches=st.integers(1, 6), num_ranks=st.integers(2, 5), sharing=st.floats(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_shared_cores_are_between_whole_cores_and_no_sharing(
+    micro_batches: int, num_ranks: int, sharing: float
+) -> None:
+    run = simulate(actions("1f1b", num_ranks, 1, micro_batches), equal_stages(num_ranks, forward_s=1.0, backward_s=2.0))
+    shared, work = shared_step_s(run, sharing), 3.0 * micro_batches
+    assert max(run.step_s / sharing, work) - 1e-9 <= shared <= run.step_s + 1e-9
+    assert shared_step_s(run, 1.0) == pytest.approx(run.step_s)
 
 
 def test_unequal_stages_take_the_mean_of_ranks_that_share_cores() -> None:
