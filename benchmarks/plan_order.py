@@ -225,10 +225,10 @@ def report(plans: Sequence[Priced], pairs: Sequence[Pair], profile: "DeviceProfi
     texts = (
         f"Device: {machine()}. Step: forward, backward and AdamW of a Llama ({layers} layers, width {width}, "
         f"vocabulary {words:,}) on {BATCH} × {SEQUENCE} tokens in float32 over {RANKS} ranks. {rounds} rounds run "
-        "every plan in turn; a step is the slowest rank's, measured figures are medians. Ratios are medians over paired "
-        "rounds with their 95 % bootstrap interval; where that holds 1, no order is claimed. *Processors*: the "
-        "ranks' processor time over the cores, what a step takes at least; what it takes beyond that is waiting, for "
-        "messages and for whatever else ran on the machine.",
+        "every plan in turn; a step is the slowest rank's, measured figures are medians. Ratios are of paired "
+        "rounds, medians with their 95 % bootstrap interval; where that holds 1, no order is claimed. *Processors*: "
+        "the ranks' processor time over the cores, what a step takes at least; what it takes beyond that is waiting, "
+        "for messages and for whatever else ran on the machine.",
         f"Profile: `autopar calibrate --ranks {RANKS}`: {how}.",
         f"`python {command}`. {note}",
     )

@@ -50,6 +50,12 @@ def estimate(
     grams_co2_per_kwh: Annotated[
         float | None, typer.Option(help="Of the electricity, for CO2 of the run.", show_default=False)
     ] = None,
+    exact_memory: Annotated[
+        bool,
+        typer.Option(
+            "--exact-memory", help="Count what a rank holds under autopar's engine, instead of formulas: seconds more."
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(help="Compare with this trace of a step of the same plan (`autopar trace`).", show_default=False),
@@ -94,6 +100,7 @@ def estimate(
             ep=ep,
             tokens=tokens,
             grams_co2_per_kwh=grams_co2_per_kwh,
+            exact_memory=exact_memory,
             name=found.name,
             say=lambda text: say(f"{found.name}: {text}"),
         )
