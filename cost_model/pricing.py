@@ -20,7 +20,8 @@ from autopar.cost_model.expressions import VARIANTS, Family, evaluate
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.staged import Stages, pipeline_of, staged_memory, stages_at
-from autopar.cost_model.step import Pipeline, StepSeconds, step_seconds
+from autopar.cost_model.step import StepSeconds, step_seconds
+from autopar.cost_model.step_assembly import Pipeline
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.estimate_trace import check_trace_options, show_trace, trace_to_dict, write_corrected
+from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, Problem
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from autopar.cost_model.engine import Engine
     from autopar.cost_model.estimate import Estimate, RunCost
 
+ExactMemory = Annotated[
+    bool,
+    typer.Option(
+        "--exact-memory", help="Count what a rank holds under autopar's engine, instead of formulas: seconds more."
+    ),
+]
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}
 
 
@@ -50,20 +56,9 @@ def estimate(
     grams_co2_per_kwh: Annotated[
         float | None, typer.Option(help="Of the electricity, for CO2 of the run.", show_default=False)
     ] = None,
-    exact_memory: Annotated[
-        bool,
-        typer.Option(
-            "--exact-memory", help="Count what a rank holds under autopar's engine, instead of formulas: seconds more."
-        ),
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Compare with this trace of a step of the same plan (`autopar trace`).", show_default=False),
-    ] = None,
-    correct: Annotated[
-        Path | None,
-        typer.Option(help="With --trace: write the profile there, corrected by what was measured.", show_default=False),
-    ] = None,
+    exact_memory: ExactMemory = False,
+    trace: Trace = None,
+    correct: Correct = None,
     layers: Layers = None,
     hidden: Hidden = None,
     as_json: Json = False,
@@ -104,14 +99,7 @@ def estimate(
             name=found.name,
             say=lambda text: say(f"{found.name}: {text}"),
         )
-    beside = None
-    if trace is not None and recorded is not None:
-        from autopar.cost_model.compare import BAND
-        from autopar.cost_model.trace_comparison import compare_trace
-
-        beside = compare_trace(made, recorded, band=BAND)
-        if correct is not None:
-            write_corrected(correct, found_profile, beside, spec, made)
+    beside = compared(made, recorded, correct, found_profile, spec)
     if as_json:
         print_json(made.to_dict() | ({"trace": trace_to_dict(beside, correct)} if beside is not None else {}))
         return

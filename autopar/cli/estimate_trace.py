@@ -3,7 +3,9 @@
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from autopar.cli.output import console, table
 from autopar.errors import InputError, Problem
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
     from autopar.cost_model.device_profile import DeviceProfile
     from autopar.cost_model.estimate import Estimate
 
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Compare with this trace of a step of the same plan (`autopar trace`).", show_default=False),
+]
+Correct = Annotated[
+    Path | None,
+    typer.Option(help="With --trace: write the profile there, corrected by what was measured.", show_default=False),
+]
 CORRECTED = "-corrected"
 MAX_NAME = 60
 
@@ -41,17 +51,27 @@ def check_trace_options(trace: Path | None, correct: Path | None, engine: str) -
     return dict(content)
 
 
-def write_corrected(
-    path: Path, profile: "DeviceProfile", found: "Comparison", cluster: ClusterSpec, made: "Estimate"
-) -> None:
-    """The profile with the constants behind the terms that are off scaled, under a name of its own."""
-    from autopar.cost_model.compare import corrected
+def compared(
+    made: "Estimate",
+    trace: "dict[str, Any] | None",
+    correct: Path | None,
+    profile: "DeviceProfile",
+    cluster: ClusterSpec,
+) -> "Comparison | None":
+    """The estimate beside the trace, if there is one. With `correct` the profile is written there, with the constants
+    behind the terms that are off scaled, under a name of its own."""
+    if trace is None:
+        return None
+    from autopar.cost_model.compare import BAND, corrected
     from autopar.cost_model.profile_file import dump_profile
-    from autopar.cost_model.trace_comparison import tiers_of
+    from autopar.cost_model.trace_comparison import compare_trace, tiers_of
 
-    new = corrected(profile, found, tiers=tiers_of(cluster, made.degrees))
-    name = profile.name.removesuffix(CORRECTED)[: MAX_NAME - len(CORRECTED)] + CORRECTED
-    dump_profile(replace(new, name=name), path)
+    found = compare_trace(made, trace, band=BAND)
+    if correct is not None:
+        new = corrected(profile, found, tiers=tiers_of(cluster, made.degrees))
+        name = profile.name.removesuffix(CORRECTED)[: MAX_NAME - len(CORRECTED)] + CORRECTED
+        dump_profile(replace(new, name=name), correct)
+    return found
 
 
 def trace_to_dict(found: "Comparison", correct: Path | None) -> dict[str, Any]:

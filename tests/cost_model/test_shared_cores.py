@@ -18,7 +18,8 @@ from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.shipped_profiles import device_profile
 from autopar.cost_model.simulate import equal_stages, shared_step_s, simulate
 from autopar.cost_model.staged import pipeline_of, stages_at
-from autopar.cost_model.step import Passes, Pipelined
+from autopar.cost_model.step_assembly import Pipelined
+from autopar.cost_model.step_basis import Passes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
 from autopar.ir.schedules import actions
