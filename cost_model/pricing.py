@@ -21,6 +21,7 @@ from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.staged import Stages, pipeline_of, staged_memory, stages_at
 from autopar.cost_model.step import StepSeconds, step_seconds
+from autopar.cost_model.step_assembly import Pipeline
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
@@ -155,8 +156,14 @@ class Pricing:
             self.constants,
             in_float8=self.precision == "fp8",
             fused=self.fused,
-            pipeline=None if stages is None else pipeline_of(stages, engine, self.constants.message_exposed),
+            pipeline=None if stages is None else self._pipeline(stages),
         )
+
+    def _pipeline(self, stages: Stages) -> Pipeline:
+        machine = self.machine.machine
+        is_inside = self.question.cluster.num_hosts == 1  # ranks of one host share its cores
+        sharing = machine.ranks_per_core if is_inside else 1.0
+        return pipeline_of(stages, self.question.engine, self.constants.message_exposed, sharing)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
         family, stages, reserve = self.family(layouts), self.stages(), self.machine.profile.reserve_bytes

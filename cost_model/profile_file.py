@@ -120,6 +120,7 @@ class MeasuredEntry(StrictModel):
     how: _Text
     ranks: Annotated[int, Field(ge=1, le=10_000_000)]
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
+    ranks_per_core: Annotated[float, Field(ge=1, le=1e4, allow_inf_nan=False)] = 1.0
     versions: Annotated[dict[str, Annotated[str, Field(max_length=100)]], Field(max_length=20)]
 
 
@@ -252,7 +253,7 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     content |= {"device_type": profile.device_type, "devices": list(profile.devices)}
     if profile.measured is not None:
         measured = profile.measured
-        whole = ("date", "host", "how", "ranks", "seconds")
+        whole = ("date", "host", "how", "ranks", "seconds", "ranks_per_core")
         content["measured"] = {key: getattr(measured, key) for key in whole} | {"versions": dict(measured.versions)}
     if profile.device is not None:
         content["device"] = device_entry(profile.device)

@@ -5,9 +5,10 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.cost_model.block_time import Speeds, host_seconds
-from autopar.cost_model.device_profile import AttentionEfficiency, DeviceProfile
+from autopar.cost_model.collectives import Transfer
+from autopar.cost_model.device_profile import AttentionEfficiency, Call, DeviceProfile
 from autopar.cost_model.engine import Engine, engine_named, engine_of_framework
-from autopar.cost_model.links import Links
+from autopar.cost_model.links import Links, MeasuredCalls
 from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row import Row
 from autopar.cost_model.shipped_profiles import device_profile
@@ -103,7 +104,9 @@ def machine_for(found: RowMachine, mechanisms: Mechanisms, *, precision: str) ->
 
 def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
     """What collectives reach of links whose figures are given."""
-    near, between = profile.link("in_host").usual, profile.link("inter_host").usual
+    inside = profile.link("in_host")
+    near, between = inside.usual, profile.link("inter_host").usual
+    kinds: dict[Transfer, Call] = {"send" if k == "point_to_point" else k: call for k, call in inside.kinds.items()}
     return Links(
         in_host_bytes_per_s=in_host.bytes_per_s * near.efficiency,
         in_host_latency_s=in_host.latency_s + near.call_s / 4,
@@ -111,6 +114,9 @@ def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: 
         inter_host_latency_s=inter_host.latency_s,
         devices_per_host=devices_per_host,
         is_switched=device[:4] not in ("v100", "mi25", "mi30", "mi32", "mi35"),
+        calls=MeasuredCalls(bytes_per_s=in_host.bytes_per_s, latency_s=in_host.latency_s, kinds=kinds)
+        if kinds
+        else None,
     )
 
 
@@ -141,4 +147,5 @@ def speeds_of(
         launch_s=profile.launch_s,
         host_s=host_seconds(engine, mechanisms, profile.host_launch_s),
         misaligned=mechanisms.misaligned,
+        in_one_thread=device.device_type == "cpu",
     )
