@@ -109,6 +109,7 @@ class DeviceProfile:
     they add up. `overlap_slowdown` ≥ 1: computing and
     communicating at once take that much longer than the longer of the two. `reserve_bytes` is the framework's own
     memory on the device. `devices` are the presets it describes, `device` the figures that were measured with it.
+    `native_attention`: there are faster attention kernels than FlashAttention 2, written for this device.
     `sources` has one sentence per number, by its path in the file.
     """
 
@@ -116,6 +117,7 @@ class DeviceProfile:
     description: str = ""
     device_type: DeviceType
     devices: tuple[str, ...] = ()
+    native_attention: bool = False
     efficiency: Mapping[str, float] = field(hash=False)
     tile: Tile
     attention: AttentionEfficiency
