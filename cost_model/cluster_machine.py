@@ -1,7 +1,7 @@
 """A cluster and a device profile as the time model's machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import Engine
@@ -61,9 +61,9 @@ def cluster_machine(
     if dtype not in device.peak_flops_per_s and not (precision == "bf16" and "float16" in device.peak_flops_per_s):
         known = tuple(name for name, its in PRECISIONS.items() if its in device.peak_flops_per_s)
         raise InputError(f"device {device.name!r} has no unit for {precision}; use {' or '.join(known)}")
-    in_host = found.link("in_host").link or group.in_host or _NO_LINK
+    given = group.in_host or _NO_LINK
+    in_host = replace(found.link("in_host").link or given, is_switched=given.is_switched)  # no ranks measure that
     links = links_of(
-        device.name,
         found,
         in_host=in_host,
         inter_host=found.link("inter_host").link or _between(cluster) or in_host,

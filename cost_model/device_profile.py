@@ -113,6 +113,7 @@ class DeviceProfile:
     they add up. `overlap_slowdown` from 1 to 2: computing and communicating at once take the longer of the two and this
     part above 1 of the shorter; at 2, one after the other. `reserve_bytes` is the framework's own memory on the device.
     `devices` are the presets it describes, `device` the figures that were measured with it.
+    `native_attention`: there are faster attention kernels than FlashAttention 2, written for this device.
     `sources` has one sentence per number, by its path in the file.
     """
 
@@ -120,6 +121,7 @@ class DeviceProfile:
     description: str = ""
     device_type: DeviceType
     devices: tuple[str, ...] = ()
+    native_attention: bool = False
     efficiency: Mapping[str, float] = field(hash=False)
     tile: Tile
     attention: AttentionEfficiency

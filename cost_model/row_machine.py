@@ -23,7 +23,6 @@ FLOAT8 = ("fp8", "mxfp8", "nvfp4")  # priced as float8
 _RATE = re.compile(r"(?:(\d+)x [^0-9]*)?(\d+) ?Gb/s per (GPU|node)", re.IGNORECASE)
 _SINGLE = re.compile(r"(\d+)x (HDR|NDR|EDR)", re.IGNORECASE)
 _PORT_GBIT = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0}  # InfiniBand Trade Association roadmap, 4 lanes
-NATIVE = ("h100", "h100-500w", "b200", "default")  # profiles of devices that FlashAttention 2 was not written for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,6 @@ def machine_for(found: RowMachine, mechanisms: Mechanisms, *, precision: str) ->
     return Machine(
         speeds=speeds_of(device, found.profile, found.engine, mechanisms, precision=precision),
         links=links_of(
-            preset.name,
             found.profile,
             in_host=link_of_preset(preset.in_host),
             inter_host=replace(link_of_preset(preset.inter_host), bytes_per_s=found.inter_host_bytes_per_s),
@@ -102,7 +100,7 @@ def machine_for(found: RowMachine, mechanisms: Mechanisms, *, precision: str) ->
     )
 
 
-def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
+def links_of(profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
     """What collectives reach of links whose figures are given."""
     inside = profile.link("in_host")
     near, between = inside.usual, profile.link("inter_host").usual
@@ -113,7 +111,7 @@ def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: 
         inter_host_bytes_per_s=inter_host.bytes_per_s * between.efficiency,
         inter_host_latency_s=inter_host.latency_s,
         devices_per_host=devices_per_host,
-        is_switched=device[:4] not in ("v100", "mi25", "mi30", "mi32", "mi35"),
+        is_switched=in_host.is_switched,
         calls=MeasuredCalls(bytes_per_s=in_host.bytes_per_s, latency_s=in_host.latency_s, kinds=kinds)
         if kinds
         else None,
@@ -131,7 +129,7 @@ def speeds_of(
     scale = {
         "first": mechanisms.first_attention,
         "second": 1.0,
-        "native": mechanisms.native_attention if profile.name in NATIVE else 1.0,
+        "native": mechanisms.native_attention if profile.native_attention else 1.0,
     }[engine.attention_kernel]
     attention: AttentionEfficiency = replace(
         profile.attention, forward=profile.attention.forward * scale, backward=profile.attention.backward * scale

@@ -37,6 +37,7 @@ class LinkEntry(StrictModel):
     bandwidth_gb_per_s: _GbPerS
     latency_us: _Us
     name: _Text | None = None
+    is_switched: bool = True
 
 
 class SpineEntry(LinkEntry):
@@ -272,7 +273,9 @@ def group_entry(group: HostGroup) -> dict[str, Any]:
 def link_entry(link: Link) -> dict[str, Any]:
     """The file's form of a link."""
     name = {"name": link.name} if link.name else {}
-    return name | {"bandwidth_gb_per_s": in_unit(link.bytes_per_s, 1e9), "latency_us": in_unit(link.latency_s, 1e-6)}
+    pairs = {} if link.is_switched else {"is_switched": False}
+    figures = {"bandwidth_gb_per_s": in_unit(link.bytes_per_s, 1e9), "latency_us": in_unit(link.latency_s, 1e-6)}
+    return name | figures | pairs
 
 
 def device_entry(device: Device) -> dict[str, Any]:
@@ -304,7 +307,8 @@ def link_of_entry(entry: LinkEntry | None) -> Link | None:
     if entry is None:
         return None
     bytes_per_s = si(entry.bandwidth_gb_per_s, 1e9)
-    return Link(bytes_per_s=bytes_per_s, latency_s=entry.latency_us / 1e6, name=entry.name or "")
+    latency_s, name = entry.latency_us / 1e6, entry.name or ""
+    return Link(bytes_per_s=bytes_per_s, latency_s=latency_s, name=name, is_switched=entry.is_switched)
 
 
 def _assumed_link(path: str, preset: str, link: Link) -> str:
