@@ -5,7 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PLAN   ?= 2d
 PYTEST_ARGS ?=
-WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile  # a file's tests share models and worlds of ranks
+# a file's tests share models and worlds of ranks; the order of files is that of tests/conftest.py
+WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test verify-all lint format types layers sizes clean
 

@@ -104,7 +104,7 @@ def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, start
             found.append((stage, world.run("autopar.calibration:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
     how = f"gloo, {num_ranks} ranks at once on {os.cpu_count()} cores, one thread each"
-    return combined(found, cluster, device, _measurement(how, num_ranks, started))
+    return combined(found, cluster, device, _measurement(how, num_ranks, started, ranks_per_core("cpu", num_ranks)))
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
@@ -125,7 +125,8 @@ def _in_job(minutes: float, on_progress: Progress, started: float) -> Calibratio
         every = json.loads(broadcast_text(json.dumps([json.loads(text) for text in texts])))
         found.append((stage, every))
     how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {len(set(hosts))} hosts"
-    return combined(found, cluster, device, _measurement(how, len(hosts), started))
+    sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
+    return combined(found, cluster, device, _measurement(how, len(hosts), started, sharing))
 
 
 def passes(minutes: float) -> int:
@@ -175,7 +176,7 @@ def measured(
     stage: Stage, device: torch.device, budget_s: float, on_work: Callable[[Work], None]
 ) -> list[float | None]:
     """Seconds of each work of a stage on this rank; None where it would take too long. Collective with ranks."""
-    pace = _pace(device)
+    pace = _pace(device, alone=stage.groups is None)
     group = calibrate_links.joined(stage.groups) if stage.groups is not None else None
     rates: dict[str, float] = {}
     found: list[float | None] = []
@@ -200,7 +201,13 @@ def measured(
 _PREPARED = {"collective": calibrate_links.prepared_collective, "overlap": calibrate_links.prepared_overlap}
 
 
-def _pace(device: torch.device) -> Pace:
+def ranks_per_core(device_type: str, ranks: int) -> float:
+    """How many of `ranks` CPU ranks on this host share a core; 1 where each has one, or a GPU."""
+    return max(1.0, ranks / len(os.sched_getaffinity(0))) if device_type == "cpu" else 1.0
+
+
+def _pace(device: torch.device, *, alone: bool) -> Pace:
+    """`alone`: every rank works for itself, and does not wait for messages."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Pace()
 
@@ -209,10 +216,14 @@ def _pace(device: torch.device) -> Pace:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.item())
 
-    return Pace(largest=largest, meet=dist.barrier)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    counts = alone and device.type == "cpu" and torch.get_num_threads() == 1
+    return Pace(
+        largest=largest, meet=dist.barrier, ranks_per_core=ranks_per_core(device.type, here) if counts else None
+    )
 
 
-def _measurement(how: str, ranks: int, started: float) -> Measurement:
+def _measurement(how: str, ranks: int, started: float, sharing: float = 1.0) -> Measurement:
     versions = {"autopar": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if torch.version.cuda is not None:
         versions["cuda"] = str(torch.version.cuda)
@@ -222,6 +233,7 @@ def _measurement(how: str, ranks: int, started: float) -> Measurement:
         how=how,
         ranks=ranks,
         seconds=round(time.monotonic() - started, 1),
+        ranks_per_core=sharing,
         versions=versions,
     )
 

@@ -17,16 +17,17 @@ from autopar.cost_model.cluster_machine import default_precision
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import Engine, engine_named
 from autopar.cost_model.estimate import Estimate, estimate_works
+from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.profile_file import load_profile
 from autopar.cost_model.program_works import ProgramWorks, program_works
 from autopar.degrees import resolve_degrees
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.plan import BlockLabels, Degrees, Plan
 from autopar.ir.program import Program
 from autopar.planning import PlanLike, capture_for, check_plan, choose_labels
-from autopar.search.cuts import choose_cuts
+from autopar.search.cuts import choose_cuts, values_to_recompute
 from autopar.trace.analysis import analyse
 from autopar.trace.capture import Inputs, LossFunction, input_names
 from autopar.trace.trace import batch_and_sequence
@@ -40,6 +41,7 @@ class Priceable:
     """A captured program under labels: its works, the degrees that they are for, and where a plan cuts it."""
 
     works: ProgramWorks
+    labels: tuple[BlockLabels, ...]
     degrees: Degrees
     cuts: tuple[int, ...]
 
@@ -59,6 +61,7 @@ def estimate(
     ep: int = 1,
     tokens: float | None = None,
     grams_co2_per_kwh: float | None = None,
+    exact_memory: bool = False,
     name: str = "",
     say: Callable[[str], None] | None = None,
 ) -> Estimate:
@@ -70,7 +73,8 @@ def estimate(
     devices. `engine` is a framework whose mechanisms are priced (``cost_model/engines``), `profile` a device profile or
     its file, for the shipped one. `precision` is bf16, fp16, fp8 or fp32 (by default that of the model where it is 16
     bits wide, else of its devices); bytes are those of the module's own dtype. `cp` and `ep` are degrees of context and
-    expert parallelism, which are priced and not run. `say` is told what is being done.
+    expert parallelism, which are priced and not run. With `exact_memory` bytes are counted as a rank holds them under
+    autopar's own engine, which takes seconds for a large model. `say` is told what is being done.
 
     Raises `InputError`, `PlanError`, `ClusterError` or `CaptureError`; a plan that does not fit the devices' memory is
     priced all the same (`Estimate.fits`).
@@ -80,6 +84,8 @@ def estimate(
     own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     _check_parallel(spec, cp, ep)
+    if exact_memory and (found.name != OWN or cp * ep > 1):
+        raise InputError("exact memory is that of autopar's own engine, without context and expert parallelism")
     world = spec.num_devices // cp
     tell = say or (lambda _: None)
     if isinstance(model_or_program, Program):
@@ -111,8 +117,24 @@ def estimate(
         ep=ep,
     )
     given_name = given.model if isinstance(given, Plan) else type(model_or_program).__name__
-    return estimate_works(
+    made = estimate_works(
         priceable.works, question, name=name or given_name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh
+    )
+    if not exact_memory:
+        return made
+    tell("counting what a rank holds")
+    whole = given if isinstance(given, Plan) else _whole_plan(program, priceable, spec)
+    return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+def _whole_plan(program: Program, priceable: Priceable, cluster: ClusterSpec) -> Plan:
+    """The plan that is priced, as `autopar.parallelize` would run it, whether it fits or not."""
+    degrees, cuts = priceable.degrees, priceable.cuts
+    again: tuple[str, ...] = ()
+    if cuts:
+        again = values_to_recompute(program, analyse(program, degrees.mesh), cuts, degrees, cluster)
+    return Plan(
+        fingerprint=program.fingerprint, model="", degrees=degrees, blocks=priceable.labels, cuts=cuts, recomputed=again
     )
 
 
@@ -149,7 +171,7 @@ def _priceable(
         if is_own and degrees.num_stages > 1:
             cuts = choose_cuts(program, analysis, labels, found, cluster)
     works = program_works(program, analysis, labels, found.mesh)
-    return Priceable(works=works, degrees=replace(degrees, tp_dims=found.tp_dims), cuts=cuts)
+    return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims), cuts=cuts)
 
 
 def _plan_of(blocks: str, degrees: Degrees, cuts: tuple[int, ...]) -> dict[str, Any]:

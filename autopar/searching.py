@@ -18,6 +18,7 @@ from autopar.cost_model.cluster_machine import cluster_machine, default_precisio
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import engine_named
 from autopar.cost_model.mechanisms import mechanisms
+from autopar.cost_model.pricing import ranks_per_core
 from autopar.cost_model.profile_file import load_profile
 from autopar.cost_model.program_works import ProgramWorks, program_works
 from autopar.errors import InputError
@@ -122,7 +123,8 @@ def _machinery(
     of_dtype = {"bfloat16": "bf16", "float16": "fp16"}
     wanted = precision or of_dtype.get(works.dtype) or default_precision(cluster)
     machine = cluster_machine(cluster, engine, constants, precision=wanted, profile=profile)
-    return Machinery(machine=machine, engine=engine, mechanisms=constants, precision=wanted)
+    sharing = ranks_per_core(machine, cluster)
+    return Machinery(machine=machine, engine=engine, mechanisms=constants, precision=wanted, ranks_per_core=sharing)
 
 
 def _limits(program: Program, works: ProgramWorks, cluster: ClusterSpec, global_batch: int) -> Limits:

@@ -15,6 +15,7 @@ from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.verify import batches, check_dtype, this_ranks_part
+from autopar.trace.program_bytes import to_bytes
 from autopar.verification import Job, built_on_rank, decide, vocabulary
 
 
@@ -43,9 +44,9 @@ def trace_model(
     check_writable(path)
     check_dtype(dtype)
     job = Job(spec=spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype, steps=1, seed=seed)
-    _, _, decided = decide(job, world_size, degrees, plan, on_progress)
+    _, program, decided = decide(job, world_size, degrees, plan, on_progress)
     on_progress(f"three steps on {world_size} ranks")
-    arguments = (job, decided.to_json(), str(Path(path).absolute()))
+    arguments = (job, decided.to_json(), to_bytes(program), str(Path(path).absolute()))
     if ranks is not None:
         ranks.run("autopar.tracing:traced_on_rank", *arguments)
     else:
@@ -54,9 +55,9 @@ def trace_model(
     return decided, track_times(json.loads(Path(path).read_text()))
 
 
-def traced_on_rank(rank: int, job: Job, plan_json: str, path: str) -> None:
+def traced_on_rank(rank: int, job: Job, plan_json: str, program_bytes: bytes, path: str) -> None:
     """What one rank does."""
-    model, program, plan = built_on_rank(job, plan_json)
+    model, program, plan = built_on_rank(job, plan_json, program_bytes)
     mesh, source = training_mesh(plan.degrees, "cpu"), parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, mesh, source, torch.device("cpu"), seed=job.seed)
     (batch,) = batches(program, plan.degrees, 1, job.seed, vocabulary(model))

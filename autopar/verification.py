@@ -37,6 +37,7 @@ from autopar.runtime.verify import (
     reference_steps,
 )
 from autopar.trace.capture import named_outputs
+from autopar.trace.program_bytes import from_bytes, to_bytes
 from autopar.trace.trace import batch_and_sequence
 
 Progress = Callable[[str], None]
@@ -113,7 +114,7 @@ def verify(
     if not has_dropout and (count == 1 or decided.degrees.per_micro_batch):
         captured = against_model(model, source, split_micro_batches(program, data[0], count), reference)
     on_progress(f"the same steps on {world_size} ranks")
-    arguments, describe = (job, decided.to_json()), partial(rank_name, decided.degrees)
+    arguments, describe = (job, decided.to_json(), to_bytes(program)), partial(rank_name, decided.degrees)
     if ranks is not None:
         parts: list[Steps | None] = ranks.run("autopar.verification:rank_steps", *arguments, describe=describe)
     else:
@@ -168,32 +169,22 @@ def rank_name(degrees: Degrees, rank: int) -> str:
 
 
 @lru_cache(maxsize=4)
-def _captured(job: Job, degrees: Degrees) -> tuple[ResolvedModel, Program]:
-    """A rank's model and program; a world that verifies many plans of one model captures it once per batch size."""
-    model = resolve(job)
-    return model, capture_for(model.model, model.example_inputs, degrees)
+def _resolved(job: Job) -> ResolvedModel:
+    """A rank's model; a world that verifies many plans of one model builds it once."""
+    return resolve(job)
 
 
-def built_on_rank(job: Job, plan_json: str) -> tuple[ResolvedModel, Program, Plan]:
-    """What a rank makes of a job: the model on meta, its captured program, the plan."""
-    plan = Plan.from_dict(json.loads(plan_json))
-    wanted = plan.degrees
-    model, program = _captured(
-        job,
-        Degrees(
-            dp_shard=wanted.dp,
-            micro_batch=wanted.micro_batch,
-            accumulate=wanted.num_micro_batches,
-            per_micro_batch=wanted.per_micro_batch,
-        ),
-    )
-    check_plan(plan, program, plan.degrees.world_size)
-    return model, program, plan
+def built_on_rank(job: Job, plan_json: str, program: bytes) -> tuple[ResolvedModel, Program, Plan]:
+    """What a rank makes of a job: the model on meta, the program that was captured of it, the plan."""
+    model = _resolved(job)  # first: it may register operators that the program has
+    plan, captured = Plan.from_dict(json.loads(plan_json)), from_bytes(program)
+    check_plan(plan, captured, plan.degrees.world_size)
+    return model, captured, plan
 
 
-def rank_steps(rank: int, job: Job, plan_json: str) -> Steps | None:
-    """What one rank does: build the model on meta, capture, run the steps; one rank of each stage returns them."""
-    model, program, plan = built_on_rank(job, plan_json)
+def rank_steps(rank: int, job: Job, plan_json: str, program_bytes: bytes) -> Steps | None:
+    """What one rank does: build the model on meta and run the steps; one rank of each stage returns them."""
+    model, program, plan = built_on_rank(job, plan_json, program_bytes)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
     data = batches(checked, plan.degrees, job.steps, job.seed, vocabulary(model))

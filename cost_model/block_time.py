@@ -1,6 +1,7 @@
 """Seconds of one block on one rank: products, attention, everything else, and the host that starts the kernels.
 
-    block    = (device^4 + host^4)^(1/4)        the longer of the two, without a corner where they cross
+    block    = (device^4 + host^4)^(1/4)        the longer of the two, without a corner where they cross; their sum on
+                                                a CPU, which starts operators and runs them in one thread
     device   = products + attention + memory-bound kernels, each by `autopar.cost_model.profile_times`
     host     = kernels started · host seconds of one (by the engine's way of dispatch); a collective counts as three
 
@@ -41,7 +42,7 @@ COLLECTIVE_KERNELS = 3.0  # what a collective costs the host: checks, streams an
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
     """What kernels reach on one device: FLOP/s of large products in 16 bits and in the training precision, bytes/s, and
-    seconds of a kernel's start on the device and on the host."""
+    seconds of a kernel's start on the device and on the host. `in_one_thread`: the host is the device."""
 
     peak_flops_per_s: float
     product_flops_per_s: float
@@ -52,6 +53,7 @@ class Speeds:
     launch_s: float
     host_s: float
     misaligned: float
+    in_one_thread: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,8 @@ def block_seconds(
         kernels = [kernels[0] + one.kernels_forward, kernels[1] + one.kernels_backward]
     device = [products[i] + attention[i] + memory[i] for i in (0, 1)]
     host = [kernels[i] * speeds.host_s for i in (0, 1)]
-    whole = [(device[i] ** CORNER + host[i] ** CORNER) ** (1 / CORNER) for i in (0, 1)]
+    corner = 1.0 if speeds.in_one_thread else CORNER
+    whole = [(device[i] ** corner + host[i] ** corner) ** (1 / corner) for i in (0, 1)]
     return BlockSeconds(
         forward=whole[0],
         backward=whole[1],

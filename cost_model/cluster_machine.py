@@ -1,13 +1,13 @@
 """A cluster and a device profile as the time model's machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row_machine import links_of, speeds_of
-from autopar.cost_model.shipped_profiles import device_profile
+from autopar.cost_model.shipped_profiles import cluster_profile
 from autopar.cost_model.step_basis import Machine
 from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
@@ -45,7 +45,7 @@ def cluster_machine(
     precision: str,
     profile: DeviceProfile | None = None,
 ) -> ClusterMachine:
-    """The machine of the cluster's slowest device, by its shipped profile unless one is given.
+    """The machine of the cluster's slowest device, by the cluster's profile or the shipped one unless one is given.
 
     Raises InputError for an unknown precision, or one that the device has no unit for, and ClusterError for a profile
     of another type of device.
@@ -55,15 +55,15 @@ def cluster_machine(
     group = min(
         cluster.groups, key=lambda one: one.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(one.device)
     )
-    found = profile or device_profile(group.device.name)
+    found = profile or cluster_profile(cluster, group.device.name)
     device = found.applied_to(group.device)
     dtype = PRECISIONS[precision]
     if dtype not in device.peak_flops_per_s and not (precision == "bf16" and "float16" in device.peak_flops_per_s):
         known = tuple(name for name, its in PRECISIONS.items() if its in device.peak_flops_per_s)
         raise InputError(f"device {device.name!r} has no unit for {precision}; use {' or '.join(known)}")
-    in_host = found.link("in_host").link or group.in_host or _NO_LINK
+    given = group.in_host or _NO_LINK
+    in_host = replace(found.link("in_host").link or given, is_switched=given.is_switched)  # no ranks measure that
     links = links_of(
-        device.name,
         found,
         in_host=in_host,
         inter_host=found.link("inter_host").link or _between(cluster) or in_host,
@@ -71,7 +71,12 @@ def cluster_machine(
     )
     speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
     return ClusterMachine(
-        machine=Machine(speeds=speeds, links=links, overlap_slowdown=found.overlap_slowdown),
+        machine=Machine(
+            speeds=speeds,
+            links=links,
+            overlap_slowdown=found.overlap_slowdown,
+            ranks_per_core=found.measured.ranks_per_core if found.measured is not None else 1.0,
+        ),
         device=device,
         profile=found,
         memory_bytes=float(cluster.min_memory_bytes),

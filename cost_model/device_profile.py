@@ -90,13 +90,17 @@ class FitError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """When, where and how a profile was measured."""
+    """When, where and how a profile was measured.
+
+    `ranks_per_core`: CPU ranks that shared a core and all computed; where others wait, a rank is so many times faster.
+    """
 
     date: str
     host: str
     how: str
     ranks: int
     seconds: float
+    ranks_per_core: float = 1.0
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
@@ -106,9 +110,10 @@ class DeviceProfile:
 
     `launch_s` is the gap before a kernel on the device, `host_launch_s` what the host spends on one eager operator of
     training. A GPU's host runs ahead, so that the longer of both sums counts; a CPU does both in one thread, and there
-    they add up. `overlap_slowdown` ≥ 1: computing and
-    communicating at once take that much longer than the longer of the two. `reserve_bytes` is the framework's own
-    memory on the device. `devices` are the presets it describes, `device` the figures that were measured with it.
+    they add up. `overlap_slowdown` from 1 to 2: computing and communicating at once take the longer of the two and this
+    part above 1 of the shorter; at 2, one after the other. `reserve_bytes` is the framework's own memory on the device.
+    `devices` are the presets it describes, `device` the figures that were measured with it.
+    `native_attention`: there are faster attention kernels than FlashAttention 2, written for this device.
     `sources` has one sentence per number, by its path in the file.
     """
 
@@ -116,6 +121,7 @@ class DeviceProfile:
     description: str = ""
     device_type: DeviceType
     devices: tuple[str, ...] = ()
+    native_attention: bool = False
     efficiency: Mapping[str, float] = field(hash=False)
     tile: Tile
     attention: AttentionEfficiency

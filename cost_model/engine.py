@@ -36,6 +36,8 @@ class Engine(StrictModel):
                            feed or follow ("pipelined")
     accumulation           the weight gradient of a micro-batch is added to the sum by its product ("fused"), or by a
                            "kernel" of its own
+    data_ranks             share nothing but sums of gradients ("own"), or blocks are split over them too, so that
+                           experts work on the tokens of all ("joint")
     gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
     gradient_bytes         per element of those sums
     parameter_sync         ZeRO 1: updated parameters gathered "after" the step, "during" the next forward pass, or by
@@ -66,6 +68,7 @@ class Engine(StrictModel):
     dispatch: Literal["eager", "lean", "graph"]
     tensor_overlap: Literal["none", "async", "pipelined"]
     accumulation: Literal["fused", "kernel"]
+    data_ranks: Literal["own", "joint"]
     gradient_sync: Literal["after", "during"]
     gradient_bytes: Literal[2, 4]
     parameter_sync: Literal["after", "during", "broadcasts"]

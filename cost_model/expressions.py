@@ -41,6 +41,7 @@ SYMBOLS: Mapping[str, str] = {
     "f": "width of the feed-forward layer",
     "v": "vocabulary",
     "t": "tensor-parallel degree",
+    "d": "data-parallel degree",
     "x": "experts",
     "y": "experts that work on a token",
     "m": "width of one expert",
@@ -55,7 +56,7 @@ Kind = Literal["matmul", "attention", "memory"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Cause = Literal["value", "regather", "parameter", "inside"]
 ROLES = ("first", "layer", "moe_layer", "last")
-VARIANTS = ("tp", "sp")
+VARIANTS = ("one", "tp", "sp")
 V = TypeVar("V")
 Term = tuple[Fraction, tuple[tuple[str, int], ...]]
 
@@ -124,7 +125,8 @@ class BlockWork(Generic[V]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(Generic[V]):
-    """The blocks of a family of models by role and variant: "tp", or "sp" for tensor with sequence parallelism."""
+    """The blocks of a family of models by role and variant: "one" tensor rank, "tp" several of them, or "sp" several
+    with sequence parallelism. Collectives end fused groups, which are therefore longer on one rank."""
 
     name: str
     source: str
@@ -372,11 +374,13 @@ class _Reader:
 
 
 @functools.cache
-def family(name: str) -> Family[Expr]:
-    """The blocks of a family shipped with the package. Raises `InputError` naming those there are."""
+def family(name: str, *, over_data: bool = False) -> Family[Expr]:
+    """The blocks of a family shipped with the package; `over_data`: labelled over data-parallel ranks too, as autopar
+    runs them. Raises `InputError` naming those there are."""
     if name not in family_names():
         raise InputError(f"no blocks of a family {name!r}; {did_you_mean(name, family_names())}")
-    return from_json((resources.files("autopar.cost_model") / "blocks" / f"{name}.json").read_text(encoding="utf-8"))
+    folder = resources.files("autopar.cost_model") / "blocks"
+    return from_json(((folder / "over_data" if over_data else folder) / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @functools.cache

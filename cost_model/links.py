@@ -1,19 +1,43 @@
 """Links as ranks meet them: groups of ranks at some distance from each other on hosts of a kind, and their transfers.
 
 The bandwidths are what collectives reach, the data sheet's times the device profile's part; the transfers are those of
-`autopar.cost_model.collectives`, by NCCL's rings. The fixed cost of a call is in the first hop's latency.
+`autopar.cost_model.collectives`, by NCCL's rings. The fixed cost of a call is in the first hop's latency. Kinds of
+collectives that were measured inside a host (`autopar calibrate`) are priced there as they were fitted.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.collectives import Algorithm, Transfer, seconds
+from autopar.cost_model.collectives import Algorithm, Transfer, hops, seconds, sent_bytes
+from autopar.cost_model.device_profile import Call
 from autopar.cost_model.groups import Group
+from autopar.cost_model.profile_times import collective_seconds
 
 Floats = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCalls:
+    """What calls of each kind cost inside a host, as parts of a link of `bytes_per_s` and `latency_s` a hop."""
+
+    bytes_per_s: float
+    latency_s: float
+    kinds: Mapping[Transfer, Call]
+
+    def seconds(self, kind: Transfer, whole_bytes: Floats, ranks: Any) -> Floats:
+        """Seconds of one call over `ranks` ranks; a message crosses one hop."""
+        sent = whole_bytes if kind == "send" else sent_bytes(kind, whole_bytes, ranks)  # type: ignore[arg-type]
+        return collective_seconds(
+            sent_bytes=sent,
+            hops=1 if kind == "send" else hops(kind, ranks),
+            bytes_per_s=self.bytes_per_s,
+            latency_s=self.latency_s,
+            call=self.kinds[kind],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +54,7 @@ class Links:
     inter_host_latency_s: float
     devices_per_host: float
     is_switched: bool = True
+    calls: MeasuredCalls | None = None
 
     def group(self, ranks: Floats, stride: Floats) -> Group:
         """Groups of `ranks` ranks, neighbours `stride` ranks apart."""
@@ -52,10 +77,22 @@ class Links:
         others = max(self.devices_per_host - 1, 1)
         return np.asarray(np.clip((near - 1) / others, 1 / others, 1.0))
 
-    def seconds(self, kind: Transfer, whole_bytes: Floats, ranks: Floats, stride: Floats) -> Floats:
-        """Seconds of one collective of `whole_bytes` in all; 0 for one rank."""
+    def seconds(
+        self, kind: Transfer, whole_bytes: Floats, ranks: Floats, stride: Floats, *, num_calls: Any = 1.0
+    ) -> Floats:
+        """Seconds of one collective of `whole_bytes` in all; 0 for one rank.
+
+        Sent in `num_calls` parts, each costs its call where calls were measured; else hops of one part run beside the
+        bytes of the one before.
+        """
+        ranks, stride = np.asarray(ranks), np.asarray(stride)
         algorithm: Algorithm = "direct" if kind in ("all_to_all", "send") else "ring"
-        return np.asarray(seconds(kind, whole_bytes, self.group(np.asarray(ranks), np.asarray(stride)), algorithm))
+        found = np.asarray(seconds(kind, whole_bytes, self.group(ranks, stride), algorithm))
+        if self.calls is None or kind not in self.calls.kinds:
+            return found
+        is_inside = ranks * stride <= self.devices_per_host
+        measured = num_calls * self.calls.seconds(kind, whole_bytes / num_calls, ranks)
+        return np.where(is_inside, np.where(ranks > 1, measured, 0.0), found)
 
     def message_s(self, message_bytes: Floats, is_inside: Floats) -> Floats:
         """Seconds of one message between two ranks."""
@@ -64,4 +101,6 @@ class Links:
         )
         latency = np.where(is_inside, self.in_host_latency_s, self.inter_host_latency_s)
         found: Floats = message_bytes / rate + latency
+        if self.calls is not None and "send" in self.calls.kinds:
+            found = np.where(is_inside, self.calls.seconds("send", message_bytes, 2), found)
         return found

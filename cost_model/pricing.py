@@ -160,7 +160,7 @@ class Pricing:
     def _step(self, layouts: Layouts, pipeline: Pipeline | None = None) -> StepSeconds:
         engine, stages = self.question.engine, self.stages()
         if stages is not None and pipeline is None:
-            pipeline = pipeline_of(stages, engine, self.constants.message_exposed)
+            pipeline = self._pipeline(stages)
         return step_seconds(
             self.family(layouts),
             self.shape,
@@ -172,6 +172,10 @@ class Pricing:
             fused=self.fused,
             pipeline=pipeline,
         )
+
+    def _pipeline(self, stages: Stages) -> Pipeline:
+        sharing = ranks_per_core(self.machine, self.question.cluster)
+        return pipeline_of(stages, self.question.engine, self.constants.message_exposed, sharing)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
         family, stages, reserve = self.family(layouts), self.stages(), self.machine.profile.reserve_bytes
@@ -242,6 +246,11 @@ def shape_of(works: ProgramWorks) -> Shape:
         element_bytes=float(works.element_bytes),
         tensor_dims=tuple(dims),
     )
+
+
+def ranks_per_core(machine: ClusterMachine, cluster: ClusterSpec) -> float:
+    """How many ranks of one host share a core of it; 1 on devices that ranks have for themselves."""
+    return machine.machine.ranks_per_core if cluster.num_hosts == 1 else 1.0
 
 
 def without_data_parallelism(layouts: Layouts) -> Layouts:

@@ -120,6 +120,7 @@ class MeasuredEntry(StrictModel):
     how: _Text
     ranks: Annotated[int, Field(ge=1, le=10_000_000)]
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
+    ranks_per_core: Annotated[float, Field(ge=1, le=1e4, allow_inf_nan=False)] = 1.0
     versions: Annotated[dict[str, Annotated[str, Field(max_length=100)]], Field(max_length=20)]
 
 
@@ -137,6 +138,7 @@ class ProfileEntry(StrictModel):
     description: _Text = ""
     device_type: DeviceType
     devices: Annotated[list[_Name], Field(max_length=100)] = Field(default_factory=list)
+    native_attention: bool = False
     measured: MeasuredEntry | None = None
     device: DeviceEntry | None = None
     efficiency: EfficiencyEntry
@@ -193,6 +195,7 @@ def _of_entry(entry: ProfileEntry) -> DeviceProfile:
         description=entry.description,
         device_type=entry.device_type,
         devices=tuple(entry.devices),
+        native_attention=entry.native_attention,
         efficiency={dtype: float(figure.value) for dtype, figure in dtypes.items() if figure is not None},
         tile=Tile(**{key: float(getattr(tile, key).value) for key in ("m", "n", "k_half", "units")}),
         attention=AttentionEfficiency(
@@ -250,9 +253,10 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
 
     content: dict[str, Any] = {"version": 1, "name": profile.name, "description": profile.description}
     content |= {"device_type": profile.device_type, "devices": list(profile.devices)}
+    content |= {"native_attention": True} if profile.native_attention else {}
     if profile.measured is not None:
         measured = profile.measured
-        whole = ("date", "host", "how", "ranks", "seconds")
+        whole = ("date", "host", "how", "ranks", "seconds", "ranks_per_core")
         content["measured"] = {key: getattr(measured, key) for key in whole} | {"versions": dict(measured.versions)}
     if profile.device is not None:
         content["device"] = device_entry(profile.device)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost_model.row import Row, Unmodelled
+from autopar.cost_model.row_family import IN_PIECES, WINDOW
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -25,6 +26,7 @@ _DECODERS: Mapping[str, tuple[str, bool]] = {
     "opt": ("OPT", False),
     "gpt_neox": ("GPT-NeoX", False),
     "falcon": ("Falcon", False),
+    "mpt": ("MPT", False),
     "llama": ("Llama", True),
     "mistral": ("Mistral", True),
     "mixtral": ("Mixtral", True),
@@ -38,7 +40,9 @@ _DECODERS: Mapping[str, tuple[str, bool]] = {
     "deepseek_v3": ("DeepSeek-V3", True),
 }
 
-_ACTIVATIONS = {"gpt_neox": "gelu"}  # one kernel in the family; others are written out operator by operator
+# GPT-NeoX-20B and Pythia differ in how they write gelu: other operators where each is a kernel
+_NEOX_ACTIVATIONS = {"gelu_fast": "GPT-NeoX", "gelu": "Pythia", None: "Pythia"}
+_EVERY_LAYER = ("mistral", "mixtral", "phi3")  # where a config that has a window slides it in all layers
 
 
 def row_of_config(config: Mapping[str, Any], row_id: str, **columns: Any) -> Row | Unmodelled:
@@ -46,7 +50,7 @@ def row_of_config(config: Mapping[str, Any], row_id: str, **columns: Any) -> Row
     kind = str(config.get("model_type"))
     if kind not in _DECODERS:
         return Unmodelled(id=row_id, reason=f"no family of decoder blocks is of model_type {kind}")
-    reason = _beyond_columns(kind, config)
+    reason = _beyond_columns(kind, config, columns.get("seq_len"))
     if reason:
         return Unmodelled(id=row_id, reason=reason)
     found = {
@@ -55,18 +59,37 @@ def row_of_config(config: Mapping[str, Any], row_id: str, **columns: Any) -> Row
     }
     found["ffn_hidden"] = found["ffn_hidden"] or 4 * (found["hidden"] or 0)
     name, is_gated = _DECODERS[kind]
+    if kind == "gpt_neox":
+        name = _NEOX_ACTIVATIONS[config.get("hidden_act")]
+    if kind == "falcon" and config.get("multi_query") and not config.get("new_decoder_architecture"):
+        found["n_kv_heads"] = 1
+    if kind == "mpt":
+        found["attn_impl"] = IN_PIECES  # as transformers has it
+    if _slides(kind, config, columns.get("seq_len")):
+        found["attention_type"] = WINDOW
     if found["moe_experts"] and not found["moe_ffn_hidden"]:
         found["moe_ffn_hidden"] = found["ffn_hidden"]
     return Row(id=row_id, model=name, gated_mlp=is_gated, **{**found, **columns})
 
 
-def _beyond_columns(kind: str, config: Mapping[str, Any]) -> str:
+def _slides(kind: str, config: Mapping[str, Any], sequence: int | None) -> bool:
+    """Whether a sequence, by default as long as the model has positions, is longer than what a query may see."""
+    window = config.get("sliding_window")
+    if not window or kind not in _EVERY_LAYER:
+        return False
+    return bool((sequence or config.get("max_position_embeddings") or 0) >= window)
+
+
+def _beyond_columns(kind: str, config: Mapping[str, Any], sequence: int | None) -> str:
     """Why no column says what a config says, or nothing."""
-    if kind == "falcon" and not config.get("new_decoder_architecture"):
-        return "multi-query attention without the second norm of later Falcons is no family"
-    if kind == "phi3" and config.get("sliding_window"):
-        return "a window that attention slides over has a mask of its own, which the family was captured without"
-    written = _ACTIVATIONS.get(kind)
-    if written is not None and config.get("hidden_act") not in (None, written):
-        return f"the family's activation is {written}, this one's {config['hidden_act']} is other operators"
+    window = config.get("sliding_window")
+    is_slid = config.get("use_sliding_window", kind == "gemma2") and (sequence or 0) >= (window or 0) > 0
+    if is_slid and kind not in _EVERY_LAYER:
+        return f"a window of {window} slides over some layers only, and a row has one kind of attention"
+    if kind == "gpt_neox" and config.get("hidden_act") not in _NEOX_ACTIVATIONS:
+        return f"its activation, {config['hidden_act']}, is neither GPT-NeoX-20B's nor Pythia's, and no column names it"
+    if kind == "falcon" and not config.get("new_decoder_architecture") and not config.get("multi_query"):
+        return "a first Falcon with a key head for every head is no family"
+    if kind == "falcon" and config.get("alibi"):
+        return "positions as a bias of the scores, which no column says"
     return ""

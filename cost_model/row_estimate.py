@@ -24,7 +24,14 @@ from autopar.cost_model.expressions import Family, evaluate
 from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.row import Row, RowEstimate, Unmodelled
-from autopar.cost_model.row_family import family_name, family_of, numbers_at, numbers_of, shape_of
+from autopar.cost_model.row_family import (
+    family_name,
+    family_of,
+    numbers_at,
+    numbers_of,
+    shape_of,
+    with_chosen_parameters,
+)
 from autopar.cost_model.row_machine import FLOAT8, RowMachine, machine_for, machine_of
 from autopar.cost_model.step import StepSeconds, step_seconds
 from autopar.cost_model.step_memory import StepMemory, step_memory
@@ -104,7 +111,7 @@ def prepare(rows: Sequence[Row]) -> tuple[list[Group], dict[int, Unmodelled]]:
         machine = case.machine
         key = (
             *(machine.preset.name, machine.engine.name, machine.inter_host_bytes_per_s, machine.devices_per_host),
-            *(case.family, case.fused, row.precision, row.gpu_mem_gb),
+            *(case.family, case.fused, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
         )
         groups.setdefault(key, []).append((index, case))
     return [_prepare(members) for members in groups.values()], unmodelled
@@ -125,6 +132,10 @@ def _case(row: Row) -> _Case | Unmodelled:
     return _Case(row=row, machine=machine, family=family, fused=fused, global_batch=batch)
 
 
+def _is_over_data(case: _Case) -> bool:
+    return case.machine.engine.data_ranks == "joint" and _dp(case.row) > 1
+
+
 def _default_count(row: Row) -> int:
     return 1 if row.grad_accum else max(1, row.pp or 1) * (1 if (row.pp or 1) == 1 else 4)
 
@@ -141,7 +152,8 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     shape, layouts = shape_of([case.row for case in cases]), _layouts(cases, engine)
     each = [numbers_of(case.row) for case in cases]
     numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
-    family = evaluate(family_of(first.family), numbers_at(numbers, layouts))
+    works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
+    family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
     memory_bytes = (first.row.gpu_mem_gb or first.machine.preset.memory_gb.value) * 1e9
     unstated = np.array([case.row.recompute is None for case in cases])
 

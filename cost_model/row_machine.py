@@ -5,9 +5,10 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.cost_model.block_time import Speeds, host_seconds
-from autopar.cost_model.device_profile import AttentionEfficiency, DeviceProfile
+from autopar.cost_model.collectives import Transfer
+from autopar.cost_model.device_profile import AttentionEfficiency, Call, DeviceProfile
 from autopar.cost_model.engine import Engine, engine_named, engine_of_framework
-from autopar.cost_model.links import Links
+from autopar.cost_model.links import Links, MeasuredCalls
 from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.row import Row
 from autopar.cost_model.shipped_profiles import device_profile
@@ -22,7 +23,6 @@ FLOAT8 = ("fp8", "mxfp8", "nvfp4")  # priced as float8
 _RATE = re.compile(r"(?:(\d+)x [^0-9]*)?(\d+) ?Gb/s per (GPU|node)", re.IGNORECASE)
 _SINGLE = re.compile(r"(\d+)x (HDR|NDR|EDR)", re.IGNORECASE)
 _PORT_GBIT = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0}  # InfiniBand Trade Association roadmap, 4 lanes
-NATIVE = ("h100", "h100-500w", "b200", "default")  # profiles of devices that FlashAttention 2 was not written for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,6 @@ def machine_for(found: RowMachine, mechanisms: Mechanisms, *, precision: str) ->
     return Machine(
         speeds=speeds_of(device, found.profile, found.engine, mechanisms, precision=precision),
         links=links_of(
-            preset.name,
             found.profile,
             in_host=link_of_preset(preset.in_host),
             inter_host=replace(link_of_preset(preset.inter_host), bytes_per_s=found.inter_host_bytes_per_s),
@@ -101,16 +100,21 @@ def machine_for(found: RowMachine, mechanisms: Mechanisms, *, precision: str) ->
     )
 
 
-def links_of(device: str, profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
+def links_of(profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
     """What collectives reach of links whose figures are given."""
-    near, between = profile.link("in_host").usual, profile.link("inter_host").usual
+    inside = profile.link("in_host")
+    near, between = inside.usual, profile.link("inter_host").usual
+    kinds: dict[Transfer, Call] = {"send" if k == "point_to_point" else k: call for k, call in inside.kinds.items()}
     return Links(
         in_host_bytes_per_s=in_host.bytes_per_s * near.efficiency,
         in_host_latency_s=in_host.latency_s + near.call_s / 4,
         inter_host_bytes_per_s=inter_host.bytes_per_s * between.efficiency,
         inter_host_latency_s=inter_host.latency_s,
         devices_per_host=devices_per_host,
-        is_switched=device[:4] not in ("v100", "mi25", "mi30", "mi32", "mi35"),
+        is_switched=in_host.is_switched,
+        calls=MeasuredCalls(bytes_per_s=in_host.bytes_per_s, latency_s=in_host.latency_s, kinds=kinds)
+        if kinds
+        else None,
     )
 
 
@@ -125,7 +129,7 @@ def speeds_of(
     scale = {
         "first": mechanisms.first_attention,
         "second": 1.0,
-        "native": mechanisms.native_attention if profile.name in NATIVE else 1.0,
+        "native": mechanisms.native_attention if profile.native_attention else 1.0,
     }[engine.attention_kernel]
     attention: AttentionEfficiency = replace(
         profile.attention, forward=profile.attention.forward * scale, backward=profile.attention.backward * scale
@@ -141,4 +145,5 @@ def speeds_of(
         launch_s=profile.launch_s,
         host_s=host_seconds(engine, mechanisms, profile.host_launch_s),
         misaligned=mechanisms.misaligned,
+        in_one_thread=device.device_type == "cpu",
     )

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.profile_file import load_profile
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, did_you_mean
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster_file import profile_file
 
 
 @functools.cache
@@ -34,3 +36,20 @@ def device_profile(device: str) -> DeviceProfile:
             return profile
     note = f"no profile describes device {device[:80]!r}: the default one is assumed; `autopar calibrate` measures it"
     return replace(profiles["default"], notes=(note,))
+
+
+def cluster_profile(cluster: ClusterSpec, device: str) -> DeviceProfile:
+    """The profile that a cluster names, else the shipped one of a device.
+
+    Raises ClusterError, with every problem, where the file that it names is no profile.
+    """
+    if cluster.profile is None:
+        return device_profile(device)
+    path = profile_file(cluster.profile, Path())
+    if path is not None:
+        return load_profile(path)
+    profiles = shipped_profiles()
+    if cluster.profile not in profiles:
+        hint = did_you_mean(cluster.profile, tuple(profiles))
+        raise ClusterError(f"cluster {cluster.name!r}: there is no profile {cluster.profile[:80]!r}; {hint}")
+    return profiles[cluster.profile]

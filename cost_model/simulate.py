@@ -162,6 +162,22 @@ def simulate(
     )
 
 
+def shared_step_s(run: Simulation, ranks_per_core: float) -> float:
+    """Seconds of a step whose ranks share cores, replayed with the seconds of passes while all ranks compute.
+
+    At any moment all ranks that compute have the same speed, so that the order of events stays and time runs faster:
+    with k of p ranks at work by p/k, but a rank has one core at most. Where none computes, messages take their time.
+    """
+    starts = np.concatenate([np.asarray(one, dtype=np.float64) for one in run.starts_s])
+    ends = np.concatenate([np.asarray(one, dtype=np.float64) for one in run.ends_s])
+    times = np.concatenate([starts, ends])
+    order = np.argsort(times, kind="stable")
+    working = np.cumsum(np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])[order])
+    spans = np.diff(np.append(times[order], run.step_s))
+    faster = np.where(working > 0, np.minimum(ranks_per_core, len(run.orders) / np.maximum(working, 1)), 1.0)
+    return float(np.sum(spans / np.maximum(faster, 1.0)) + times[order[0]])
+
+
 def peak_held_bytes(
     orders: Orders, held_bytes: Sequence[float], held_for_weights_bytes: Sequence[float] | None = None
 ) -> NDArray[np.float64]:

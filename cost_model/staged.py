@@ -18,7 +18,7 @@ from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import Family
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.pipelines import blocking_message_s, live_stage_micro_batches, unequal_step_s
-from autopar.cost_model.simulate import StageSeconds, peak_held_bytes, simulate
+from autopar.cost_model.simulate import StageSeconds, peak_held_bytes, shared_step_s, simulate
 from autopar.cost_model.step_assembly import Pipeline, Pipelined
 from autopar.cost_model.step_basis import Passes
 from autopar.cost_model.step_memory import (
@@ -71,9 +71,13 @@ def stages_at(
     return Stages(roles=roles, schedule=schedule, pp=pp, virtual=virtual, micro_batches=micro_batches, runs=runs)
 
 
-def pipeline_of(stages: Stages, engine: Engine, message_exposed: float) -> Pipeline:
+def pipeline_of(stages: Stages, engine: Engine, message_exposed: float, ranks_per_core: float = 1.0) -> Pipeline:
     """How `autopar.cost_model.step.step_seconds` prices these stages. `message_exposed` is the part of a message that
-    its figures count where messages are overlapped; here the list shows what is hidden."""
+    its figures count where messages are overlapped; here the list shows what is hidden.
+
+    Where ranks share cores, those that compute are faster while others wait (`shared_step_s`), and the parts are those
+    of the mean rank.
+    """
 
     def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
         def of_stages(value: Callable[[Passes], Any]) -> list[float]:
@@ -85,13 +89,15 @@ def pipeline_of(stages: Stages, engine: Engine, message_exposed: float) -> Pipel
         slowest = int(np.argmax(busy))
         is_overlapped = engine.messages == "overlapped"
         one = float(np.max(message)) / (message_exposed if is_overlapped else 1.0)
-        total, sending = _seconds(stages, forward, backward, weight, one, is_overlapped)
-        blocks = sum(role not in ENDS for role in stages.of_rank(slowest))
+        total, sending = _seconds(stages, forward, backward, weight, one, is_overlapped, ranks_per_core)
+        blocks = [float(sum(role not in ENDS for role in stages.of_rank(rank))) for rank in range(stages.pp)]
+        of_rank = np.mean if ranks_per_core > 1 else lambda values: values[slowest]
+        own, waited, held = of_rank(busy), of_rank(sending), of_rank(blocks)
         return Pipelined(
-            busy=np.asarray([busy[slowest]]),
-            blocks=np.asarray([float(blocks)]),
-            idle=np.asarray([stages.runs * max(0.0, total - stages.micro_batches * busy[slowest] - sending[slowest])]),
-            messages=np.asarray([stages.runs * sending[slowest]]),
+            busy=np.asarray([own]),
+            blocks=np.asarray([held]),
+            idle=np.asarray([stages.runs * max(0.0, total - stages.micro_batches * own - waited)]),
+            messages=np.asarray([stages.runs * waited]),
         )
 
     return priced
@@ -104,8 +110,10 @@ def _seconds(
     weight: Sequence[float],
     message: float,
     is_overlapped: bool,
+    ranks_per_core: float,
 ) -> tuple[float, NDArray[np.float64]]:
-    """Seconds of one run, and those that each rank waits for its own messages."""
+    """Seconds of one run, and those that each rank waits for its own messages. A long list of ranks that share cores
+    takes as long as they compute in the mean, or as its closed form on whole cores."""
     if stages.num_actions > MOST_ACTIONS:
         ranks = [_per_rank(stages, seconds) for seconds in (forward, backward, weight)]
         whole = unequal_step_s(
@@ -126,7 +134,9 @@ def _seconds(
                     message_s=message,
                 )
             )
-        return float(whole) + waited, np.full(stages.pp, waited)
+        mean = stages.micro_batches * float(np.mean(ranks[0] + ranks[1]))
+        shared = float(whole) if ranks_per_core == 1 else max(float(whole) / ranks_per_core, mean)
+        return shared + waited, np.full(stages.pp, waited)
     between = [message] * (len(stages.roles) - 1)
     seconds = StageSeconds(
         forward_s=forward,
@@ -138,7 +148,7 @@ def _seconds(
     )
     orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
     found = simulate(orders, seconds, messages="overlapped" if is_overlapped else "blocking")
-    return found.step_s, found.sending_s
+    return shared_step_s(found, ranks_per_core) if ranks_per_core > 1 else found.step_s, found.sending_s
 
 
 def _per_rank(stages: Stages, seconds: Sequence[float]) -> NDArray[np.float64]:

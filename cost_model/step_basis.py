@@ -18,11 +18,12 @@ Floats = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One kind of device and its links, as the time model uses them."""
+    """One kind of device and its links, as the time model uses them. `ranks_per_core`: `Measurement` has it."""
 
     speeds: Speeds
     links: Links
     overlap_slowdown: float
+    ranks_per_core: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

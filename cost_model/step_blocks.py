@@ -110,6 +110,8 @@ def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, in_float8: bo
 
 def _hidden(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
     how = basis.engine.tensor_overlap
+    if basis.machine.speeds.in_one_thread:  # what sends takes the cores of what computes
+        return np.zeros(1)
     if how == "pipelined":  # needs activations that are split over the sequence
         return np.where(layouts.sequence_parallel, basis.mechanisms.pipelined_hidden, 0.0)
     return np.asarray(basis.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)

@@ -15,6 +15,7 @@ from autopar.cost_model.layout import Layouts
 from autopar.cost_model.step_basis import Basis, Floats, Passes, repeated_roles
 
 ENDS = ("first", "last")
+HALF_BYTES = 2  # what engines' bytes of parameters are for; wider training gathers so much more
 BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed
 
 
@@ -109,7 +110,7 @@ def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[
         return np.asarray(element_bytes * one), np.asarray(engine.shard_gradient_bytes * one)
     return (
         links.seconds("all_gather", element_bytes * elements, layouts.shard, layouts.tp),
-        links.seconds("all_gather", engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
+        links.seconds("reduce_scatter", engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
     )
 
 
@@ -140,11 +141,12 @@ def _beside(basis: Basis, computing: Floats, moving: Floats) -> Floats:
 
 
 def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
-    """Embedding and head under ZeRO 3 without stages, one micro-batch; half hides behind the blocks next to them."""
+    """Embedding and head under ZeRO 3 without stages, one micro-batch; half hides behind the blocks next to them, but
+    on a CPU, where what sends takes the cores of what computes."""
     total = np.zeros(1)
     for role in ENDS:
         gather, scatter = _gather_and_scatter(basis, layouts, sum(parameters(family, layouts, role)))
-        total = total + (2 * gather + scatter) / 2
+        total = total + (2 * gather + scatter) / (1 if basis.machine.speeds.in_one_thread else 2)
     return total
 
 
@@ -155,14 +157,18 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     """Of a rank with `per_rank` blocks; not ZeRO 3's."""
     engine, links = basis.engine, basis.machine.links
     state = state_of(basis, family, layouts, per_rank)
+    num_calls = basis.shape.blocks / layouts.pp + len(ENDS)  # ZeRO 1 calls for every block by itself
     whole, sharded = np.zeros(1), np.zeros(1)
     for elements, ranks in ((state.dense, layouts.data_ranks), (state.expert, layouts.data_ranks / layouts.ep)):
         ranks = np.maximum(ranks, 1)
         shard = np.minimum(layouts.shard, ranks)
         stride = layouts.tp * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
-        grads, weights = engine.gradient_bytes * elements, engine.parameter_bytes * elements
-        scattered = links.seconds("all_gather", grads, shard, stride)
+        grads = engine.gradient_bytes * elements
+        weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * elements
+        scattered = links.seconds("reduce_scatter", grads, shard, stride)
+        in_calls = links.seconds("reduce_scatter", grads, shard, stride, num_calls=num_calls)
+        gathered = links.seconds("all_gather", weights, shard, stride, num_calls=num_calls)
         copies = 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
-        whole = whole + scattered + scattered + copies
-        sharded = sharded + scattered + links.seconds("all_gather", weights, shard, stride) + copies
+        whole = whole + scattered + links.seconds("all_gather", grads, shard, stride) + copies
+        sharded = sharded + in_calls + gathered + copies
     return DataPrices(state=state, whole=whole, sharded=sharded)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,9 +40,10 @@ def on_ranks(num_ranks: int, train: Callable[[], None]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "TORCH_LOGS": "-dtensor"}
     print(f"starting {num_ranks} ranks", flush=True)
-    sys.exit(
-        subprocess.run([*launcher, os.path.abspath(sys.argv[0]), *sys.argv[1:]], env=quiet | os.environ).returncode
-    )
+    with tempfile.TemporaryDirectory() as logs:  # torchrun leaves the folder that it makes by itself
+        command = [*launcher, "--log-dir", logs, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+        status = subprocess.run(command, env=quiet | os.environ).returncode
+    sys.exit(status)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -3,6 +3,10 @@
 `device_works` says what is worth running on a type of device, `prepared` makes it ready to run, `seconds_of` measures.
 With several ranks all of them run the same work at once, because ranks on one host share its memory, and on CPU its
 cores; what they must agree on goes through a `Pace`.
+
+CPU ranks of one thread count processor time, as many times as ranks share a core. The clock on the wall says of a work
+that is shorter than the scheduler's time slice either what a whole core does or that the rank waited, and it has in it
+whatever else the machine does.
 """
 
 import time
@@ -46,10 +50,26 @@ OPERATORS = 100  # of one chain of tiny ones
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How ranks keep step: the largest of their values, and waiting for one another. Alone, nothing to do."""
+    """How ranks keep step: the largest of their values, and waiting for one another. Alone, nothing to do.
+
+    `ranks_per_core` of CPU ranks with one thread each, at least 1: their processor time counts, so often. None: the
+    clock on the wall does.
+    """
 
     largest: Callable[[float], float] = lambda value: value
     meet: Callable[[], None] = lambda: None
+    ranks_per_core: float | None = None
+
+    def timed(self, action: Action, device: torch.device, repeats: int, *, waits: bool) -> tuple[float, float]:
+        """Seconds on the wall, and those that count."""
+        synchronize(device)
+        start, used = time.perf_counter(), time.thread_time()
+        for _ in range(repeats):
+            action()
+        if waits:
+            synchronize(device)
+        wall, used = time.perf_counter() - start, time.thread_time() - used
+        return wall, wall if self.ranks_per_core is None else used * self.ranks_per_core
 
 
 def device_works(device_type: str, dtypes: tuple[str, ...]) -> dict[str, list[Work]]:
@@ -60,7 +80,7 @@ def device_works(device_type: str, dtypes: tuple[str, ...]) -> dict[str, list[Wo
     half = next((d for d in dtypes if d in ("bfloat16", "float16")), dtypes[0])
     groups["attention"] = _ordered(_attention(device_type, dtypes[0]))
     groups["unfused attention"] = _ordered(_unfused(device_type, dtypes[0]))
-    if half != dtypes[0]:
+    if half != dtypes[0] and device_type != "cpu":  # parts of a CPU's 16-bit rate are no parts of its float32 rate
         groups[f"attention {half}"] = _ordered(_attention(device_type, half))[::2]
     return groups
 
@@ -179,9 +199,9 @@ def seconds_of(action: Action, device: torch.device, pace: Pace, budget_s: float
 
     `waits=False` measures what the host spends: the device is waited for between rounds only. Collective.
     """
-    once = pace.largest(_timed(action, device, 1, waits))
+    once = pace.largest(pace.timed(action, device, 1, waits=waits)[0])
     if once < budget_s / 2:  # the first run loads kernels and memory; where it was long it is all there is time for
-        once = pace.largest(min(_timed(action, device, 1, waits) for _ in range(2)))
+        once = pace.largest(min(pace.timed(action, device, 1, waits=waits)[0] for _ in range(2)))
     round_s = budget_s / (MOST_ROUNDS + 1)
     most = MOST_REPEATS if waits else 1  # so that the queue of launches does not fill up
     repeats = min(most, max(1, round(round_s / max(once, 1e-9))))
@@ -189,22 +209,12 @@ def seconds_of(action: Action, device: torch.device, pace: Pace, budget_s: float
     found, spent_s = list[float](), 0.0
     for _ in range(rounds):
         pace.meet()
-        seconds = _timed(action, device, repeats, waits)
+        wall, seconds = pace.timed(action, device, repeats, waits=waits)
         found.append(seconds / repeats)
-        spent_s = pace.largest(spent_s + seconds)
+        spent_s = pace.largest(spent_s + wall)
         if spent_s > LATE * budget_s and len(found) >= FEWEST_ROUNDS:  # others are at work on this machine
             break
     return median(found)
-
-
-def _timed(action: Action, device: torch.device, repeats: int, waits: bool) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        action()
-    if waits:
-        synchronize(device)
-    return time.perf_counter() - start
 
 
 def measure(work: Work, device: torch.device, pace: Pace, budget_s: float) -> float:

@@ -10,6 +10,7 @@ import importlib
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -71,8 +72,8 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: boo
             module, name = target.split(":")
             function = getattr(importlib.import_module(module), name)
             pipe.send(("done", function(rank, *arguments)))
-    except EOFError:
-        pass
+    except EOFError:  # the parent was killed and could not remove its folder
+        shutil.rmtree(os.path.dirname(store), ignore_errors=True)
     except BaseException as error:
         kind = "user" if isinstance(error, AutoparError) else "bug"
         text, notes = f"{type(error).__name__}: {error}", "; ".join(getattr(error, "__notes__", ()))

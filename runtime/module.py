@@ -376,7 +376,11 @@ class ParallelModel(HeldModel):
             self.forward_backward(batch)
 
         try:
-            trace_step(path, one_step, self.rank_mesh, self.plan.degrees, self.device)
+            sizes = {
+                "sequence": self.program.sequence,
+                "parameters": sum(info.num_elements for info in self.program.parameters.values()),
+            }
+            trace_step(path, one_step, self.rank_mesh, self.plan.degrees, self.device, sizes=sizes)
         finally:
             self._step = step
             for parameter, grad in grads:

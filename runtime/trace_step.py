@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,16 @@ ALL_RANKS = "all ranks"
 
 
 def trace_step(
-    path: str | os.PathLike[str], step: Callable[[], object], mesh: RankMesh, degrees: Degrees, device: torch.device
+    path: str | os.PathLike[str],
+    step: Callable[[], object],
+    mesh: RankMesh,
+    degrees: Degrees,
+    device: torch.device,
+    *,
+    sizes: Mapping[str, int | None],
 ) -> None:
     """Run a step three times and write the trace of the last. Collective; raises `InputError` on all ranks where the
-    file cannot be written."""
+    file cannot be written. `sizes` of what runs are kept in the file, for who compares it with a prediction."""
     _on_first_rank(lambda: check_writable(path))
     step()  # the first of a pipeline opens connections
     with written_down() as sent:
@@ -52,6 +58,8 @@ def trace_step(
     about = {
         "schedule": degrees.schedule if degrees.pp > 1 else "",
         "world_size": dist.get_world_size(),
+        "degrees": asdict(degrees),
+        **sizes,
         "backend": dist.get_backend(),
         "torch": torch.__version__,
         "clocks": "each rank's slices carry the clock of its host",

@@ -11,7 +11,9 @@ messages that it waits for, and from its last backward pass until that micro-bat
                (the last path of `autopar.cost_model.pipelines.unequal_1f1b_lower_s`)
     gpipe      two flow shops, sum + (n-1)·largest, of forward and of backward passes (Huang et al. 2019; exact)
 
-Blocks of several roles count as their mean, so that these are bounds for models whose repeated blocks are alike.
+Where ranks share cores, those that compute are faster while others wait, by as much as they share at most, and the work
+of all ranks takes its time. Blocks of several roles count as their mean, so that these are bounds for models whose
+repeated blocks are alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +46,7 @@ class Run:
     virtual: Floats
     micro_batches: Floats
     counts: tuple[tuple[str, int], ...]
+    ranks_per_core: float = 1.0
 
     @property
     def blocks(self) -> float:
@@ -116,6 +119,8 @@ def _longest(
     slowest = [np.maximum(cuts.first * block[i] + ends[0][i], cuts.last * block[i] + ends[1][i]) for i in (0, 1)]
     shops = [total[i] + (n - 1) * np.maximum(slowest[i], cuts.most * block[i]) for i in (0, 1)]
     whole = np.where(run.schedule == NAMES.index("gpipe"), np.maximum(whole, shops[0] + shops[1]), whole)
+    if run.ranks_per_core > 1:
+        return _sharing(run, whole, total[0] + total[1], sent)
     busy = paths[0].busy
     blocks = paths[0].blocks
     for path in paths[1:]:
@@ -126,6 +131,19 @@ def _longest(
         blocks=np.where(staged, blocks, run.blocks),
         idle=np.where(staged, np.maximum(whole - n * (busy + sent), 0.0), 0.0),
         messages=n * sent,
+    )
+
+
+def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> Pipelined:
+    """The mean rank, as `autopar.cost_model.staged` counts ranks that share cores."""
+    n, staged = run.micro_batches, run.pp > 1
+    mean = total / run.pp
+    idle = np.maximum(whole / run.ranks_per_core - n * mean, 0.0)
+    return Pipelined(
+        busy=mean,
+        blocks=run.blocks / run.pp,
+        idle=np.where(staged, idle, 0.0),
+        messages=np.zeros(1) * sent,
     )
 
 

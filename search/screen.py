@@ -33,6 +33,7 @@ class Machinery:
     engine: Engine
     mechanisms: Mechanisms
     precision: str
+    ranks_per_core: float = 1.0
 
     @property
     def capacity_bytes(self) -> float:
@@ -86,6 +87,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         virtual=layouts.virtual,
         micro_batches=layouts.micro_batches,
         counts=works.counts,
+        ranks_per_core=on.ranks_per_core,
     )
     cuts: list[EvenCuts] = []
     seconds = [

@@ -1,7 +1,34 @@
-"""What every test runs under: one thread, no network, reproducible draws. torch itself is not imported here."""
+"""What every test runs under: one thread, no network, reproducible draws, long files first. It imports no torch."""
 
 import os
 import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# Files of minutes, and folders of such, the longest first: one that a worker takes last keeps the others waiting.
+LONG_FIRST = (
+    "families/test_gloo.py",
+    "examples",
+    "random_programs",
+    "cost_model/test_block_export.py",
+    "integration",
+    "families",
+    "runtime",
+    "search",
+    "cli",
+    "cost_model",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _place(item.path.as_posix().removeprefix(f"{HERE.as_posix()}/")))
+
+
+def _place(path: str) -> int:
+    return next((i for i, name in enumerate(LONG_FIRST) if path.startswith(name)), len(LONG_FIRST))
+
 
 # Before torch or transformers are imported, here or in the processes a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,9 +3,11 @@
     python tools/export_blocks.py            all families
     python tools/export_blocks.py llama      some
 
-Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled at tp = 4 with and
-without sequence parallelism; sizes become the symbols of `autopar.cost_model.expressions`. `exported` is what the
-tests compare the files with.
+Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled on one tensor rank
+and on four, those with and without sequence parallelism; sizes become the symbols of
+`autopar.cost_model.expressions`. Files of the folder over_data are labelled on two data-parallel ranks too, as autopar
+runs plans; other frameworks' data-parallel ranks share nothing but sums of gradients. `exported` is what the tests
+compare the files with.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.cost_model.block_export import block_works
-from autopar.cost_model.expressions import ROLES, BlockWork, Expr, Family, symbol, to_json
+from autopar.cost_model.expressions import ROLES, VARIANTS, BlockWork, Expr, Family, symbol, to_json
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
+from autopar.ir.sharding import DATA
 from autopar.planning import capture_for, choose_labels
 
-TP = 4
+DP = 2
 FOLDER = Path(__file__).resolve().parent.parent / "cost_model" / "blocks"
 # in proportions of real models, so that labels are theirs, and pairwise distinct, as are the halves, quarters, sums and
 # quotients that models make of them
@@ -44,7 +47,7 @@ class Capture:
     """A family: a transformers config whose values are symbols or numbers, and sizes other than `SIZES`.
 
     `symbols` are those that the family has, beside b and s; `rotated` the part of a head that has rotary positions;
-    `names` sums of symbols that are sizes too.
+    `names` sums of symbols that are sizes too; `tp` and `device` what it is labelled for, where labels depend on them.
     """
 
     model_type: str
@@ -53,6 +56,8 @@ class Capture:
     sizes: Mapping[str, int] = field(default_factory=dict)
     rotated: Fraction = Fraction(1)
     names: tuple[tuple[str | int, ...], ...] = ()
+    tp: int = 4
+    device: str = "a100-80gb"
 
     def size(self, name: str) -> int:
         return {**SIZES, **self.sizes}[name]
@@ -69,9 +74,35 @@ _LLAMA = {
     "max_position_embeddings": 64,
 }
 _SQUARE = {"h": 280}  # the heads together are as wide as the model: h = a·e
+_EQUAL = {"num_key_value_heads": "a"}  # as many key heads as heads, which nobody repeats
 _NO_WINDOW = {"sliding_window": None}
+_WINDOW = {"sliding_window": 30}  # shorter than the sequence: a mask of its own
 _ALIGNED = {"h": 760}  # rows of grouped products are multiples of 16 bytes
+# where two ways of splitting cost nearly the same, sizes and machine decide: as published models on two H100
+_LABELLED: Mapping[str, Any] = {"tp": 2, "device": "h100-sxm"}
+_LONG = {"b": 2, "s": 2044}
+_SMALL_EXPERTS = {
+    **_LONG,
+    "b": 4,
+    "h": 2056,
+    "a": 16,
+    "e": 120,
+    "v": 151920,
+    "x": 56,
+    "y": 5,
+    "m": 1400,
+    "w": 5600,
+}
 _MOE = {**_LLAMA, "num_experts": "x", "num_experts_per_tok": "y", "moe_intermediate_size": "m"}
+_NEOX = {
+    "hidden_size": "h",
+    "intermediate_size": "f",
+    "num_attention_heads": "a",
+    "vocab_size": "v",
+    "num_hidden_layers": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+_NEOX_SIZES: Mapping[str, Any] = {"symbols": "haefv", "sizes": {"h": 800, "e": 40}, "rotated": Fraction(1, 4)}
 CAPTURES: Mapping[str, Capture] = {
     "gpt2": Capture(
         model_type="gpt2",
@@ -95,11 +126,18 @@ CAPTURES: Mapping[str, Capture] = {
         names=(("l", 2),),
     ),
     "llama": Capture(model_type="llama", config=_LLAMA, symbols="hagefv"),
+    "llama-mha": Capture(model_type="llama", config={**_LLAMA, **_EQUAL}, symbols="haefv"),
     "mistral": Capture(model_type="mistral", config={**_LLAMA, **_NO_WINDOW}, symbols="hagefv"),
+    "mistral-window": Capture(model_type="mistral", config={**_LLAMA, **_WINDOW}, symbols="hagefv"),
     "qwen2": Capture(model_type="qwen2", config=_LLAMA, symbols="hagefv"),
     "qwen3": Capture(model_type="qwen3", config=_LLAMA, symbols="hagefv"),
     "gemma2": Capture(model_type="gemma2", config=_LLAMA, symbols="hagefv"),
     "phi3": Capture(model_type="phi3", config={**_LLAMA, **_NO_WINDOW}, symbols="hagefv", sizes=_SQUARE),
+    "phi3-mha": Capture(model_type="phi3", config={**_LLAMA, **_EQUAL, **_NO_WINDOW}, symbols="haefv", sizes=_SQUARE),
+    "phi3-window": Capture(model_type="phi3", config={**_LLAMA, **_WINDOW}, symbols="hagefv", sizes=_SQUARE),
+    "phi3-mha-window": Capture(
+        model_type="phi3", config={**_LLAMA, **_EQUAL, **_WINDOW}, symbols="haefv", sizes=_SQUARE
+    ),
     "nemotron": Capture(
         model_type="nemotron", config=_LLAMA, symbols="hagefv", sizes={"e": 28}, rotated=Fraction(1, 2)
     ),
@@ -115,8 +153,9 @@ CAPTURES: Mapping[str, Capture] = {
             "new_decoder_architecture": True,
         },
         symbols="hagefv",
-        sizes={"a": 36, "h": 504},
+        sizes={**_LONG, "h": 8160, "a": 120, "g": 8, "e": 68, "f": 32600, "v": 65020},
         names=(("a/g", 2),),
+        **_LABELLED,
     ),
     "falcon-mqa": Capture(
         model_type="falcon",
@@ -131,24 +170,27 @@ CAPTURES: Mapping[str, Capture] = {
             "new_decoder_architecture": False,
         },
         symbols="haefv",
-        sizes={"a": 36, "h": 504},
+        sizes={**_LONG, "h": 4828, "a": 71, "e": 68, "f": 19300, "v": 65020},  # heads that nothing divides
         names=(("a", 2),),
+        **_LABELLED,
     ),
-    "gpt-neox": Capture(
-        model_type="gpt_neox",
+    "gpt-neox": Capture(model_type="gpt_neox", config={**_NEOX, "hidden_act": "gelu_fast"}, **_NEOX_SIZES),
+    "pythia": Capture(model_type="gpt_neox", config=_NEOX, **_NEOX_SIZES),
+    "mpt": Capture(model_type="llm-foundry", config={}, symbols="haefvl", sizes=_SQUARE),
+    "mpt-torch": Capture(
+        model_type="mpt",
         config={
-            "hidden_size": "h",
-            "intermediate_size": "f",
-            "num_attention_heads": "a",
+            "d_model": "h",
+            "n_heads": "a",
+            "n_layers": 2,
+            "max_seq_len": "l",
             "vocab_size": "v",
-            "num_hidden_layers": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            "expansion_ratio": 4,
+            "attn_config": {"attn_impl": "torch", "alibi": True},
         },
-        symbols="haefv",
-        sizes={"h": 800, "e": 40},
-        rotated=Fraction(1, 4),
+        symbols="haefvl",
+        sizes={"a": 32, "h": 448, "f": 1792},  # slopes of a power of two heads, as published models have
     ),
-    "mpt": Capture(model_type="mpt", config={}, symbols="haefvl", sizes=_SQUARE),
     "mixtral": Capture(
         model_type="mixtral",
         config={**_LLAMA, "intermediate_size": "m", "num_local_experts": "x", "num_experts_per_tok": "y"},
@@ -159,10 +201,22 @@ CAPTURES: Mapping[str, Capture] = {
         model_type="qwen2_moe",
         config={**_MOE, "shared_expert_intermediate_size": "w"},
         symbols="hagevxymw",
-        sizes=_ALIGNED,
+        sizes={**_SMALL_EXPERTS, "a": 24},
+        **_LABELLED,
+    ),
+    "qwen2-moe-mha": Capture(
+        model_type="qwen2_moe",
+        config={**_MOE, **_EQUAL, "shared_expert_intermediate_size": "w"},
+        symbols="haevxymw",
+        sizes=_SMALL_EXPERTS,
+        **_LABELLED,
     ),
     "qwen3-moe": Capture(
-        model_type="qwen3_moe", config={**_MOE, "norm_topk_prob": True}, symbols="hagevxym", sizes=_ALIGNED
+        model_type="qwen3_moe",
+        config={**_MOE, "norm_topk_prob": True},
+        symbols="hagevxym",
+        sizes={**_SMALL_EXPERTS, "h": 2088, "a": 32, "e": 136, "x": 120, "y": 6, "m": 776},
+        **_LABELLED,
     ),
     "deepseek-v3": Capture(
         model_type="deepseek_v3",
@@ -198,12 +252,14 @@ CAPTURES: Mapping[str, Capture] = {
 }
 
 
-def by_size(capture: Capture) -> dict[int, Expr]:
+def by_size(capture: Capture, dp: int = 1) -> dict[int, Expr]:
     """What each captured size is called: symbols, rotated parts of a head, queries per key head, s + 1 labels, tokens
     and the rows that experts see."""
     found: dict[int, Expr] = {}
 
     def name(size: int, what: Expr) -> None:
+        if size <= 2:
+            raise ValueError(f"{capture.model_type}: {what} has size {size}, which factors have too; choose another")
         if found.setdefault(size, what) != what:
             raise ValueError(f"{capture.model_type}: size {size} is both {found[size]} and {what}; choose other sizes")
 
@@ -218,7 +274,8 @@ def by_size(capture: Capture) -> dict[int, Expr]:
     if "g" in capture.symbols:
         name(capture.size("a") // capture.size("g"), symbol("a") / symbol("g"))
     name(capture.size("s") + 1, symbol("s") + 1)
-    tokens, rows = capture.size("b") * capture.size("s"), symbol("b") * symbol("s")
+    tokens, rows = capture.size("b") * capture.size("s") * dp, symbol("b") * symbol("s")
+    rows *= symbol("d") if dp > 1 else 1
     name(tokens, rows)
     if "y" in capture.symbols:
         name(tokens * capture.size("y"), rows * symbol("y"))
@@ -281,7 +338,7 @@ def model_of(capture: Capture) -> nn.Module:
 
     transformers.logging.set_verbosity_error()
     with torch.device("meta"):
-        if capture.model_type == "mpt":
+        if capture.model_type == "llm-foundry":
             return Mpt(capture).to(torch.bfloat16).train()
         sizes = {key: capture.size(value) if isinstance(value, str) and value in SIZES else value
                  for key, value in capture.config.items()}  # fmt: skip
@@ -292,31 +349,38 @@ def model_of(capture: Capture) -> nn.Module:
         return model.train()
 
 
-def captured(capture: Capture) -> Program:
-    """The captured model of a family."""
+def captured(capture: Capture, dp: int = 1) -> Program:
+    """The captured model of a family, at the micro-batch of all data-parallel ranks."""
     ids = torch.empty(capture.size("b"), capture.size("s"), dtype=torch.long, device="meta")
-    degrees = Degrees(tp=TP, micro_batch=capture.size("b"))
+    degrees = Degrees(tp=capture.tp, dp_shard=dp, micro_batch=capture.size("b"))
     return capture_for(model_of(capture), {"input_ids": ids, "labels": ids.clone()}, degrees)
 
 
-def exported(name: str) -> Family[Expr]:
-    """The expressions of a family, captured anew. Raises `ValueError` where its blocks are not those of a decoder."""
-    capture = CAPTURES[name]
-    program = captured(capture)
-    roles = roles_of(name, program)
+def exported(name: str, *, over_data: bool = False) -> Family[Expr]:
+    """The expressions of a family, captured anew; `over_data`: labelled over data-parallel ranks too.
+
+    Raises `ValueError` where its blocks are not those of a decoder.
+    """
+    capture, dp = CAPTURES[name], DP if over_data else 1
+    program = captured(capture, dp)
+    roles, sizes = roles_of(name, program), by_size(capture, dp)
     found: dict[str, list[tuple[str, BlockWork[Expr]]]] = {}
-    for variant in ("tp", "sp"):
-        degrees = Degrees(tp=TP, micro_batch=capture.size("b"), sequence_parallel=variant == "sp")
-        cluster = ClusterSpec.parse("8xa100-80gb")
+    for variant in VARIANTS:
+        tp = 1 if variant == "one" else capture.tp
+        degrees = Degrees(tp=tp, dp_shard=dp, micro_batch=capture.size("b"), sequence_parallel=variant == "sp")
+        cluster = ClusterSpec.parse(f"{tp * dp}x{capture.device}")
         degrees, analysis, labelling = choose_labels(program, cluster, degrees)
-        works = block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=by_size(capture), roles=roles)
+        works = tuple(
+            replace(work, sent=tuple(one for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")))
+            for work in block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=sizes, roles=roles)
+        )  # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step`)
         for index, role in roles.items():
             earlier = dict(found.get(role, ())).get(variant)
             if earlier is None:
                 found.setdefault(role, []).append((variant, works[index]))
     blocks = tuple((role, tuple(found[role])) for role in ROLES if role in found)
-    source = "llm-foundry" if name == "mpt" else "transformers"
-    return Family(name=name, source=f"{source} {capture.model_type}, bfloat16", blocks=blocks)
+    source = "llm-foundry mpt" if name == "mpt" else f"transformers {capture.model_type}"
+    return Family(name=name, source=f"{source}, bfloat16", blocks=blocks)
 
 
 def roles_of(name: str, program: Program) -> dict[int, str]:
@@ -340,9 +404,14 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=list(CAPTURES), help=", ".join(CAPTURES))
     logging.disable(logging.WARNING)
     for name in parser.parse_args().families:
-        text = to_json(exported(name))
-        (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
-        print(f"{name}: {len(text) / 1024:.0f} KiB", flush=True)
+        for over_data in (False, True):
+            text = to_json(exported(name, over_data=over_data))
+            file_of(name, over_data=over_data).write_text(text, encoding="utf-8")
+            print(f"{name}{' over data' if over_data else ''}: {len(text) / 1024:.0f} KiB", flush=True)
+
+
+def file_of(name: str, *, over_data: bool) -> Path:
+    return (FOLDER / "over_data" if over_data else FOLDER) / f"{name}.json"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, Problem
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from autopar.cost_model.engine import Engine
     from autopar.cost_model.estimate import Estimate, RunCost
 
+ExactMemory = Annotated[
+    bool,
+    typer.Option(
+        "--exact-memory", help="Count what a rank holds under autopar's engine, instead of formulas: seconds more."
+    ),
+]
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}
 
 
@@ -33,7 +40,8 @@ def estimate(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Device profile, as `autopar calibrate` writes. (default: the one shipped)", show_default=False
+            help="Device profile, as `autopar calibrate` writes. (default: the cluster's, else the one shipped)",
+            show_default=False,
         ),
     ] = None,
     precision: Annotated[
@@ -48,6 +56,9 @@ def estimate(
     grams_co2_per_kwh: Annotated[
         float | None, typer.Option(help="Of the electricity, for CO2 of the run.", show_default=False)
     ] = None,
+    exact_memory: ExactMemory = False,
+    trace: Trace = None,
+    correct: Correct = None,
     layers: Layers = None,
     hidden: Hidden = None,
     as_json: Json = False,
@@ -57,6 +68,7 @@ def estimate(
     The model is captured and labelled as `autopar plan` does; the degrees are yours, or fully sharded data parallelism.
     For example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
     """
+    recorded = check_trace_options(trace, correct, engine)
     spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
     ranks = _ranks(spec, cp, ep)
     degrees = options.degrees(ranks)
@@ -83,21 +95,26 @@ def estimate(
             ep=ep,
             tokens=tokens,
             grams_co2_per_kwh=grams_co2_per_kwh,
+            exact_memory=exact_memory,
             name=found.name,
             say=lambda text: say(f"{found.name}: {text}"),
         )
+    beside = compared(made, recorded, correct, found_profile, spec)
     if as_json:
-        print_json(made.to_dict())
+        print_json(made.to_dict() | ({"trace": trace_to_dict(beside, correct)} if beside is not None else {}))
         return
     _show(made)
+    if beside is not None and trace is not None:
+        show_trace(beside, trace, correct)
     for note in found.notes:
         console().print(note, markup=False)
 
 
 def _inputs(
     cluster: str, engine: str, profile: Path | None, precision: str | None, tokens: float | None, grams: float | None
-) -> "tuple[ClusterSpec, Engine, DeviceProfile | None, str]":
-    """What needs no model, checked before one is built; everything wrong with the options at once."""
+) -> "tuple[ClusterSpec, Engine, DeviceProfile, str]":
+    """What needs no model, checked before one is built; everything wrong with the options at once. The profile is the
+    one given, or the cluster's, or the shipped one."""
     from autopar.cost_model.cluster_machine import PRECISIONS, cluster_machine, default_precision
     from autopar.cost_model.engine import engine_named
     from autopar.cost_model.mechanisms import mechanisms
@@ -118,8 +135,8 @@ def _inputs(
     spec = ClusterSpec.parse(cluster)
     wanted = precision or default_precision(spec)
     own = None if profile is None else load_profile(profile)
-    cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
-    return spec, found, own, wanted
+    machine = cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
+    return spec, found, machine.profile, wanted
 
 
 def _ranks(cluster: ClusterSpec, cp: int, ep: int) -> int:

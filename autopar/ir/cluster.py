@@ -40,7 +40,8 @@ class ClusterSpec:
     """A cluster. Make one by `preset`, `load`, `detect` or `parse`, or spell it out.
 
     `inter_host` is the link between hosts under one leaf switch, None for a single host. With a `spine`, groups of
-    `hosts_per_leaf` hosts share a leaf, and traffic between leaves has the spine's figures.
+    `hosts_per_leaf` hosts share a leaf, and traffic between leaves has the spine's figures. `profile` is the device
+    profile that predictions use: the name of a shipped one, or the absolute path of a file.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ClusterSpec:
     spine: Link | None = None
     hosts_per_leaf: int | None = None
     assumptions: tuple[str, ...] = ()
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -115,7 +117,7 @@ class ClusterSpec:
         entry, devices, problems = read_cluster_file(path)
         if problems or entry is None:
             raise ClusterError(f"cluster file {os.fspath(path)!r} cannot be used", problems)
-        return cls._from_entry(entry, devices, name=Path(path).stem)
+        return cls._from_entry(entry, devices, name=Path(path).stem, folder=Path(path).parent)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ClusterSpec:
@@ -125,7 +127,7 @@ class ClusterSpec:
         entry, devices, problems = check_cluster(dict(content))
         if problems or entry is None:
             raise ClusterError("the cluster description cannot be used", problems)
-        return cls._from_entry(entry, devices, name="cluster")
+        return cls._from_entry(entry, devices, name="cluster", folder=Path())
 
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
@@ -157,12 +159,13 @@ class ClusterSpec:
         )
 
     @classmethod
-    def _from_entry(cls, entry: ClusterEntry, devices: list[ResolvedDevice], *, name: str) -> ClusterSpec:
-        from autopar.ir.cluster_file import implausible, resolve
+    def _from_entry(cls, entry: ClusterEntry, devices: list[ResolvedDevice], *, name: str, folder: Path) -> ClusterSpec:
+        from autopar.ir.cluster_file import implausible, profile_file, resolve
 
         for sentence in implausible(entry, devices):
             warnings.warn(sentence, ClusterWarning, stacklevel=3)
         resolved = resolve(entry, devices)
+        file = profile_file(entry.profile, folder) if entry.profile is not None else None
         return cls(
             name=entry.name or name,
             groups=resolved.groups,
@@ -170,6 +173,7 @@ class ClusterSpec:
             spine=resolved.spine,
             hosts_per_leaf=entry.spine.hosts_per_leaf if entry.spine is not None else None,
             assumptions=resolved.assumptions,
+            profile=entry.profile if file is None else str(file),
         )
 
     # ---- writing one ----
@@ -183,6 +187,8 @@ class ClusterSpec:
             content["inter_host"] = link_entry(self.inter_host)
         if self.spine is not None:
             content["spine"] = link_entry(self.spine) | {"hosts_per_leaf": self.hosts_per_leaf}
+        if self.profile is not None:
+            content["profile"] = self.profile
         if self.assumptions:
             content["assumptions"] = list(self.assumptions)
         return content

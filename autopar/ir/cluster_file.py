@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -35,6 +37,7 @@ class LinkEntry(StrictModel):
     bandwidth_gb_per_s: _GbPerS
     latency_us: _Us
     name: _Text | None = None
+    is_switched: bool = True
 
 
 class SpineEntry(LinkEntry):
@@ -76,6 +79,7 @@ class ClusterEntry(StrictModel):
     groups: Annotated[list[GroupEntry], Field(min_length=1, max_length=1000)]
     inter_host: LinkEntry | None = None
     spine: SpineEntry | None = None
+    profile: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     assumptions: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=200)] = Field(
         default_factory=list
     )
@@ -89,15 +93,19 @@ def read_cluster_file(path: str | os.PathLike[str]) -> tuple[ClusterEntry | None
     content, problems = read_yaml(path)
     if content is None and problems:
         return None, [], problems
-    entry, devices, violations = check_cluster(content)
+    entry, devices, violations = check_cluster(content, Path(path).parent)
     return entry, devices, problems + violations
 
 
-def check_cluster(content: object) -> tuple[ClusterEntry | None, list[ResolvedDevice], list[Problem]]:
-    """As `read_cluster_file`, from the file's content."""
+def check_cluster(
+    content: object, folder: Path = Path()
+) -> tuple[ClusterEntry | None, list[ResolvedDevice], list[Problem]]:
+    """As `read_cluster_file`, from the file's content; a profile's path is relative to `folder`."""
     entry, problems = validate(ClusterEntry, content)
     devices, device_problems = _check_devices(content)
     problems += device_problems
+    if entry is not None and entry.profile is not None:
+        problems += _check_profile(entry.profile, folder)
     if entry is not None and not problems:
         problems += _check_links(entry, devices)
     return entry, devices, problems
@@ -123,6 +131,31 @@ def _check_devices(content: object) -> tuple[list[ResolvedDevice], list[Problem]
             rule = "must be the name of a device preset or a mapping that describes a device"
             problems.append(Problem(path=path, value=given, rule=rule, suggestion=hint))
     return devices, problems
+
+
+def profile_names() -> tuple[str, ...]:
+    """The device profiles that come with the project."""
+    found = (resources.files("autopar.presets") / "profiles").iterdir()
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml")))
+
+
+def profile_file(text: str, folder: Path) -> Path | None:
+    """The file that a cluster's ``profile`` names, or None where it is the name of a shipped one."""
+    is_file = text.lower().endswith((".yaml", ".yml")) or os.sep in text
+    return (folder / text).absolute() if is_file else None
+
+
+def _check_profile(text: str, folder: Path) -> list[Problem]:
+    """What the file holds is checked where it is used: this only says that there is one."""
+    path = profile_file(text, folder)
+    if path is None and text not in profile_names():
+        rule = "must be the name of a shipped profile or the path of a YAML file, relative to the cluster file"
+        hint = did_you_mean(text, profile_names())
+        return [Problem(path="profile", value=text, rule=rule, suggestion=hint)]
+    if path is not None and not os.path.isfile(path):  # never raises, whatever the text
+        hint = "autopar calibrate --out writes one"
+        return [Problem(path="profile", value=text, rule=f"there is no file {str(path)!r}", suggestion=hint)]
+    return []
 
 
 def _check_links(entry: ClusterEntry, devices: list[ResolvedDevice]) -> list[Problem]:
@@ -240,7 +273,9 @@ def group_entry(group: HostGroup) -> dict[str, Any]:
 def link_entry(link: Link) -> dict[str, Any]:
     """The file's form of a link."""
     name = {"name": link.name} if link.name else {}
-    return name | {"bandwidth_gb_per_s": in_unit(link.bytes_per_s, 1e9), "latency_us": in_unit(link.latency_s, 1e-6)}
+    pairs = {} if link.is_switched else {"is_switched": False}
+    figures = {"bandwidth_gb_per_s": in_unit(link.bytes_per_s, 1e9), "latency_us": in_unit(link.latency_s, 1e-6)}
+    return name | figures | pairs
 
 
 def device_entry(device: Device) -> dict[str, Any]:
@@ -272,7 +307,8 @@ def link_of_entry(entry: LinkEntry | None) -> Link | None:
     if entry is None:
         return None
     bytes_per_s = si(entry.bandwidth_gb_per_s, 1e9)
-    return Link(bytes_per_s=bytes_per_s, latency_s=entry.latency_us / 1e6, name=entry.name or "")
+    latency_s, name = entry.latency_us / 1e6, entry.name or ""
+    return Link(bytes_per_s=bytes_per_s, latency_s=latency_s, name=name, is_switched=entry.is_switched)
 
 
 def _assumed_link(path: str, preset: str, link: Link) -> str:

@@ -78,11 +78,16 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One tier's link as a device sees it: bytes/s per direction, and seconds per hop."""
+    """One tier's link as a device sees it: bytes/s per direction, and seconds per hop.
+
+    Without a switch (`is_switched` False) the devices of a host are linked pair by pair, and `bytes_per_s` is that of a
+    device to all others together.
+    """
 
     bytes_per_s: float
     latency_s: float
     name: str = ""
+    is_switched: bool = True
 
     def __post_init__(self) -> None:
         _require_positive(f"link {self.name!r}", {"bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s})
@@ -128,7 +133,10 @@ def device_of_preset(preset: DevicePreset) -> Device:
 
 def link_of_preset(link: PresetLink) -> Link:
     return Link(
-        bytes_per_s=si(link.bandwidth_gb_per_s.value, 1e9), latency_s=link.latency_us.value / 1e6, name=link.name
+        bytes_per_s=si(link.bandwidth_gb_per_s.value, 1e9),
+        latency_s=link.latency_us.value / 1e6,
+        name=link.name,
+        is_switched=link.is_switched,
     )
 
 

@@ -42,6 +42,7 @@ class PresetLink(StrictModel):
     name: str
     bandwidth_gb_per_s: Figure
     latency_us: Figure
+    is_switched: bool = True  # any device reaches any other at the full bandwidth; else they are linked pair by pair
 
 
 class PresetPeaks(StrictModel):

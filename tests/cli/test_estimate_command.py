@@ -48,6 +48,10 @@ def test_everything_wrong_at_once() -> None:
         (("gpt2", "-c", "8xa100-80gb", "--precision", "fp8"), "has no unit for fp8; use"),
         (("gpt2", "-c", "8xh100", "--profile", "none.yaml"), "profile file 'none.yaml' cannot be used"),
         (("gpt2", "-c", "8xh100", "--grams-co2-per-kwh", "300"), "add --tokens"),
+        (("gpt2", "-c", "8xh100", "--correct", "out.yaml"), "add --trace FILE"),
+        (("gpt2", "-c", "8xh100", "--trace", "t.json", "--correct", "none/out.yaml"), "--correct: cannot be written"),
+        (("gpt2", "-c", "8xh100", "--trace", "t.json", "--engine", "fsdp"), "leave out --engine"),
+        (("gpt2", "-c", "8xh100", "--trace", "none.json"), "trace 'none.json' cannot be used"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from run import refused
+from run import autopar, json_of, refused
+
+from autopar.cost_model.profile_file import load_profile
 
 pytest.importorskip("transformers")
 
@@ -23,6 +25,25 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
     names = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and "call" not in e["args"]}
     assert {(stage, f"{stage}{kind}{m}") for stage in (0, 1) for kind in "FB" for m in (0, 1)} <= names
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+    _beside_an_estimate(path)
+
+
+def _beside_an_estimate(path: Path) -> None:
+    """The same plan priced: every term has both sides, and the corrected profile is one."""
+    target = path.with_name("corrected.yaml")
+    sizes = ("--layers", "2", "--hidden", "32", "--seq-len", "8", "--pp", "2", "--micro-batches", "2")
+    plan = ("estimate", "gpt2", "-c", "2xcpu", *sizes, "--trace", str(path))
+    data = json_of(*plan, "--correct", str(target))["trace"]
+    assert {"compute", "point-to-point", "idle"} <= {term["name"] for term in data["terms"]}
+    assert sum(term["measured_s"] for term in data["terms"]) == pytest.approx(data["measured_s"])
+    profile = load_profile(target)
+    assert profile.name == "cpu-corrected" and data["corrected"] == str(target)
+    assert any("scaled for" in source for source in profile.sources.values())
+    shown = autopar(*plan, "--profile", str(target))
+    assert shown.exit_code == 0, shown.output
+    assert "beside trace.json" in shown.stdout and "the optimizer is no part of a trace" in shown.stdout
+    message = refused(*plan[:-2], "--recompute", "full", "--trace", str(path))
+    assert "recompute: in the trace; full was estimated; got 'none'" in message
 
 
 def test_plan_options_are_checked_before_ranks_start() -> None:

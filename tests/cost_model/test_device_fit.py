@@ -191,6 +191,13 @@ def test_unknown_figures_are_the_best_that_was_measured() -> None:
     assert found.efficiency["float32"] >= 0.99
 
 
+@pytest.mark.parametrize(("both", "slowdown"), [(1.0, 1.0), (1.4, 1.5), (1.8, 2.0), (3.0, 2.0), (0.9, 1.0)])
+def test_overlap_is_the_part_of_the_shorter_that_comes_on_top(both: float, slowdown: float) -> None:
+    times = (("compute", 1.0), ("communicate", 0.8), ("both", both))
+    samples = [Sample(work=Work(part="overlap", name=name, amount=1), seconds=s) for name, s in times]
+    assert fit_profile(samples, setting(108.0)).overlap_slowdown == slowdown
+
+
 def test_a_fitted_profile_is_a_file_with_a_source_for_every_number() -> None:
     link = LinkProfile(usual=kinds["all_gather"], kinds=kinds, link=Link(bytes_per_s=1e9, latency_s=1e-5))
     overlap = [
@@ -199,7 +206,7 @@ def test_a_fitted_profile_is_a_file_with_a_source_for_every_number() -> None:
     ]
     samples = [*samples_of(planted(links={"in_host": link}), noise=0.02), *overlap]
     found = fit_profile(samples, replace(setting(108.0), reserve_bytes=7 * 10**8))
-    assert found.overlap_slowdown == 1.4 and found.reserve_bytes == 7 * 10**8
+    assert found.overlap_slowdown == 1.5 and found.reserve_bytes == 7 * 10**8
     again = profile_from_dict(profile_to_dict(found))
     assert again == found
     unmeasured = {path for path, source in again.sources.items() if not source.startswith("measured")}

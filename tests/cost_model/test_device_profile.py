@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from autopar.cost_model.device_profile import Call, DeviceProfile, FitError, LinkProfile, Measurement, Tile
 from autopar.cost_model.profile_file import dump_profile, load_profile, profile_from_dict, profile_to_dict
 from autopar.cost_model.profile_times import matmul_seconds, tile_part
-from autopar.cost_model.shipped_profiles import device_profile, shipped_profiles
+from autopar.cost_model.shipped_profiles import cluster_profile, device_profile, shipped_profiles
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link
@@ -27,6 +27,30 @@ def content() -> dict[str, Any]:
     return profile_to_dict(device_profile("a100-80gb"))
 
 
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> Path:
+    """A cluster whose profile lies beside it."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text("groups: [{devices_per_host: 4, device: cpu}]\nprofile: device.yaml\n")
+    (tmp_path / "device.yaml").touch()
+    return path
+
+
+def test_a_cluster_brings_its_profile(cluster_file: Path) -> None:
+    dump_profile(measured_profile(), cluster_file.with_name("device.yaml"))
+    assert cluster_profile(ClusterSpec.load(cluster_file), "cpu").name == "here"
+    shipped = replace(ClusterSpec.preset("8xh100"), profile="h100-500w")
+    assert cluster_profile(shipped, "h100-sxm").name == "h100-500w"
+    assert cluster_profile(ClusterSpec.preset("8xh100"), "h100-sxm").name == "h100"
+    with pytest.raises(ClusterError, match="no profile 'h100-700w'; did you mean 'h100-500w'"):
+        cluster_profile(replace(shipped, profile="h100-700w"), "h100-sxm")
+
+
+def test_a_cluster_whose_profile_is_none(cluster_file: Path) -> None:
+    with pytest.raises(ClusterError, match=r"profile file .* cannot be used"):
+        cluster_profile(ClusterSpec.load(cluster_file), "cpu")
+
+
 def measured_profile() -> DeviceProfile:
     device = ClusterSpec.preset("1xcpu").devices[0]
     link = LinkProfile(
@@ -35,7 +59,13 @@ def measured_profile() -> DeviceProfile:
         link=Link(bytes_per_s=1.234e9, latency_s=7.7e-5, name="measured"),
     )
     measured = Measurement(
-        date="2026-11-21", host="here", how="cpu, gloo", ranks=4, seconds=12.5, versions={"torch": "2.13.0"}
+        date="2026-11-21",
+        host="here",
+        how="cpu, gloo",
+        ranks=4,
+        seconds=12.5,
+        ranks_per_core=2.0,
+        versions={"torch": "2.13.0"},
     )
     fit = {"matmul": FitError(median=0.03, p90=0.11, num_points=40)}
     sources = {path: text for path, text in device_profile("cpu").sources.items() if "inter_host" not in path}

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.cost_model.row import Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.row_estimate import estimate_rows, prepare
-from autopar.cost_model.row_family import family_name
+from autopar.cost_model.row_family import family_name, numbers_of
 from autopar.cost_model.validation import validate_rows
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
@@ -93,10 +93,26 @@ def test_a_row_that_states_too_little_says_what() -> None:
         ({"moe_experts": 8, "model": "Mixtral 8x7B"}, "mixtral"),
         ({"moe_experts": 64, "moe_shared_ffn": 2048, "model": "Some MoE"}, "qwen2-moe"),
         ({"moe_experts": 256, "attention_type": "mla", "model": "DeepSeek-V3"}, "deepseek-v3"),
+        ({"moe_experts": 128, "model": "Qwen3 30B-A3B"}, "qwen3-moe"),
+        ({"n_kv_heads": 32, "model": "Llama 2 7B"}, "llama-mha"),
+        ({"n_kv_heads": None}, "llama-mha"),
+        ({"n_kv_heads": 32, "model": "Phi-3-mini", "attention_type": "swa"}, "phi3-mha-window"),
+        ({"model": "Mistral-7B", "attention_type": "swa"}, "mistral-window"),
+        ({"gated_mlp": False, "model": "Falcon-7B", "n_kv_heads": 1}, "falcon-mqa"),
+        ({"gated_mlp": False, "model": "Falcon-40B"}, "falcon"),
+        ({"gated_mlp": False, "model": "MPT-7B", "n_kv_heads": 32}, "mpt"),
+        ({"gated_mlp": False, "model": "MPT-7B", "n_kv_heads": 32, "attn_impl": "torch"}, "mpt-torch"),
     ],
 )
 def test_family(changes: dict[str, Any], family: str) -> None:
     assert family_name(replace(LLAMA, **changes)) == family
+
+
+def test_latent_ranks_are_in_proportion_to_a_head() -> None:
+    row = replace(LLAMA, attention_type="mla", head_dim=None)
+    assert {name: numbers_of(row)[name] for name in "eqcru"} == {"e": 128, "q": 1536, "c": 512, "r": 64, "u": 128}
+    assert numbers_of(replace(row, head_dim=64))["c"] == 256
+    assert "q" not in numbers_of(LLAMA)
 
 
 def test_expert_parallelism_divides_state_not_work() -> None:

@@ -1,9 +1,12 @@
 """The machine of a published row: its device by name, its links as a sentence, its engine."""
 
+from dataclasses import replace
+
 import pytest
 
+from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.row import Row
-from autopar.cost_model.row_machine import inter_host_bytes_per_s, machine_of, preset_of
+from autopar.cost_model.row_machine import inter_host_bytes_per_s, machine_for, machine_of, preset_of
 from autopar.errors import ClusterError
 
 
@@ -51,6 +54,21 @@ def test_links_that_are_not_stated(text: str | None) -> None:
 def test_an_nvlink_domain_is_a_host() -> None:
     assert machine_of(Row(id="r", gpu_type="GB200", gpus_per_node=4)).devices_per_host == 72
     assert machine_of(Row(id="r", gpu_type="A100-80", gpus_per_node=4)).devices_per_host == 4
+
+
+@pytest.mark.parametrize(("device", "is_switched"), [("V100-16", False), ("MI300X", False), ("H100-SXM", True)])
+def test_switches_are_the_preset_s(device: str, is_switched: bool) -> None:
+    machine = machine_for(machine_of(Row(id="r", gpu_type=device)), mechanisms(), precision="fp16")
+    assert machine.links.is_switched == is_switched
+
+
+@pytest.mark.parametrize(("device", "faster"), [("H100-SXM", True), ("A100-80", False)])
+def test_kernels_for_a_device_are_its_profile_s(device: str, faster: bool) -> None:
+    """TransformerEngine prefers cuDNN's attention on Hopper and later, FlashAttention 2 before."""
+    row = Row(id="r", gpu_type=device, framework="Megatron-Core")
+    native = machine_for(machine_of(row), mechanisms(), precision="bf16").speeds.attention.forward
+    second = machine_for(machine_of(replace(row, framework="torchtitan")), mechanisms(), precision="bf16")
+    assert (native > second.speeds.attention.forward) == faster
 
 
 def test_a_row_without_framework_gets_one_that_fits() -> None:

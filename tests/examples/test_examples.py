@@ -1,4 +1,4 @@
-"""Every example runs under torchrun at a tiny size, and learns."""
+"""Every example runs at a tiny size, and learns: the demo under torchrun, the others on ranks that are forked."""
 
 import json
 import os
@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def run(command: list[str], folder: Path) -> str:
-    environment = os.environ | {"TORCH_LOGS": "-dtensor"}
+def under_torchrun(script: Path, options: list[str], folder: Path) -> str:
+    """As a user runs it: the script starts torchrun."""
+    command, environment = [sys.executable, str(script), *options], os.environ | {"TORCH_LOGS": "-dtensor"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return result.stdout
@@ -33,7 +34,8 @@ def losses(text: str) -> list[float]:
 )
 def test_demo(tmp_path: Path, plan: str, sizes: str) -> None:
     small = ["--plan", plan, "--steps", "6", "--check-steps", "3", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
-    shown = run([sys.executable, str(EXAMPLES / "demo.py"), *small, "--out", str(tmp_path / "out")], tmp_path)
+    run = under_torchrun if plan == "2d" else forked.run
+    shown = run(EXAMPLES / "demo.py", [*small, "--out", str(tmp_path / "out")], tmp_path)
     assert sizes in shown
     assert "tokens/s" in shown
     assert "first 3 steps against one device" in shown
@@ -53,8 +55,8 @@ def test_train_gpt2_and_its_checkpoint(tmp_path: Path) -> None:
 
     (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 20)
     sizes = ["--steps", "12", "--layers", "1", "--hidden", "32", "--seq-len", "16", "--tp", "2"]
-    command = [*TORCHRUN, "4", str(EXAMPLES / "train_gpt2.py"), "--text", "text.txt", "--save", "saved", *sizes]
-    found = losses(run(command, tmp_path))
+    options = ["--text", "text.txt", "--save", "saved", *sizes]
+    found = losses(forked.run(EXAMPLES / "train_gpt2.py", options, tmp_path, 4))
     assert found[-1] < found[0]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=16, n_embd=32, n_layer=1, n_head=8)).eval()
     state = model.state_dict()
@@ -67,8 +69,7 @@ def test_train_gpt2_and_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("tp", ["1", "2"])
 def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
-    command = [*TORCHRUN, "2", str(EXAMPLES / "bring_your_own_model.py"), "--tp", tp, "--steps", "21"]
-    shown = run(command, tmp_path)
+    shown = forked.run(EXAMPLES / "bring_your_own_model.py", ["--tp", tp, "--steps", "21"], tmp_path, 2)
     found = losses(shown)
     assert found[-1] < 0.8 * found[0]
     assert ("all_reduce_to_invariant" in shown) == (tp == "2")  # the generated code is shown
@@ -79,7 +80,7 @@ def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
 def test_own_operator(tmp_path: Path, rule: bool) -> None:
     """With its rule the operator lies between column and row products; without it, its operands are gathered."""
     options = ["--tp", "2", "--steps", "41", *([] if rule else ["--no-rule"])]
-    shown = run([*TORCHRUN, "2", str(EXAMPLES / "own_operator.py"), *options], tmp_path)
+    shown = forked.run(EXAMPLES / "own_operator.py", options, tmp_path, 2)
     found = losses(shown)
     assert found[-1] < 0.8 * found[0]
     assert ("gradients too" in shown) == rule

@@ -1,11 +1,9 @@
 """Every strategy's example trains at a tiny size, and its first loss is that of one device (it ends otherwise)."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
@@ -16,10 +14,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def run(name: str, folder: Path, *options: str, steps: int = 6) -> str:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *SMALL, "--steps", str(steps), *options]
-    result = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
+    return forked.run(EXAMPLES / f"{name}.py", [*SMALL, "--steps", str(steps), *options], folder)
 
 
 def assert_learns(shown: str) -> None:

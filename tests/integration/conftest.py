@@ -1,17 +1,29 @@
 """Worlds of gloo ranks, started once and again after a test ended one.
 
-Rank-side functions lie in `integration_ranks` beside this file.
+Rank-side functions lie in `integration_ranks` beside this file. What one process captured, the others read.
 """
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tiny"))
 sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it
 
 from autopar.runtime.launch import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def captures() -> Iterator[None]:
+    """A folder for captured programs, named in the environment that ranks inherit (`shared_captures`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["AUTOPAR_TEST_CAPTURES"] = folder
+        yield
+        del os.environ["AUTOPAR_TEST_CAPTURES"]
 
 
 @pytest.fixture(scope="session")

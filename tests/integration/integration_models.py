@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from shared_captures import captured_once
 
 from autopar.degrees import resolve_degrees
 from autopar.ir.cluster import ClusterSpec
@@ -43,7 +44,7 @@ def _built(wanted: Wanted, degrees: Degrees) -> tuple[Program, Callable[[str], t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = resolve_model(wanted.spec, batch=batch, dtype="float32", **sizes)
-    program = capture_for(found.model, found.example_inputs, degrees)
+    program = captured_once((wanted, degrees), lambda: capture_for(found.model, found.example_inputs, degrees))
     source = parameter_source(found.model)
     return (promoted(program) if wanted.float64 else program), source
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from shared_captures import captured_once
 
 from autopar.degrees import resolve_degrees
 from autopar.ir.cluster import ClusterSpec
@@ -86,7 +87,9 @@ def captured(spec: str, layers: int) -> tuple[Program, Callable[[str], torch.Ten
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = resolve_model(spec, batch=None if ":" in spec else BATCH, dtype="float32", **sizes)
-    return capture_for(found.model, found.example_inputs, Degrees(micro_batch=BATCH)), parameter_source(found.model)
+    degrees = Degrees(micro_batch=BATCH)
+    program = captured_once((spec, layers), lambda: capture_for(found.model, found.example_inputs, degrees))
+    return program, parameter_source(found.model)
 
 
 def planned_case(one: Case) -> tuple[Program, Plan]:

@@ -70,10 +70,12 @@ def test_a_rank_that_fails_is_named_with_the_check(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []))
-def test_the_command(launcher: list[str]) -> None:
+@pytest.mark.parametrize("launched", (True, False), ids=("torchrun", "by itself"))
+def test_the_command(launched: bool, tmp_path: Path) -> None:
     """Under torchrun, and by itself; JSON on stdout and nothing else."""
-    module = ["-m", *launcher, "-m", "autopar", "doctor"] if launcher else ["-m", "autopar", "doctor", "--ranks", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
+    own = ["-m", "autopar", "doctor"]
+    module = [*launcher, *own] if launched else [*own, "--ranks", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     result = subprocess.run([sys.executable, *module, "--json"], capture_output=True, text=True, env=environment)

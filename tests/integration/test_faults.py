@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +62,25 @@ def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) ->
     first = output.partition("Root Cause (first observed failure):")[2]
     assert "local_rank: 1" in first
     assert not any(is_running(int(file.read_text())) for file in tmp_path.glob("pid-*"))
+
+
+@pytest.mark.timeout(120)
+def test_ranks_of_a_killed_parent_leave_nothing() -> None:
+    program = """
+import os, signal
+from autopar.runtime import launch
+launch.PRELOADED = ()
+world = launch.Ranks(1)
+assert world.run("builtins:abs") == [0]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: names of sockets have a limit
+        done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"TMPDIR": folder})
+        assert done.returncode == -signal.SIGKILL
+        deadline = time.monotonic() + BOUND_S
+        while list(Path(folder).glob("autopar-ranks-*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not list(Path(folder).glob("autopar-ranks-*"))
 
 
 @pytest.mark.timeout(90)

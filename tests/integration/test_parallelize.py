@@ -1,8 +1,9 @@
-"""`autopar.parallelize` under torchrun: where weights, inputs and plans come from; losses equal the single device's."""
+"""`autopar.parallelize` as torchrun runs it: where weights, inputs and plans come from; losses of the single device."""
 
 import json
 from pathlib import Path
 
+import forked
 import pytest
 import torchrun
 
@@ -23,12 +24,15 @@ SOME = {1: ("cpu model", "tuple inputs"), 2: tuple(CASES), 4: ("safetensors, pla
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 def test_losses_equal_the_single_device(world_size: int, tmp_path: Path) -> None:
-    """One rank runs without torchrun."""
-    launched = None if world_size == 1 else world_size
-    code, output = torchrun.run(
-        launched, "torchrun_parallelize.py", tmp_path, world_size, *SOME[world_size], timeout_s=160
-    )
-    assert code == 0, output[-4000:]
+    """One rank by itself, two under torchrun, four as forks."""
+    script, arguments = torchrun.HERE / "torchrun_parallelize.py", [str(world_size), *SOME[world_size]]
+    if world_size == 1:
+        forked.alone(script, [str(tmp_path), *arguments], tmp_path)
+    elif world_size == 2:
+        code, output = torchrun.run(world_size, script.name, tmp_path, *arguments, timeout_s=160)
+        assert code == 0, output[-4000:]
+    else:
+        forked.run(script, [str(tmp_path), *arguments], tmp_path, world_size)
     results = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
     assert results[0]["losses"].keys() == set(SOME[world_size])
     for name, (found, reference) in results[0]["losses"].items():

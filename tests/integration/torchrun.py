@@ -8,15 +8,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def start(world_size: int | None, script: str, *arguments: object) -> subprocess.Popen[str]:
-    """The running launcher; without a world size, the script by itself."""
+def start(world_size: int, script: str, folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    """The running launcher of a script whose first argument is a folder."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-    command = [sys.executable]
-    if world_size is not None:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    logs = ["--log-dir", str(folder / "logs")]  # torchrun leaves the folder that it makes by itself
     return subprocess.Popen(
-        [*command, str(HERE / script), *map(str, arguments)],
+        [*command, *logs, str(HERE / script), str(folder), *map(str, arguments)],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
@@ -25,9 +24,9 @@ def start(world_size: int | None, script: str, *arguments: object) -> subprocess
     )
 
 
-def run(world_size: int | None, script: str, *arguments: object, timeout_s: float) -> tuple[int, str]:
+def run(world_size: int, script: str, folder: Path, *arguments: object, timeout_s: float) -> tuple[int, str]:
     """Exit status and output."""
-    process = start(world_size, script, *arguments)
+    process = start(world_size, script, folder, *arguments)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:

@@ -215,6 +215,22 @@ def test_hostile_files_are_refused_quickly(tmp_path: Path, text: str | bytes) ->
     assert time.perf_counter() - start < 1.0
 
 
+def test_a_profile_stays_with_its_cluster(tmp_path: Path) -> None:
+    text = "groups: [{devices_per_host: 2, device: h100}]\nprofile: "
+    assert ClusterSpec.load(write(tmp_path, text + "h100-500w")).profile == "h100-500w"
+    (tmp_path / "device.yaml").touch()
+    cluster = ClusterSpec.load(write(tmp_path, text + "./device.yaml"))
+    assert cluster.profile is not None and Path(cluster.profile).samefile(tmp_path / "device.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    cluster.dump(tmp_path / "elsewhere" / "again.yaml")
+    assert ClusterSpec.load(tmp_path / "elsewhere" / "again.yaml") == cluster
+
+
+@pytest.mark.parametrize("value", ["none.yaml", "3", "[h100]", "''", '"a\\0.yaml"', "x" * 900 + ".yaml", "h10", "./"])
+def test_a_profile_that_is_not_there(tmp_path: Path, value: str) -> None:
+    assert paths_of(tmp_path, f"groups: [{{devices_per_host: 2, device: h100}}]\nprofile: {value}") == ["profile"]
+
+
 def test_things_that_are_not_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "none.yaml", Path("/dev/zero")):

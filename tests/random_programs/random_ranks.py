@@ -1,6 +1,4 @@
-"""What gloo ranks run: one step of a drawn program under a plan; every rank builds and captures it by itself."""
-
-import logging
+"""What gloo ranks run: one step of a drawn program under a plan, captured once and read by every rank."""
 
 import torch
 from program_source import Source
@@ -11,22 +9,22 @@ from autopar.planning import capture_for
 from autopar.runtime.mesh import training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.verify import this_ranks_part
+from autopar.trace.program_bytes import from_bytes
 
 Step = tuple[torch.Tensor, dict[str, torch.Tensor]]  # loss and whole gradients
 LOGGER = "torch._subclasses.fake_tensor"  # tells at length why a capture at another sequence length failed
 
 
-def captured(source: Source, degrees: Degrees) -> tuple[Program, torch.nn.Module, dict[str, torch.Tensor]]:
-    """The program at the global batch, captured from one rank's part of it; the model and the global batch."""
+def captured(source: Source, degrees: Degrees) -> Program:
+    """The program at the global batch, captured from one rank's part of it."""
     model, inputs = source.build()
     own = {name: value[: source.batch // degrees.dp] for name, value in inputs.items()}
-    return capture_for(model, own, degrees), model, inputs
+    return capture_for(model, own, degrees)
 
 
-def one_step(rank: int, source: Source, plan: Plan) -> Step | None:
+def one_step(rank: int, source: Source, plan: Plan, program_bytes: bytes) -> Step | None:
     """Loss and gradients of the plan's ranks, made whole; rank 0 returns them."""
-    logging.getLogger(LOGGER).disabled = True
-    program, model, inputs = captured(source, plan.degrees)
+    (model, inputs), program = source.build(), from_bytes(program_bytes)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mesh = training_mesh(plan.degrees, "cpu")
     parallel = ParallelModel(program, plan, mesh, lambda name: values[name].detach(), torch.device("cpu"))

@@ -14,9 +14,11 @@ from autopar.degrees import resolve_degrees
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.planning import label_plan
 from autopar.runtime.compare import error, rms
 from autopar.runtime.launch import Ranks
+from autopar.trace.program_bytes import to_bytes
 
 NUM_PROGRAMS = 20
 TOLERANCE = 1e-9
@@ -33,17 +35,17 @@ def four_ranks() -> Iterator[Ranks]:
     world.close()
 
 
-def planned(number: int) -> tuple[Source, Plan] | None:
-    """A program and its plan; None where a degree does not divide what it has to, or rounding is all there is."""
+def planned(number: int) -> tuple[Source, Plan, Program] | None:
+    """A module, its plan and its program; None where a degree does not divide, or rounding is all there is."""
     rng = random.Random(1000 + number)
     source = draw_source(KINDS[number % len(KINDS)], rng)
     wish = WISHES[number % len(WISHES)]
     if source.batch % wish.get("dp", 1) or ill_conditioned(source):
         return None
     degrees = resolve_degrees(wish, 4, source.batch // wish.get("dp", 1))
-    program, _, _ = captured(source, degrees)
+    program = captured(source, degrees)
     try:
-        return source, label_plan(program, ClusterSpec.preset("4xcpu"), degrees, "Model")
+        return source, label_plan(program, ClusterSpec.preset("4xcpu"), degrees, "Model"), program
     except PlanError:
         return None
 
@@ -58,10 +60,9 @@ def test_gloo_ranks_equal_the_unmodified_module(four_ranks: Ranks, monkeypatch: 
         number += 1
         if found is None:
             continue
-        source, plan = found
-        compare(
-            four_ranks.run("random_ranks:one_step", source, plan)[0], source, f"program {number - 1} {plan.degrees}"
-        )
+        source, plan, program = found
+        step = four_ranks.run("random_ranks:one_step", source, plan, to_bytes(program))[0]
+        compare(step, source, f"program {number - 1} {plan.degrees}")
         stages.add(plan.degrees.zero)
         done += 1
     assert stages == {0, 1, 2, 3}

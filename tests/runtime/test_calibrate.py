@@ -1,12 +1,14 @@
 """What calibration measures: every work runs, ranks do the same works, and times grow with the work."""
 
 import math
+import os
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from autopar.calibration import Stage, combined, measured, stages
+from autopar.calibration import Stage, combined, measured, ranks_per_core, stages
 from autopar.cost_model.device_profile import Measurement
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
@@ -95,6 +97,24 @@ def test_a_round_takes_as_long_as_the_work() -> None:
     short = seconds_of(lambda: x.add_(1), CPU, Pace(), 0.05)
     long = seconds_of(lambda: [x.add_(1) for _ in range(20)], CPU, Pace(), 0.05)
     assert long > 3 * short
+
+
+def test_ranks_that_share_cores_count_processor_time() -> None:
+    shared = Pace(ranks_per_core=4.0)
+    assert seconds_of(lambda: time.sleep(0.002), CPU, shared, 0.02) < 0.001  # waiting is not computing
+    x = torch.ones(2**18)
+    used = time.thread_time()
+    seconds = seconds_of(lambda: x.add_(1), CPU, shared, 0.02)
+    assert 0 < seconds < 4 * (time.thread_time() - used)
+    whole = seconds_of(lambda: x.add_(1), CPU, Pace(ranks_per_core=1.0), 0.02)
+    assert 2 < seconds / whole < 8
+
+
+@pytest.mark.parametrize(("ranks", "device", "expected"), [(1, "cpu", 1.0), (64, "cuda", 1.0)])
+def test_only_cpu_ranks_share_cores(ranks: int, device: str, expected: float) -> None:
+    assert ranks_per_core(device, ranks) == expected
+    cores = len(os.sched_getaffinity(0))
+    assert ranks_per_core("cpu", 3 * cores) == 3.0
 
 
 def test_what_takes_too_long_is_left_out() -> None:

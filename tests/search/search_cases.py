@@ -28,13 +28,14 @@ def works_of(model: str, tp: int, layers: int = 6) -> ProgramWorks:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, its sequence as long as `tokens`, on a cluster whose devices have `memory` bytes beside the reserve."""
+    """A model, its sequence as long as `tokens`, on a cluster whose devices have `memory_bytes` beside the reserve."""
 
     model: str
     cluster: str
     global_batch: int
     tokens: int = 16
     memory_bytes: float = 80e9
+    ranks_per_core: float = 1.0
 
     @property
     def spec(self) -> ClusterSpec:
@@ -46,7 +47,13 @@ class Case:
         machine = cluster_machine(self.spec, engine, mechanisms(), precision="bf16")
         memory = machine.profile.reserve_bytes + self.memory_bytes
         return Machinery(
-            machine=replace(machine, memory_bytes=memory), engine=engine, mechanisms=mechanisms(), precision="bf16"
+            machine=replace(
+                machine, memory_bytes=memory, machine=replace(machine.machine, ranks_per_core=self.ranks_per_core)
+            ),
+            engine=engine,
+            mechanisms=mechanisms(),
+            precision="bf16",
+            ranks_per_core=self.ranks_per_core,
         )
 
     def works(self, tp: int) -> ProgramWorks:

@@ -1,5 +1,6 @@
 """The search against full enumeration, its bounds against exact prices, and what it says of what does not fit."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -55,7 +56,10 @@ def test_no_plan_is_better_on_more_devices(case: Case) -> None:
     test_no_plan_is_better_than_the_one_found(case)
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
+SHARED = replace(CASES[1], ranks_per_core=2.0)
+
+
+@pytest.mark.parametrize("case", (*CASES[::3], SHARED), ids=str)
 def test_bounds_are_bounds(case: Case) -> None:
     found = candidates(case.limits, wishes())
     for tp in set(found.tp.tolist()):

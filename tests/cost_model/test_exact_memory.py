@@ -1,0 +1,93 @@
+"""Counted memory in an estimate: that of the rank that holds most, under labels that the estimate was made for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost_model.estimate import MEMORY, Estimate
+from autopar.cost_model.rank_memory import rank_memory
+from autopar.degrees import resolve_degrees
+from autopar.errors import InputError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.program import Program
+from autopar.planning import capture_for, label_plan
+from autopar.trace.analysis import analyse
+
+BATCH, STATE = 4, ("parameters", "gradients", "optimizer state")
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """A small Llama in float32, captured at four sequences over all data-parallel ranks."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=8))
+    ids = torch.empty(BATCH, 32, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    return capture_for(made.train(), batch, resolve_degrees({"micro_batch": BATCH}, 1))
+
+
+def _wish(**wish: Any) -> dict[str, Any]:
+    return {"micro_batch": BATCH // wish.get("dp", 1), **wish}
+
+
+def _exact(program: Program, wish: dict[str, Any], cluster: str = "4xcpu", **options: Any) -> Estimate:
+    return autopar.estimate(program, cluster, wish, exact_memory=True, **options)
+
+
+PLANS = (
+    _wish(tp=4),
+    _wish(tp=2, dp=2, zero=0),
+    _wish(tp=2, dp=2, zero=1, accumulate=2),
+    _wish(dp=4, zero=3, accumulate=2, recompute="full"),
+    _wish(pp=2, tp=2, micro_batches=4),
+    _wish(pp=2, dp=2, zero=1, micro_batches=2, schedule="interleaved-1f1b", virtual_stages=2),
+)
+
+
+@pytest.mark.parametrize("wish", PLANS, ids=str)
+def test_memory_is_that_of_the_fullest_rank(program: Program, wish: dict[str, Any]) -> None:
+    found = _exact(program, wish)
+    plan = label_plan(program, ClusterSpec.preset("4xcpu"), resolve_degrees(wish, 4), "")
+    analysis = analyse(program, plan.mesh)
+    held = max((rank_memory(program, analysis, plan, rank) for rank in range(4)), key=lambda one: one.total_bytes)
+    counted = {
+        "parameters": held.parameter_bytes,
+        "gradients": held.gradient_bytes,
+        "optimizer state": held.optimizer_bytes,
+        "gathered": held.gathered_bytes,
+        "activations": held.saved_bytes,
+    }
+    assert {name: found.memory_bytes[MEMORY[name]] for name in counted} == counted
+    outside = found.memory_bytes[MEMORY["cache"]] + found.memory_bytes[MEMORY["reserve"]]
+    assert found.peak_bytes - outside == pytest.approx(held.total_bytes)
+    assert found.peak_bytes == pytest.approx(sum(found.memory_bytes.values()))
+    given = _exact(program, plan)  # type: ignore[arg-type]
+    assert given.memory_bytes == found.memory_bytes and given.step_s == pytest.approx(found.step_s)
+
+
+@pytest.mark.parametrize("wish", [_wish(tp=4), _wish(tp=2, dp=2, zero=0), _wish(dp=4, zero=3)], ids=str)
+def test_formulas_of_state_agree(program: Program, wish: dict[str, Any]) -> None:
+    """Where weights are not gathered for a whole step; Adam's counts of steps, 4 bytes each, are no formula's."""
+    exact, priced = _exact(program, wish), autopar.estimate(program, "4xcpu", wish)
+    for name in STATE:
+        assert priced.memory_bytes[MEMORY[name]] == pytest.approx(exact.memory_bytes[MEMORY[name]], rel=0.01), name
+    assert priced.step_s == exact.step_s
+
+
+def test_what_cannot_be_counted_is_refused(program: Program) -> None:
+    with pytest.raises(InputError, match="autopar's own engine"):
+        _exact(program, _wish(tp=4), engine="megatron")
+    with pytest.raises(InputError, match="captured at 4"):
+        _exact(program, {"tp": 4, "micro_batch": 2})
+
+
+def test_a_plan_that_does_not_fit_is_counted_all_the_same(program: Program) -> None:
+    sizes = ClusterSpec.preset("1xcpu").to_dict()
+    sizes["groups"][0]["device"]["memory_gb"] = 1e-3
+    found = autopar.estimate(program, ClusterSpec.from_dict(sizes), _wish(), exact_memory=True)
+    assert not found.fits and found.peak_bytes > found.device_bytes

@@ -1,0 +1,46 @@
+"""A program that went through bytes is the program: its graphs, what they are annotated with, and what they compute."""
+
+from collections.abc import Callable
+
+import pytest
+import tiny_models
+import torch
+from conv_models import resnet
+from tiny_models import Example
+from torch import fx
+
+from autopar.ir.program import Program
+from autopar.ir.sharding import Mesh
+from autopar.runtime.execute import run_reference
+from autopar.trace.analysis import analyse
+from autopar.trace.program_bytes import KEPT, from_bytes, to_bytes
+from autopar.trace.trace import trace
+
+MODELS = (tiny_models.llama, tiny_models.gpt2, tiny_models.megatron, resnet)
+
+
+def written_out(graph: fx.Graph) -> list[str]:
+    """Every node with its operands and the annotations that are kept."""
+    return [f"{n.format_node()} {n.args} {n.kwargs} {[(k, n.meta.get(k)) for k in KEPT]}" for n in graph.nodes]
+
+
+def losses(program: Program, example: Example) -> torch.Tensor:
+    model, inputs = example
+    values = run_reference(program, dict(model.named_parameters()), inputs, dict(model.named_buffers()))
+    found: torch.Tensor = values[program.loss].detach()
+    return found
+
+
+@pytest.mark.parametrize("made", MODELS, ids=lambda made: made.__name__)
+def test_nothing_is_lost(made: Callable[[], Example]) -> None:
+    example = made()
+    program = trace(*example)
+    found = from_bytes(to_bytes(program))
+    assert found.fingerprint == program.fingerprint
+    pairs = zip((*program.blocks, program.constants), (*found.blocks, found.constants), strict=True)
+    assert all(written_out(one.graph) == written_out(other.graph) for one, other in pairs)
+    assert found.calls == program.calls and found.every_parameter == program.every_parameter
+    assert found.inputs == program.inputs and found.updates == program.updates and found.outputs == program.outputs
+    mesh = Mesh.of(dp=2, tp=2)
+    assert [b.keys() for b in analyse(found, mesh).bounds] == [b.keys() for b in analyse(program, mesh).bounds]
+    assert torch.equal(losses(found, example), losses(program, example))
