@@ -11,7 +11,7 @@ from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.screen import screen
 from autopar.search.space import candidates, wishes
 
-CLUSTERS = (("4xh100", 4), ("6xa100-80gb", 6), ("2xv100-32gb", 4), ("3xh100", 6))
+CLUSTERS = (("4xh100", 4), ("2xv100-32gb", 4), ("3xh100", 6))
 MEMORIES = (80e9, 3.2e6, 1.6e6)
 CASES = tuple(
     Case(model=model, cluster=cluster, global_batch=batch, tokens=tokens, memory_bytes=memory)
@@ -22,7 +22,7 @@ CASES = tuple(
 
 LARGER = tuple(
     replace(case, cluster=cluster, global_batch=batch)
-    for case, (cluster, batch) in product(CASES[:9], (("8xa100-80gb", 16), ("12xh100", 12)))
+    for case, (cluster, batch) in product(CASES[:9], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("12xh100", 12)))
 )
 
 
