@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from autopar.rules.registry import register_rule
     from autopar.runtime.module import ParallelModel
     from autopar.runtime.rule_proof import prove_rule
+    from autopar.search.result import SearchResult
+    from autopar.searching import plan
     from autopar.trace.trace import trace
 
 # The face is lazy: `import autopar` and `autopar --help` must not wait for torch.
@@ -23,11 +25,13 @@ _HOMES = {
     "coverage": "autopar.planning",
     "estimate": "autopar.estimation",
     "parallelize": "autopar.api",
+    "plan": "autopar.searching",
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
     "Plan": "autopar.ir.plan",
     "ParallelModel": "autopar.runtime.module",
+    "SearchResult": "autopar.search.result",
     "prove_rule": "autopar.runtime.rule_proof",
     "register_rule": "autopar.rules.registry",
     "trace": "autopar.trace.trace",
@@ -38,10 +42,12 @@ __all__ = [
     "Estimate",
     "ParallelModel",
     "Plan",
+    "SearchResult",
     "__version__",
     "coverage",
     "estimate",
     "parallelize",
+    "plan",
     "prove_rule",
     "register_rule",
     "trace",

@@ -77,14 +77,15 @@ def label_plan(
     *,
     held: Mapping[str, Held] | None = None,
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
+    cuts: tuple[int, ...] | None = None,
 ) -> Plan:
     """The plan that the labeller finds for a program whose parameters may be `held` already, in stages of a pipeline
-    where `stage_of` says so.
+    where `stage_of` says so, or with `cuts` that are decided already.
 
     Raises `PlanError` where a degree does not divide the model, `InfeasibleError` where the plan cannot fit a device.
     """
     degrees, analysis, found = choose_labels(program, cluster, degrees, held=held)
-    cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of)
+    cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of, cuts)
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, cuts)
     plan = Plan(
         fingerprint=program.fingerprint,
@@ -108,11 +109,14 @@ def _stages(
     degrees: Degrees,
     cluster: ClusterSpec,
     stage_of: Mapping[str, tuple[int, ...]] | None,
+    decided: tuple[int, ...] | None,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The cuts into pipeline stages, and the values that every stage computes for itself."""
     if degrees.num_stages == 1:
         return (), ()
-    if stage_of is not None:
+    if decided is not None:
+        cuts = decided
+    elif stage_of is not None:
         cuts = cuts_like(program, stage_of, degrees.num_stages)
     else:
         cuts = choose_cuts(program, analysis, found.blocks, degrees, cluster)

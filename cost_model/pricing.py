@@ -6,7 +6,7 @@ data parallelism, come from the same expressions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.staged import Stages, pipeline_of, staged_memory, stages_at
 from autopar.cost_model.step import StepSeconds, step_seconds
-from autopar.cost_model.step_assembly import Pipeline
+from autopar.cost_model.step_assembly import Pipeline, Pipelined
+from autopar.cost_model.step_basis import Passes
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
@@ -125,6 +126,17 @@ class Pricing:
             hidden={name: _between(share, [one.hidden[name] for one in found]) for name in found[0].hidden},
         )
 
+    def passes(self, layouts: Layouts) -> dict[str, Passes]:
+        """Seconds of one micro-batch in every role, by which stages are cut."""
+        found: dict[str, Passes] = {}
+
+        def look(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+            found.update(passes)
+            return Pipelined(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
+
+        self._step(layouts, look)
+        return found
+
     def memory(self, layouts: Layouts) -> StepMemory:
         share = self._recomputed_share()
         found = [self._memory(one) for one in self._with_and_without(layouts)]
@@ -145,8 +157,10 @@ class Pricing:
         again = repeated * self._recomputed_share() if self.question.degrees.recompute == "full" else 0.0
         return PASSES * float(whole) * sequences, float(again) * sequences
 
-    def _step(self, layouts: Layouts) -> StepSeconds:
+    def _step(self, layouts: Layouts, pipeline: Pipeline | None = None) -> StepSeconds:
         engine, stages = self.question.engine, self.stages()
+        if stages is not None and pipeline is None:
+            pipeline = self._pipeline(stages)
         return step_seconds(
             self.family(layouts),
             self.shape,
@@ -156,13 +170,11 @@ class Pricing:
             self.constants,
             in_float8=self.precision == "fp8",
             fused=self.fused,
-            pipeline=None if stages is None else self._pipeline(stages),
+            pipeline=pipeline,
         )
 
     def _pipeline(self, stages: Stages) -> Pipeline:
-        machine = self.machine.machine
-        is_inside = self.question.cluster.num_hosts == 1  # ranks of one host share its cores
-        sharing = machine.ranks_per_core if is_inside else 1.0
+        sharing = ranks_per_core(self.machine, self.question.cluster)
         return pipeline_of(stages, self.question.engine, self.constants.message_exposed, sharing)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
@@ -193,7 +205,7 @@ def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> F
 
 
 def evaluated(
-    works: ProgramWorks, family: Family[Any], layouts: Layouts, names: Collection[str] = ("b", "t", "d", "s", "S")
+    works: ProgramWorks, family: Family[Any], layouts: Layouts, names: Collection[str] = ("b", "t", "tp", "d", "s", "S")
 ) -> Family[Any]:
     """The numbers of a family of a captured model's expressions, which have those `names` of layouts."""
     tokens = float(works.sequence)
@@ -206,7 +218,9 @@ def evaluated(
         "s": lambda: tokens / layouts.cp,
         "S": lambda: np.array([tokens]),
     }
-    numbers |= {name: value() for name, value in of_layouts.items() if name in names}
+    numbers |= {
+        name: value() for name, value in of_layouts.items() if name in names and (name != "tp" or name in sizes)
+    }
     roles = family.roles
     found = evaluate(tuple(family.block(role, "tp") for role in roles), numbers)  # both variants are one
     blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, found, strict=True))
@@ -232,6 +246,11 @@ def shape_of(works: ProgramWorks) -> Shape:
         element_bytes=float(works.element_bytes),
         tensor_dims=tuple(dims),
     )
+
+
+def ranks_per_core(machine: ClusterMachine, cluster: ClusterSpec) -> float:
+    """How many ranks of one host share a core of it; 1 on devices that ranks have for themselves."""
+    return machine.machine.ranks_per_core if cluster.num_hosts == 1 else 1.0
 
 
 def without_data_parallelism(layouts: Layouts) -> Layouts:

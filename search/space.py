@@ -1,0 +1,216 @@
+"""The space of a search: every legal combination of degrees, ZeRO stage, micro-batch, schedule and virtual stages.
+
+    devices      = pp · tp · dp_shard · dp_replicate
+    global batch = dp_shard · dp_replicate · micro-batch · micro-batches
+
+Any number of devices is legal, not powers of two only. Combinations that run the same are listed once: one
+data-parallel rank has no ZeRO stage, ZeRO 0 no shards, a plan without a pipeline no schedule. What recomputation a
+candidate needs follows from its memory, so that it is no dimension here (`autopar.search.screen`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InputError, Problem, did_you_mean
+from autopar.ir.plan import Degrees
+from autopar.ir.schedules import SCHEDULES, schedule_problems
+
+Integers = NDArray[np.int64]
+NAMES = tuple(SCHEDULES)  # what `Candidates.schedule` counts through
+MOST_VIRTUAL = 8  # stages of one rank; more than that send more than they save
+ZERO = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Candidates as arrays of one length. `schedule` is a position in `NAMES`; `micro_batches` are those of a step."""
+
+    tp: Integers
+    pp: Integers
+    dp_shard: Integers
+    dp_replicate: Integers
+    zero: Integers
+    micro_batch: Integers
+    micro_batches: Integers
+    schedule: Integers
+    virtual: Integers
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def dp(self) -> Integers:
+        """Data-parallel ranks."""
+        return self.dp_shard * self.dp_replicate
+
+    def at(self, index: Any) -> "Candidates":
+        """The candidates of an index array or mask."""
+        return Candidates(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+    def degrees(self, index: int, *, recompute_blocks: int | None = None, every_block: bool = False) -> Degrees:
+        """One candidate as a plan's degrees; recomputing in `recompute_blocks` blocks of a stage, or in all of them."""
+        one = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
+        staged = one["pp"] > 1
+        return Degrees(
+            pp=one["pp"],
+            tp=one["tp"],
+            dp_shard=one["dp_shard"],
+            dp_replicate=one["dp_replicate"],
+            zero=one["zero"],
+            micro_batch=one["micro_batch"],
+            accumulate=1 if staged else one["micro_batches"],
+            micro_batches=one["micro_batches"] if staged else 1,
+            schedule=NAMES[one["schedule"]],
+            virtual_stages=one["virtual"],
+            recompute="full" if every_block or recompute_blocks else "none",
+            recompute_blocks=None if every_block else recompute_blocks,
+        )
+
+
+def concatenated(parts: Sequence[Candidates]) -> Candidates:
+    """One after another."""
+    return Candidates(
+        **{each.name: np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Candidates)}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a model and a cluster allow: devices, sequences of a step, calls that can be cut into stages, the tensor
+    degrees that divide the model, and whether the batch may be split in time."""
+
+    num_devices: int
+    global_batch: int
+    most_stages: int
+    tensor_degrees: tuple[int, ...]
+    accumulates: bool = True
+
+
+# the words of --fix and --forbid: those of a plan's degrees
+WORDS = ("pp", "tp", "dp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "schedule",
+         "virtual_stages", "recompute")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Values that a word must have, and values that it must not have."""
+
+    fix: Mapping[str, tuple[int | str, ...]]
+    forbid: Mapping[str, tuple[int | str, ...]]
+
+    def allows(self, word: str, value: int | str) -> bool:
+        """Whether a word may have a value."""
+        return (word not in self.fix or value in self.fix[word]) and value not in self.forbid.get(word, ())
+
+
+def wishes(fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | None = None) -> Wishes:
+    """Wishes from one value or several per word. Raises `InputError` with every word or value that is none."""
+    problems: list[Problem] = []
+    found: list[dict[str, tuple[int | str, ...]]] = []
+    for option, given in (("fix", fix), ("forbid", forbid)):
+        found.append({})
+        for word, value in (given or {}).items():
+            values = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+            if word not in WORDS:
+                problems.append(Problem(path=f"{option} {word}", rule=f"is unknown; {did_you_mean(word, WORDS)}"))
+            else:
+                problems += [p for v in values if (p := _value_problem(f"{option} {word}", word, v)) is not None]
+                found[-1][word] = values
+    if problems:
+        raise InputError("the search cannot be narrowed like this", problems)
+    return Wishes(fix=found[0], forbid=found[1])
+
+
+def _value_problem(path: str, word: str, value: Any) -> Problem | None:
+    choices: tuple[str, ...] | None = {"schedule": NAMES, "recompute": ("none", "full")}.get(word)
+    if choices is not None:
+        if value in choices:
+            return None
+        return Problem(path=path, value=value, rule=f"must be one of {', '.join(choices)}")
+    least = 0 if word == "zero" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (word == "zero" and value > 3):
+        rule = "must be 0, 1, 2 or 3" if word == "zero" else "must be a whole number of at least 1"
+        return Problem(path=path, value=value, rule=rule)
+    return None
+
+
+def candidates(limits: Limits, wanted: Wishes) -> Candidates:
+    """Every candidate within the limits that the wishes allow; may be none."""
+    columns: list[list[Integers]] = []
+    for tp in limits.tensor_degrees:
+        if limits.num_devices % tp or not wanted.allows("tp", tp):
+            continue
+        for pp in divisors(limits.num_devices // tp):
+            dp = limits.num_devices // tp // pp
+            allowed = wanted.allows("pp", pp) and wanted.allows("dp", dp)
+            if pp > limits.most_stages or limits.global_batch % dp or not allowed:
+                continue
+            shards, splits = np.array(list(_shards(dp, wanted))), np.array(list(_splits(limits, dp, pp, wanted)))
+            if shards.size and splits.size:
+                columns.append([np.array([tp]), np.array([pp]), shards, splits])
+    return concatenated([_product(*parts) for parts in columns]) if columns else _none()
+
+
+def _product(tp: Integers, pp: Integers, shards: Integers, splits: Integers) -> Candidates:
+    rows, columns = len(shards), len(splits)
+    left, right = np.repeat(shards, columns, axis=0), np.tile(splits, (rows, 1))
+    whole = np.ones(rows * columns, dtype=np.int64)
+    return Candidates(
+        tp=whole * tp, pp=whole * pp, dp_shard=left[:, 0], dp_replicate=left[:, 1], zero=left[:, 2],
+        micro_batch=right[:, 0], micro_batches=right[:, 1], schedule=right[:, 2], virtual=right[:, 3],
+    )  # fmt: skip
+
+
+def _none() -> Candidates:
+    return Candidates(**{each.name: np.zeros(0, dtype=np.int64) for each in fields(Candidates)})
+
+
+def _shards(dp: int, wanted: Wishes) -> Iterator[tuple[int, int, int]]:
+    """Ways to hold state on `dp` ranks: dp_shard, dp_replicate, ZeRO stage."""
+    for shard in divisors(dp):
+        for zero in ZERO:
+            one_way = zero == 0 if dp == 1 else (shard == dp if zero == 0 else shard > 1)
+            words = (("dp_shard", shard), ("dp_replicate", dp // shard), ("zero", zero))
+            if one_way and all(wanted.allows(word, value) for word, value in words):
+                yield shard, dp // shard, zero
+
+
+def _splits(limits: Limits, dp: int, pp: int, wanted: Wishes) -> Iterator[tuple[int, int, int, int]]:
+    """Ways to split one rank's batch in time: micro-batch, micro-batches, schedule, virtual stages."""
+    local = limits.global_batch // dp
+    for micro_batch in divisors(local):
+        count = local // micro_batch
+        # at a global micro-batch of one sequence the batch dimension cannot be told from a broadcast one
+        split = count == 1 or (limits.accumulates and micro_batch * dp > 1)
+        if not split or not wanted.allows("micro_batch", micro_batch) or not wanted.allows("micro_batches", count):
+            continue
+        for schedule, virtual in _orders(pp, count, limits.most_stages):
+            if wanted.allows("schedule", schedule) and wanted.allows("virtual_stages", virtual):
+                yield micro_batch, count, NAMES.index(schedule), virtual
+
+
+def _orders(pp: int, micro_batches: int, most_stages: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "1f1b", 1  # the default: without a pipeline there is no order
+        return
+    for name, kind in SCHEDULES.items():
+        most = min(kind.most_stages or MOST_VIRTUAL, most_stages // pp)
+        for virtual in range(kind.least_stages, most + 1):
+            if not schedule_problems(name, pp, virtual, micro_batches):
+                yield name, virtual
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, in order.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))

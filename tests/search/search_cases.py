@@ -1,0 +1,70 @@
+"""Small searches: labelled programs, machines with little memory, and every candidate priced."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from label_cases import program_of
+
+from autopar.cost_model.cluster_machine import cluster_machine
+from autopar.cost_model.engine import engine_named
+from autopar.cost_model.mechanisms import mechanisms
+from autopar.cost_model.program_works import ProgramWorks, program_works
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.planning import choose_labels
+from autopar.search.screen import Machinery
+from autopar.search.space import Limits
+
+
+@cache
+def works_of(model: str, tp: int, layers: int = 6) -> ProgramWorks:
+    """What the blocks of a tiny model cost, split over `tp` ranks."""
+    program = program_of(model, layers=layers, heads=16, vocabulary=512)
+    degrees, analysis, found = choose_labels(
+        program, ClusterSpec.preset("8xh100"), Degrees(tp=tp, dp_shard=2, micro_batch=1)
+    )
+    return program_works(program, analysis, found.blocks, degrees.mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its sequence as long as `tokens`, on a cluster whose devices have `memory_bytes` beside the reserve."""
+
+    model: str
+    cluster: str
+    global_batch: int
+    tokens: int = 16
+    memory_bytes: float = 80e9
+    ranks_per_core: float = 1.0
+
+    @property
+    def spec(self) -> ClusterSpec:
+        return ClusterSpec.preset(self.cluster)
+
+    @property
+    def on(self) -> Machinery:
+        engine = engine_named("autopar")
+        machine = cluster_machine(self.spec, engine, mechanisms(), precision="bf16")
+        memory = machine.profile.reserve_bytes + self.memory_bytes
+        return Machinery(
+            machine=replace(
+                machine, memory_bytes=memory, machine=replace(machine.machine, ranks_per_core=self.ranks_per_core)
+            ),
+            engine=engine,
+            mechanisms=mechanisms(),
+            precision="bf16",
+            ranks_per_core=self.ranks_per_core,
+        )
+
+    def works(self, tp: int) -> ProgramWorks:
+        return replace(works_of(self.model, tp), sequence=self.tokens)
+
+    @property
+    def limits(self) -> Limits:
+        calls = [role for role in works_of(self.model, 1).calls if role]
+        return Limits(
+            num_devices=self.spec.num_devices,
+            global_batch=self.global_batch,
+            most_stages=len(calls),
+            tensor_degrees=tuple(tp for tp in (1, 2, 4, 8) if self.spec.num_devices % tp == 0),
+        )
