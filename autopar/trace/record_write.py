@@ -111,7 +111,7 @@ class _Writer:
             return {"node": a.name}
         if isinstance(a, int) and not isinstance(a, bool):
             found = self.whole(where, a, b)
-            return {"size": found} if isinstance(found, tuple) else found
+            return {"size": _plain(found)} if isinstance(found, tuple) else found
         if isinstance(a, float):
             return self.floating(where, a, b)
         if isinstance(a, (list, tuple)):
@@ -128,12 +128,12 @@ class _Writer:
             return {"float": a.hex()}
         form = float_form_of(a, b, self.sizes, self.others)
         if form is not None:
-            return {"float_size": form.terms}
+            return {"float_size": _plain(form.terms)}
         over_a, over_b = (float(round(1 / v)) if 0 < abs(v) < math.inf else math.nan for v in (a, b))
         inverse = float_form_of(over_a, over_b, self.sizes, self.others)
         if inverse is None or any(1.0 / (inverse.at(s) or math.nan) != v for s, v in self.pairs(a, b)):
             raise Unexplained(f"{where} has {a!r} at {_text(self.sizes)} and {b!r} at {_text(self.others)}")
-        return {"one_over_size": inverse.terms}
+        return {"one_over_size": _plain(inverse.terms)}
 
     def pairs(self, a: float, b: float) -> tuple[tuple[Sizes, float], tuple[Sizes, float]]:
         return (self.sizes, a), (self.others, b)
@@ -206,6 +206,10 @@ class _Writer:
 def _twins(graph: fx.Graph, small: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     _same("the numbers of operators", len(graph.nodes), len(small.nodes))
     return list(zip(graph.nodes, small.nodes, strict=True))
+
+
+def _plain(terms: Sequence[Term]) -> list[list[int]]:
+    return [list(term) for term in terms]
 
 
 def _of_call(call: CallSite) -> Any:
