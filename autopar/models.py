@@ -97,34 +97,27 @@ def resolve_model(
     imported, a factory that fails or returns something else, sizes that the model cannot have.
     """
     check_sizes(layers=layers, hidden=hidden, seq_len=seq_len, batch=batch)
-    dtype_name = _dtype_name(dtype)
-    if _is_factory(spec):
+    wanted = checked_dtype(dtype)
+    if is_factory(spec):
         given = {"layers": layers, "hidden": hidden, "seq_len": seq_len, "batch": batch}
         refused = [name for name, value in given.items() if value is not None]
         if refused:
             raise InputError(f"{', '.join(refused)}: a factory decides its own sizes; change {spec} instead")
-        return _from_factory(spec, dtype_name if dtype is not None else None)
-    is_preset = spec.lower() in model_names()  # whatever files lie in the current folder
-    if not is_preset and (spec.endswith(".json") or os.sep in spec or os.path.exists(spec)):
-        path = Path(spec)
-        path = path / "config.json" if path.is_dir() else path
-        config, name, kind = read_config(path), path.parent.name or path.stem, "config"
-    else:
-        preset = model_preset(spec)
-        config, name, kind = dict(preset.config), preset.name, "preset"
+        return _from_factory(spec, wanted if dtype is not None else None)
+    config, name, kind = config_named(spec)
     made, notes = _config_object(config)
     if layers is not None or hidden is not None:
         made, _ = _config_object(scaled_config(made.to_dict(), layers=layers, hidden=hidden))
         sizes = [f"layers={layers}" if layers is not None else "", f"hidden={hidden}" if hidden is not None else ""]
         notes += (f"{name} scaled to {', '.join(s for s in sizes if s)}; every dropout is 0",)
-    if _multiplies_in_batches(made, dtype_name):
+    if _multiplies_in_batches(made, wanted):
         notes += ("in float64 experts are computed by batched_mm, in other dtypes by grouped_mm: the same numbers",)
-    model = _build(made, dtype_name, device)
+    model = _build(made, wanted, device)
     batch = DEFAULT_BATCH if batch is None else batch
     seq_len = default_seq_len(made) if seq_len is None else seq_len
     return ResolvedModel(
         name=name,
-        kind="preset" if kind == "preset" else "config",
+        kind=kind,
         model=model,
         example_inputs=example_inputs_for(model, batch=batch, seq_len=seq_len),
         config=made.to_dict(),
@@ -135,6 +128,17 @@ def resolve_model(
 
 
 # ---- presets and configs ----
+
+
+def config_named(spec: str) -> tuple[dict[str, Any], str, Literal["preset", "config"]]:
+    """The fields of the config that `spec` names, unchecked, and the model's name. Raises InputError."""
+    is_preset = spec.lower() in model_names()  # whatever files lie in the current folder
+    if not is_preset and (spec.endswith(".json") or os.sep in spec or os.path.exists(spec)):
+        path = Path(spec)
+        path = path / "config.json" if path.is_dir() else path
+        return read_config(path), path.parent.name or path.stem, "config"
+    preset = model_preset(spec)
+    return dict(preset.config), preset.name, "preset"
 
 
 def _transformers() -> Any:
@@ -243,7 +247,8 @@ def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
 # ---- factories ----
 
 
-def _is_factory(spec: str) -> bool:
+def is_factory(spec: str) -> bool:
+    """Whether `spec` names a function, which decides its own sizes."""
     return ":" in spec and not spec.endswith(".json") and os.sep not in spec
 
 
@@ -334,7 +339,8 @@ def _kind(value: object) -> str:
 # ---- arguments ----
 
 
-def _dtype_name(dtype: str | torch.dtype | None) -> str:
+def checked_dtype(dtype: str | torch.dtype | None) -> str:
+    """A dtype's name without ``torch.``. Raises InputError on one that models are not built in."""
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise InputError(f"unknown dtype {name!r}; {did_you_mean(name, DTYPES)}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,13 +21,16 @@ from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
-from autopar.runtime.parameters import Held
 from autopar.search.cuts import choose_cuts, cuts_like, values_to_recompute
 from autopar.search.labels import Labelling, LabelOptions, label
 from autopar.search.tensor_dims import tensor_dims
 from autopar.trace.analysis import Analysis, analyse
+from autopar.trace.any_size import Capture
 from autopar.trace.capture import Inputs, LossFunction, input_names
 from autopar.trace.trace import batch_and_sequence, trace
+
+if TYPE_CHECKING:
+    from autopar.runtime.parameters import Held
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
 
@@ -58,7 +61,23 @@ def capture_for(
     and `degrees` do not accept that."""
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     micro_batch = degrees.micro_batch or local_batch
-    program = trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn, training=training)
+    return _splittable(
+        trace(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn, training=training), degrees
+    )
+
+
+def program_for(captured: Capture, degrees: Degrees) -> Program:
+    """The program of a captured model at the global micro-batch of `degrees`, which name the micro-batch.
+
+    Raises `PlanError` as `capture_for` does, and `CaptureError` where another capture is needed and fails.
+    """
+    if degrees.micro_batch is None:
+        raise PlanError("the degrees name no micro_batch, so that the global micro-batch is not known")
+    return _splittable(captured.at(batch=degrees.micro_batch * degrees.dp), degrees)
+
+
+def _splittable(program: Program, degrees: Degrees) -> Program:
+    """The program, if the micro-batches of `degrees` leave its loss as it is."""
     count = degrees.num_micro_batches
     if count > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
         name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
@@ -75,7 +94,7 @@ def label_plan(
     degrees: Degrees,
     name: str,
     *,
-    held: Mapping[str, Held] | None = None,
+    held: "Mapping[str, Held] | None" = None,
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
     cuts: tuple[int, ...] | None = None,
 ) -> Plan:
@@ -126,7 +145,7 @@ def _stages(
 
 
 def choose_labels(
-    program: Program, cluster: ClusterSpec, degrees: Degrees, *, held: Mapping[str, Held] | None = None
+    program: Program, cluster: ClusterSpec, degrees: Degrees, *, held: "Mapping[str, Held] | None" = None
 ) -> tuple[Degrees, Analysis, Labelling]:
     """Labels, with the degrees and axes that they are for: `tp` becomes two mesh dimensions where heads want it.
 
@@ -164,7 +183,7 @@ def coverage(
     return coverage_of(program, analysis, found.blocks, degrees, spec)
 
 
-def _as_held(how: Held, dims: Dims) -> tuple[Type, ...]:
+def _as_held(how: "Held", dims: Dims) -> tuple[Type, ...]:
     """The types of a held parameter, whose dimensions another analysis may cut into other axes; invariant where those
     do not have the axis that is split."""
     types = []

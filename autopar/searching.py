@@ -1,8 +1,7 @@
 """`autopar.plan`: from a model and a cluster to the best plan and why it is the best.
 
 The model is captured once without memory. Its blocks are labelled for every tensor degree that could be the best, all
-degrees are searched (`autopar.search.plan_search`), and what wins is captured at its own micro-batch and labelled as it
-will run.
+degrees are searched (`autopar.search.plan_search`), and what wins is labelled at its own micro-batch, as it will run.
 """
 
 import time
@@ -25,12 +24,13 @@ from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
-from autopar.planning import capture_for, choose_labels, label_plan
+from autopar.planning import choose_labels, label_plan, program_for
 from autopar.search.exact import Priced, priced
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.result import Closest, Contender, Counted, SearchResult, degrees_in_plain, why_slower
 from autopar.search.screen import Machinery
 from autopar.search.space import Limits, divisors, wishes
+from autopar.trace.any_size import capture
 from autopar.trace.capture import Inputs, LossFunction
 
 ENGINE = "autopar"
@@ -72,7 +72,8 @@ def plan(
     if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
         raise InputError(f"global_batch is {global_batch!r}; it must be a whole number of at least 1")
     tell("capturing")
-    program = capture_for(model, example_inputs, Degrees(dp_shard=LABELLED_DP, micro_batch=1), loss_fn)
+    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn)
+    program = program_for(captured, Degrees(dp_shard=LABELLED_DP, micro_batch=1))
     started = time.monotonic()
     works_of = _works(program, spec)
     on = _machinery(works_of(1), spec, own, precision)
@@ -91,7 +92,7 @@ def plan(
     decided = None
     if best is not None:
         tell("labelling the best plan")
-        final = capture_for(model, example_inputs, best.degrees, loss_fn)
+        final = program_for(captured, best.degrees)
         decided = label_plan(final, spec, best.degrees, name or type(model).__name__, cuts=best.cuts)
     return replace(
         _result(found, works_of, spec, on, program, global_batch, top),

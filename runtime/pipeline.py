@@ -25,7 +25,7 @@ from autopar.runtime.compiled import Compiled
 from autopar.runtime.mesh import MeshDim
 from autopar.runtime.stage import StageModule
 from autopar.runtime.whereabouts import Place, frames_of, whereabouts
-from autopar.trace._torch_private import PipelineAction, PipelineRuntime
+from autopar.trace import _torch_private as private
 from autopar.trace.nodes import value_infos
 
 Values = dict[str, Any]
@@ -193,7 +193,7 @@ class Pipeline:
             )
             self._torch_stages.append(made)
         loss_fn = _same if trains else None
-        self._schedule = PipelineRuntime(list(self._torch_stages), self.count, loss_fn=loss_fn, scale_grads=False)
+        self._schedule = private.pipeline_runtime(list(self._torch_stages), self.count, loss_fn)
         self._schedule._prepare_schedule_with_comms({rank: _torch_actions(own) for rank, own in enumerate(order)})
         if not trains:  # torch checks that every forward pass has its backward pass, but runs what is left here
             lowered = self._schedule.pipeline_order_with_comms
@@ -246,8 +246,8 @@ def _there_and_back(degrees: Degrees) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(a for a in every if degrees.rank_of_stage(a.stage) == rank) for rank in range(degrees.pp))
 
 
-def _torch_actions(order: Sequence[Action]) -> list[PipelineAction | None]:
-    return [PipelineAction.from_str(str(action)) for action in order]
+def _torch_actions(order: Sequence[Action]) -> "list[private.PipelineAction | None]":
+    return [private.pipeline_action(str(action)) for action in order]
 
 
 def _metas(compiled: Compiled, names: Sequence[str]) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,10 @@
 """What every test runs under: one thread, no network, reproducible draws, long files first. It imports no torch."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,11 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# Captures are not kept from one session to the next, nor in the folder of whoever runs the tests.
+_captures = tempfile.mkdtemp(prefix="autopar-captures-")
+os.environ["AUTOPAR_CACHE_DIR"] = _captures
+atexit.register(shutil.rmtree, _captures, ignore_errors=True)
 
 if "torch" in sys.modules:  # a plugin was earlier: the environment comes too late
     sys.modules["torch"].set_num_threads(1)

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.capture_cache import CapturedModel, cache_folder, captured_model
+from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument
 from autopar.cli.output import console, print_json, print_sections, progress
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import sections
 from autopar.ir.plan import Degrees, Plan
-from autopar.models import ResolvedModel, resolve_model
 from autopar.options import PlanOptions
 
 
@@ -32,10 +32,9 @@ def plan(
     spec = ClusterSpec.parse(cluster)
     degrees = options.degrees(spec.num_devices)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
-    with progress(f"building {model} without memory") as say:
-        batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.num_micro_batches
-        found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
-        say("capturing and choosing labels")
+    with progress(f"capturing {model} without memory") as say:
+        found = captured_model(model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len)
+        say("choosing labels")
         decided = _decided(found, spec, degrees, options)
     if out is not None:
         decided.save(out)
@@ -50,14 +49,11 @@ def plan(
         stdout.print(f"written to {out}", markup=False)
 
 
-def _decided(found: ResolvedModel, cluster: ClusterSpec, degrees: Degrees, options: PlanOptions) -> Plan:
+def _decided(found: CapturedModel, cluster: ClusterSpec, degrees: Degrees, options: PlanOptions) -> Plan:
     from autopar.degrees import resolve_degrees
-    from autopar.planning import make_plan
-    from autopar.trace.capture import input_names
-    from autopar.trace.trace import batch_and_sequence
+    from autopar.planning import label_plan, program_for
 
-    if found.kind == "factory":  # its inputs are one rank's batch, and decide what the options leave open
-        local_batch, _ = batch_and_sequence(input_names(found.model, found.example_inputs))
-        degrees = resolve_degrees(options.wish(), cluster.num_devices, local_batch, global_batch=options.global_batch)
-    _, decided = make_plan(found.model, cluster, found.example_inputs, degrees, name=found.name)
-    return decided
+    if found.local_batch is not None:  # a factory's inputs are one rank's batch, and decide what the options leave open
+        wish, world = options.wish(), cluster.num_devices
+        degrees = resolve_degrees(wish, world, found.local_batch, global_batch=options.global_batch)
+    return label_plan(program_for(found.capture, degrees), cluster, degrees, found.name)

@@ -1,10 +1,15 @@
-"""The only file that touches torch's underscore modules: one-process ranks, and what export hides."""
+"""With `_torch_ranks` the only file that touches torch's underscore modules: ranks, and what export hides.
 
+What is slow to import, and not needed to plan, is imported where it is used: `torch.distributed.tensor`, its
+one-process ranks, FSDP and pipelining load symbolic shapes and the compiler, and take as long as torch itself.
+"""
+
+import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,24 +17,19 @@ from torch import nn
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._local_tensor import (
-    LocalTensor,
-    LocalTensorMode,
-    enabled_local_tensor_mode,
-    maybe_disable_local_tensor_mode,
-)
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import _backward, schedules
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.fx import config
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import schedules
+
+    PipelineAction: TypeAlias = schedules._Action
+    PipelineRuntime: TypeAlias = schedules._PipelineScheduleRuntime
+
 pytree = _pytree
-PipelineAction: TypeAlias = schedules._Action
-PipelineRuntime: TypeAlias = schedules._PipelineScheduleRuntime
 
 
 def operator_parts(value: Any) -> tuple[str, str, str] | None:
@@ -52,6 +52,8 @@ def fake_world(world_size: int) -> Iterator[None]:
     """A process group of `world_size` ranks of which this process is rank 0 and nothing is sent."""
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; a fake world needs a process without one")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -59,79 +61,35 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Ranks(LocalTensorMode):
-    """torch's mode, short where it can be: an operator of aten that draws nothing runs once per rank, and that is all.
-
-    torch's own keeps the random state and ties the storages of wrappers with every operator, for compilation: more
-    work than the operators.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "aten" or not _only_per_rank(func):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        named = kwargs or {}
-        if not types and args and isinstance(args[0], torch.Tensor):
-            return func(*args, **named)  # equal on all ranks
-        if LocalTensor not in types:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if func is torch.ops.aten.sym_size.default:
-            return tuple(args[0]._size)
-        found = {
-            rank: func(*_of_rank(args, rank), **{key: _of_rank(value, rank) for key, value in named.items()})
-            for rank in sorted(self.ranks)
-        }
-        return args[0] if func._schema.is_mutable else _over_ranks(found)
-
-
-@cache
-def _only_per_rank(func: OpOverload) -> bool:
-    """Whether an operator draws no random numbers, and writes nothing or its first operand without resizing it."""
-    if {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
-        return False
-    schema = func._schema
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-    return not any(written) or (written[0] and sum(written) == 1 and len(schema.returns) == 1)
-
-
-def _of_rank(value: Any, rank: int) -> Any:
-    if isinstance(value, LocalTensor):
-        return value._local_tensors[rank]
-    return type(value)(_of_rank(v, rank) for v in value) if type(value) in (list, tuple) else value
-
-
-def _over_ranks(found: dict[int, Any]) -> Any:
-    """One result for all ranks: tensors as a rank tensor, anything else where it is equal on all."""
-    first = found[0]
-    if isinstance(first, torch.Tensor):
-        return LocalTensor(found)
-    if isinstance(first, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in first):
-        return type(first)(_over_ranks({rank: one[i] for rank, one in found.items()}) for i in range(len(first)))
-    assert all(one == first for one in found.values()), found
-    return first
-
-
 @contextmanager
 def one_process_ranks(world_size: int) -> Iterator[None]:
     """Run all ranks in this process: tensors are `LocalTensor`s that hold one tensor per rank."""
-    with fake_world(world_size), _Ranks(world_size):
+    from autopar.trace._torch_ranks import Ranks
+
+    with fake_world(world_size), Ranks(world_size):
         yield
 
 
 def from_ranks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor that holds the given tensor on each rank."""
+    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+
     with maybe_disable_local_tensor_mode():
         return LocalTensor({rank: tensor.contiguous().clone() for rank, tensor in enumerate(tensors)})
 
 
 def to_ranks(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     """The tensor of each rank; a plain tensor is the same on all."""
-    if isinstance(tensor, LocalTensor):
-        return [tensor._local_tensors[rank] for rank in range(world_size)]
+    if is_rank_tensor(tensor):
+        parts: Any = tensor
+        return [parts._local_tensors[rank] for rank in range(world_size)]
     return [tensor] * world_size
 
 
 def map_ranks(tensor: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Apply a function of (rank, that rank's tensor) to each rank's tensor."""
+    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+
     assert isinstance(tensor, LocalTensor)
     with maybe_disable_local_tensor_mode():
         return LocalTensor({rank: function(rank, part).contiguous() for rank, part in tensor._local_tensors.items()})
@@ -139,21 +97,27 @@ def map_ranks(tensor: torch.Tensor, function: Callable[[int, torch.Tensor], torc
 
 def rank_values(world_size: int, function: Callable[[int], int]) -> torch.Tensor:
     """A scalar int64 tensor whose value on each rank is `function(rank)`."""
+    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
+
     with maybe_disable_local_tensor_mode():
         return LocalTensor({rank: torch.tensor(function(rank)) for rank in range(world_size)})
 
 
 def is_rank_tensor(value: Any) -> bool:
-    return isinstance(value, LocalTensor)
+    module = sys.modules.get("torch.distributed._local_tensor")  # before it is loaded there is no such tensor
+    return module is not None and isinstance(value, module.LocalTensor)
 
 
 def in_one_process() -> bool:
     """Whether all ranks live in this process."""
-    return enabled_local_tensor_mode() is not None
+    module = sys.modules.get("torch.distributed._local_tensor")
+    return module is not None and module.enabled_local_tensor_mode() is not None
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and global offset of a DTensor's local part, FSDP2's strided shards included."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
@@ -163,6 +127,8 @@ def finish_fsdp_backward(model: nn.Module) -> None:
 
     As torch's pipeline stage does for its own FSDP module (torch.distributed.pipelining, `perform_reduce_grad`).
     """
+    from torch.distributed.fsdp import FSDPModule
+
     roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not roots:
         return
@@ -180,12 +146,52 @@ def backward_of_inputs(
     weights: Sequence[Any],
 ) -> Any:
     """The first part of a backward pass as torch's pipeline stages run it; what `backward_of_weights` takes."""
+    from torch.distributed.pipelining import _backward
+
     return _backward.stage_backward_input(list(outputs), list(grads), list(inputs), iter(weights))[1]
 
 
 def backward_of_weights(weights: Sequence[Any], rest: Any) -> None:
     """The second part; gradients are in ``.grad``."""
+    from torch.distributed.pipelining import _backward
+
     _backward.stage_backward_weight(iter(weights), rest)
+
+
+@contextmanager
+def quick_export() -> Iterator[None]:
+    """Export in half the time: without what only debugging reads, and without collecting garbage in between.
+
+    A stack trace per node is not recorded, and code of graph modules is not generated before it is run, which it never
+    is. Graphs refer to each other in many circles, so that collecting walks all of them again and again.
+    """
+    was_enabled, had_traces = gc.isenabled(), config.do_not_emit_stack_traces
+    gc.disable()
+    config.do_not_emit_stack_traces = True
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        config.do_not_emit_stack_traces = had_traces
+        if was_enabled:
+            gc.enable()
+
+
+def pipeline_action(text: str) -> "PipelineAction | None":
+    """An action of torch's pipeline schedules, as it prints: ``0F1``."""
+    from torch.distributed.pipelining import schedules
+
+    action: PipelineAction | None = schedules._Action.from_str(text)
+    return action
+
+
+def pipeline_runtime(
+    stages: list[Any], num_micro_batches: int, loss_fn: Callable[..., Any] | None
+) -> "PipelineRuntime":
+    """What runs lists of actions on stages; gradients are left as they are summed."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules._PipelineScheduleRuntime(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
 
 
 def is_profiling() -> bool:
@@ -241,7 +247,8 @@ class _Watch(TorchDispatchMode):
         self.namespaces, self.seen = frozenset(namespaces), seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        distributed = sys.modules.get("torch.distributed.tensor")  # before it is loaded there is no DTensor
+        if distributed is not None and any(issubclass(kind, distributed.DTensor) for kind in types):
             return NotImplemented  # a DTensor first becomes what it sends, which is then seen
         out = func(*args, **(kwargs or {}))
         if func.namespace in self.namespaces:

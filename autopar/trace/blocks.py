@@ -150,12 +150,46 @@ def build_block(
         values[node] = new
     outputs = tuple(values[n].name for n in segment.outputs)
     graph.output(tuple(values[n] for n in segment.outputs))
-    signature = hashlib.sha256(
-        (
-            segment.skeleton + repr(sorted(lifted)) + repr([f for i, f in enumerate(segment.floats) if i not in lifted])
-        ).encode()
-    ).hexdigest()
+    signature = signature_of(graph, ports, outputs)
     return Block(name=name, graph=graph, ports=tuple(ports), outputs=outputs, signature=signature)
+
+
+def signature_of(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str]) -> str:
+    """Hash of all that a block computes: operators, literals, shapes, dtypes, and the roles of its ports."""
+    return hashlib.sha256(block_text(graph, ports, outputs).encode()).hexdigest()
+
+
+def block_text(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str], *, with_floats: bool = True) -> str:
+    """A block as text that no name of a value is part of; without floats, blocks of one skeleton have one text."""
+    roles = {port.name: port.role for port in ports}
+    values: dict[fx.Node, str] = {}
+    lines: list[str] = []
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            is_lifted = roles.get(value.name) == "scalar"
+            return "<float>" if is_lifted and not with_floats else values[value]
+        if isinstance(value, float):
+            return repr(value) if with_floats else "<float>"
+        if isinstance(value, (list, tuple)):
+            return "[" + ",".join(text(v) for v in value) + "]"
+        return repr(value)
+
+    for node in graph.nodes:
+        if node.op == "output" or (not with_floats and roles.get(node.name) == "scalar"):
+            continue
+        values[node] = f"%{len(values)}"
+        info = node.meta.get("info")
+        described = f"{tuple(info.shape)}:{info.dtype}:{info.differentiable}" if info is not None else ""
+        if node.op == "placeholder":
+            lines.append(f"@{roles[node.name]}:{described}")
+            continue
+        arguments = ",".join(text(a) for a in node.args)
+        named = ",".join(f"{k}={text(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory"))
+        lines.append(f"{node.meta['key']}|{node.target}({arguments};{named})->{described}")
+    by_name = {node.name: value for node, value in values.items()}
+    lines.append(",".join(by_name[name] for name in outputs))
+    return "\n".join(lines)
 
 
 def _node_name(path: str, operator: str) -> str:

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from autopar.errors import CaptureError
 from autopar.ir.program import PartOf
-from autopar.trace._torch_private import pytree
+from autopar.trace._torch_private import pytree, quick_export
 from autopar.trace.in_place import needs_decomposition
 from autopar.trace.index_lists import ListsAsSlices
 
@@ -260,7 +260,7 @@ def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
 
 def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
     args, kwargs = split_inputs(example_inputs)
-    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices():
+    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), quick_export():
         warnings.simplefilter("ignore")
         return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
 

@@ -6,7 +6,7 @@ is too large to matter at the small size but not at the real one, such as the wi
 look at the real size too; where that is too large to look at, the mask stays.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,14 +81,14 @@ def is_causal_mask(mask: torch.Tensor) -> bool:
     return bool((allowed == triangle).all())
 
 
-def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> int:
-    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; returns how many.
+def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> frozenset[str]:
+    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; returns whose, by name.
 
     `small` is the same graph captured at a small size. Masks that need a value that is not at hand stay.
     """
     twins = dict(zip(graph.nodes, small.nodes, strict=True))
     known: dict[fx.Node, bool] = {}
-    replaced = 0
+    found: set[str] = set()
     for node in graph.nodes:
         mask = attention_mask(node)
         if mask is None or any(n.op == "placeholder" for n in closure([mask])):
@@ -98,12 +98,19 @@ def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: L
                 not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, leaf)
             )
         if known[mask]:
-            for each in (node, twins[node]):
-                dropout = each.args[4] if len(each.args) > 4 else each.kwargs.get("dropout_p", 0.0)
-                rest = {k: v for k, v in each.kwargs.items() if k in ("scale", "enable_gqa")}
-                each.args, each.kwargs = (*each.args[:3], None, dropout, True), rest
-            replaced += 1
-    return replaced
+            found.add(node.name)
+    for each in (graph, small):
+        make_causal(each, found)
+    return frozenset(found)
+
+
+def make_causal(graph: fx.Graph, names: Container[str]) -> None:
+    """Give attention of these names ``is_causal=True`` in place of a mask."""
+    for node in graph.nodes:
+        if node.name in names:
+            dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            rest = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+            node.args, node.kwargs = (*node.args[:3], None, dropout, True), rest
 
 
 def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:

@@ -1,7 +1,8 @@
 """`trace`: module and example inputs to a folded, analysed `Program`."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +23,18 @@ from autopar.ir.program import (
 from autopar.trace import blocks as folding
 from autopar.trace.analysis import analyse, described
 from autopar.trace.capture import Flat, Inputs, LossFunction, capture_flat, input_names, resize_inputs
-from autopar.trace.constants import closure, constant_nodes, merge_equal, recognise_causal
+from autopar.trace.constants import (
+    attention_mask,
+    closure,
+    constant_nodes,
+    make_causal,
+    merge_equal,
+    recognise_causal,
+)
+from autopar.trace.forms import Sizes
 from autopar.trace.micro_batches import loss_over_micro_batches
 from autopar.trace.nodes import operator_name, output_nodes
-from autopar.trace.normalize import normalise
+from autopar.trace.normalize import normalise, remove_dead
 from autopar.trace.packings import split_packings
 
 aten = torch.ops.aten
@@ -46,55 +55,132 @@ def trace(
     `training` is the mode in which the model is captured, whatever mode it is in; that is put back. It may lie on meta,
     CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
     """
+    return trace_twice(model, example_inputs, batch=batch, loss_fn=loss_fn, training=training).program
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Twice:
+    """A model captured at the sizes asked for and at small ones; `small` is None where the two graphs differ.
+
+    `sizes` and `small_sizes` have no sequence where the length does not vary. `causal` names the attention whose mask
+    was found to be causal, `masks_remain` says whether other attention has one. `notes` are those of `program` that do
+    not depend on sizes.
+    """
+
+    program: Program
+    small: Program | None
+    sizes: Sizes
+    small_sizes: Sizes
+    causal: frozenset[str]
+    masks_remain: bool
+    notes: tuple[str, ...]
+
+
+def trace_twice(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    batch: int | None = None,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+) -> Twice:
+    """What `trace` captures, the second capture with it."""
     named = input_names(model, example_inputs, loss_fn)
     if not named:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
     sizes = batch_and_sequence(named)
-    big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, batch or sizes[0], sizes[1]))
+    first = (batch or sizes[0], sizes[1])
+    big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *first))
     flat = _captured(model, big, loss_fn, training)
-    small_sizes = _small_sizes(named, sizes)
-    small, sequence_varies = _small_capture(model, example_inputs, sizes, small_sizes, flat, loss_fn, training)
+    wanted = _small_sizes(named, sizes, first[0])
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, wanted, flat, loss_fn, training)
+    causal: frozenset[str] = frozenset()
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
         roots = flat.root, small.root
         leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)
-        recognise_causal(flat.graph, small.graph, leaf, small_leaf)
+        causal = recognise_causal(flat.graph, small.graph, leaf, small_leaf)
         for graph in (flat.graph, small.graph):
-            graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    names = input_names(model, big, loss_fn)
-    inputs = tuple(
+            remove_dead(graph)
+    masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
+    found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
+    others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
+    program = fold_program(model, flat, _inputs_at(named, sizes, first, sequence_varies), found)
+    notes, twin = program.notes, None
+    if small is None:
+        program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
+    else:
+        at = wanted[0], others.sequence or first[1]
+        twin = fold_program(model, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
+    return Twice(
+        program=program,
+        small=twin,
+        sizes=found,
+        small_sizes=others,
+        causal=causal,
+        masks_remain=masks_remain,
+        notes=notes,
+    )
+
+
+def with_same_sequence(
+    twice: Twice,
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+) -> Twice:
+    """The first of two captures beside another, third one, at the small batch and the first's sequence length."""
+    named = input_names(model, example_inputs, loss_fn)
+    sizes = batch_and_sequence(named)
+    at = twice.small_sizes.batch, twice.sizes.sequence
+    inputs = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *at))
+    flat = _captured(model, inputs, loss_fn, training)
+    make_causal(flat.graph, twice.causal)  # what the small masks have shown
+    remove_dead(flat.graph)
+    others = Sizes(batch=at[0], sequence=at[1])
+    third = fold_program(model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
+    return replace(twice, small=third, small_sizes=others)
+
+
+def _inputs_at(
+    named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], at: tuple[int, int | None], sequence_varies: bool
+) -> tuple[InputInfo, ...]:
+    """The inputs in a capture of other sizes."""
+    return tuple(
         InputInfo(
             name=name,
-            shape=tuple(t.shape),
+            shape=_resized(t, sizes, *at),
             dtype=t.dtype,
-            batch_dim=0 if t.dim() and sizes[0] == named[name].shape[0] else None,
-            sequence_dim=1 if sequence_varies and _has_sequence(named[name], sizes) else None,
+            batch_dim=0 if t.dim() and sizes[0] == t.shape[0] else None,
+            sequence_dim=1 if sequence_varies and _has_sequence(t, sizes) else None,
         )
-        for name, t in names.items()
+        for name, t in named.items()
     )
-    program = fold_program(model, flat, inputs, batch or sizes[0], sizes[1] if sequence_varies else None)
-    if small is None:
-        return replace(program, notes=(*program.notes, NO_SECOND_CAPTURE))
-    other = fold_program(model, small, inputs, small_sizes[0], None)
-    differing = [
-        a.name for a, b in zip(program.blocks, other.blocks, strict=False) if axis_pattern(a) != axis_pattern(b)
-    ]
-    if differing or len(program.blocks) != len(other.blocks):
-        note = f"axes of {differing or 'the blocks'} depend on the sizes captured: some dimensions are equal by chance"
-        return replace(program, notes=(*program.notes, note))
-    return program
 
 
 NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph; axes could not be confirmed"
 
 
-def axis_pattern(block: Block) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
-    """Which dimensions of a block share axes, without their sizes: axes numbered by first appearance."""
+def with_note_on_axes(program: Program, axes: Sequence[str]) -> Program:
+    """The program, with a note where its blocks share axes otherwise than `axes` (`axes_of`) of other sizes say."""
+    differing = [b.name for b, other in zip(program.blocks, axes, strict=False) if axes_of(b) != other]
+    if not differing and len(program.blocks) == len(axes):
+        return program
+    note = f"axes of {differing or 'the blocks'} depend on the sizes captured: some dimensions are equal by chance"
+    return replace(program, notes=(*program.notes, note))
+
+
+def axes_of(block: Block) -> str:
+    """Hash of which dimensions of a block share axes, without their sizes: axes are numbered by first appearance."""
     numbers: dict[int, int] = {}
-    return [
-        (name, tuple(tuple(numbers.setdefault(a, len(numbers)) for a in dim) for dim in dims.axes))
+    pattern = [
+        (name, [[numbers.setdefault(a, len(numbers)) for a in dim] for dim in dims.axes])
         for name, dims in block.dims.items()
     ]
+    return hashlib.sha256(repr(pattern).encode()).hexdigest()
 
 
 ARITHMETIC = ("add", "sub", "mul", "div", "pow", "rsub")
@@ -118,12 +204,21 @@ def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | No
     return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
 
 
-def _small_sizes(named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None]) -> tuple[int, int | None]:
-    """Batch and sequence length of the second capture: sizes that no dimension of an input has."""
-    taken = {size for t in named.values() for size in t.shape}
-    batch = next(n for n in (3, 2, *range(4, 100)) if n not in taken)
-    sequence = next(n for n in range(6, 100) if n not in taken and n != batch)
-    return batch, None if sizes[1] is None else sequence
+def _small_sizes(
+    named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], batch: int
+) -> tuple[int, int | None]:
+    """Batch and sequence length of the second capture: sizes that no dimension of an input has.
+
+    Batch and sequence change neither in one proportion nor by equal amounts, so that their multiples are told apart,
+    and the batch by more than one, as much else does.
+    """
+    taken = {size for t in named.values() for size in t.shape} | {batch - 1, batch, batch + 1}
+    small = next(n for n in (3, 5, 7, 2, *range(4, 100)) if n not in taken)
+    if sizes[1] is None:
+        return small, None
+    free = (n for n in range(6, 100) if n not in taken and n != small)
+    length = sizes[1]
+    return small, next(n for n in free if n * batch != length * small and abs(length - n) != abs(batch - small))
 
 
 def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
@@ -170,9 +265,7 @@ def _small_capture(
     return None, False
 
 
-def fold_program(
-    model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], batch: int, sequence: int | None
-) -> Program:
+def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
     """Constants, denominator, blocks and axes of a normalised graph."""
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
@@ -215,8 +308,8 @@ def fold_program(
         loss=names[loss],
         denominator=names[denominator] if den_nodes and denominator is not None else None,
         outputs={name: names[node] for name, node in results.items() if name != "loss" and node in names},
-        batch=batch,
-        sequence=sequence,
+        batch=sizes.batch,
+        sequence=sizes.sequence,
         buffers=_buffers(model),
         updates={name: names[node] for name, node in updates.items()},
     )
@@ -252,7 +345,8 @@ def _fold_with_denominator(
     block, call = first_blocks[0], first_calls[0]
     kept = output_nodes(block.graph)[-1]
     block.graph.output_node().args = ((kept,),)
-    block = replace(block, name="denominator", outputs=(kept.name,))
+    signature = folding.signature_of(block.graph, block.ports, (kept.name,))
+    block = replace(block, name="denominator", outputs=(kept.name,), signature=signature)
     call = replace(call, path="denominator", results=call.results[-1:], phase="denominator")
     for node in segments[0].outputs:
         if node is not segments[0].nodes[-1]:

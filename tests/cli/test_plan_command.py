@@ -107,7 +107,7 @@ def test_bugs_are_short_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(autopar.planning, "make_plan", fail)
+    monkeypatch.setattr(autopar.planning, "program_for", fail)
     short = CliRunner().invoke(app.app, ["plan", "gpt2", "-c", "2xcpu", *SMALL])
     assert (short.exit_code, "Traceback" in short.stderr) == (1, False)
     assert "unexpected ZeroDivisionError: planted" in short.stderr

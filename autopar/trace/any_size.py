@@ -1,0 +1,101 @@
+"""`capture`: a model captured once, and its program at any batch size.
+
+`torch.export` bakes sizes into a graph, and takes many seconds for a deep model; a search asks for the program at many
+global micro-batches. Two captures at different sizes, which `trace` makes anyway to confirm the axes, tell which
+numbers of the folded program are sizes, and how (`autopar.trace.forms`). The program at other sizes is then written
+from these forms and analysed anew. Where numbers are not explained, or a capture at the other sizes would give another
+graph, the model is captured again.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.program import Program
+from autopar.trace.capture import Inputs, LossFunction
+from autopar.trace.forms import Sizes
+from autopar.trace.record import ProgramRecord
+from autopar.trace.record_read import OtherGraph, program_at
+from autopar.trace.record_write import Unexplained, record_of
+from autopar.trace.trace import NO_SECOND_CAPTURE, Twice, trace, trace_twice, with_note_on_axes, with_same_sequence
+
+Again = Callable[[int], Program]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Capture:
+    """A captured model. `record` gives its program at other sizes; where it is None, `unknown` says why.
+
+    `again` captures the model at another batch size and the sequence length of the first capture.
+    """
+
+    record: ProgramRecord | None
+    unknown: str | None
+    again: Again | None
+    sequence: int | None
+
+    def at(self, *, batch: int, sequence: int | None = None) -> Program:
+        """The program at a global batch, and a sequence length where it varies (by default that captured).
+
+        It is the one that a capture at these sizes gives. Takes milliseconds, or as long as a capture where these sizes
+        need another. Raises `CaptureError` where a capture is needed and the model is not at hand, or the sequence
+        length is one at which it was not captured.
+        """
+        own = sequence is None or sequence == self.sequence
+        if self.record is None:
+            why = self.unknown or ""
+        else:
+            sizes = Sizes(batch=batch, sequence=self.record.sizes.sequence if own else sequence)
+            try:
+                return with_note_on_axes(program_at(self.record, sizes), [block.axes for block in self.record.blocks])
+            except OtherGraph as error:
+                why = str(error)
+        if self.again is None or not own:
+            where = f"batch {batch}" + (f" and sequence {sequence}" if sequence is not None else "")
+            raise CaptureError(f"the captured program is not known at {where}: {why}; capture the model at these sizes")
+        return self.again(batch)
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    batch: int | None = None,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+) -> Capture:
+    """Capture a model for any batch size; arguments and errors are those of `trace`.
+
+    The model and its inputs are kept, to be captured again where that is needed.
+    """
+
+    found = trace_twice(model, example_inputs, batch=batch, loss_fn=loss_fn, training=training)
+    record, unknown = _recorded(found)
+    if record is None and found.small is not None and found.sizes.sequence is not None:
+        with contextlib.suppress(CaptureError):  # the batch alone may explain what both do not
+            record, _ = _recorded(with_same_sequence(found, model, example_inputs, loss_fn=loss_fn, training=training))
+    known = {found.sizes.batch: found.program}
+
+    def again(size: int) -> Program:
+        if size not in known:
+            known[size] = trace(model, example_inputs, batch=size, loss_fn=loss_fn, training=training)
+        return known[size]
+
+    return Capture(record=record, unknown=unknown, again=again, sequence=found.program.sequence)
+
+
+def _recorded(twice: Twice) -> tuple[ProgramRecord | None, str | None]:
+    """The record of two captures, if it gives both of them again; else why there is none."""
+    if twice.small is None:
+        return None, NO_SECOND_CAPTURE
+    try:
+        record = record_of(twice)
+        for sizes, program in ((twice.sizes, twice.program), (twice.small_sizes, twice.small)):
+            if program_at(record, sizes).fingerprint != program.fingerprint:
+                return None, "what was written down is not what was captured"
+    except (Unexplained, OtherGraph) as error:
+        return None, str(error)
+    return record, None
