@@ -37,6 +37,7 @@ ENGINE = "autopar"
 LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels are the same for any number above 1
 MOST_PRICED = 400
 TOP = 5
+TRIALS = 40  # of Optuna, where a pipeline is among the best
 MOST_TENSOR_RANKS = 64
 
 
@@ -50,6 +51,8 @@ def plan(
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
     top: int = TOP,
+    trials: int = TRIALS,
+    seed: int = 0,
     timeout_s: float | None = None,
     profile: DeviceProfile | str | Path | None = None,
     precision: str | None = None,
@@ -60,8 +63,9 @@ def plan(
 
     A module may be on meta; of `example_inputs` the shapes count, not the batch. `fix` gives words of a plan's degrees
     the values that they must have, one or several (``{"tp": (4, 8)}``), `forbid` those that they must not have. `top`
-    is how many other plans are explained; with `timeout_s` the search ends then with what it has, and a gap. `say` is
-    told what is being done.
+    is how many other plans are explained; `trials` how many variations of stage cuts Optuna may try, seeded with
+    `seed`, where a pipeline is among the best. With `timeout_s` the search ends then with what it has, and a gap. `say`
+    is told what is being done.
 
     Raises `InputError`, `ClusterError` or `CaptureError`. Where nothing fits, `SearchResult.plan` is None.
     """
@@ -85,6 +89,8 @@ def plan(
         wanted,
         on,
         most_exact=MOST_PRICED,
+        trials=trials,
+        seed=seed,
         goes_on=lambda: time.monotonic() < deadline,
         say=tell,
     )
@@ -192,6 +198,7 @@ def _result(
         global_batch=global_batch,
         device_bytes=on.machine.memory_bytes,
         best=None if found.proof.best is None or best is None else contender(found.proof.best.index, best),
+        refined=len(found.refined),
         others=tuple(contender(i, found.exact[i]) for i in _next_best(found, top)),
         baselines=tuple(contender(i, one) for i, one in baselines if one is not None),
         bound_s=None if best is None else found.proof.bound,

@@ -102,6 +102,12 @@ class Pricing:
             self.families[degree] = family_at(self.works, layouts, self.constants)
         return self.families[degree]
 
+    def of(self, question: Question) -> Pricing:
+        """Another question of the same sizes, with other cuts or recomputation: the blocks' numbers are shared."""
+        found = Pricing(self.works, question, self.machine, self.constants, self.precision)
+        found.families = self.families
+        return found
+
     def stages(self) -> Stages | None:
         degrees, cuts = self.question.degrees, self.question.cuts
         if not cuts:

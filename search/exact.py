@@ -38,24 +38,30 @@ def priced(
     """Price `degrees`, which recompute nothing, with as much recomputation as they need. `works` are those of labels
     for their tensor degree. So many blocks as `moved` says are moved out of the first and the last stage."""
     works = at_mesh(works, degrees)
-    plain = _pricing(works, degrees, (), cluster, on)
+    plain = _pricing(works, degrees, cluster, on)
     cuts = stage_cuts(works, plain, moved) if degrees.num_stages > 1 else ()
-    blocks_of_stage = -(-sum(count for _, count in works.counts) // degrees.num_stages)
-    found = _at(works, degrees, cuts, cluster, on, 0)
-    if found.fits:
-        return found
-    whole = _at(works, degrees, cuts, cluster, on, blocks_of_stage)
-    if not whole.fits:
-        return whole
-    low, high, best = 0, blocks_of_stage, whole  # low does not fit, high does
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = _at(works, degrees, cuts, cluster, on, middle)
-        if found.fits:
-            high, best = middle, found
-        else:
-            low = middle
-    return best
+
+    def recomputing(blocks: int) -> _Recomputing:
+        return _recomputing(plain, cuts, blocks, on)
+
+    most = -(-sum(count for _, count in works.counts) // degrees.num_stages)  # blocks of a stage
+    found = recomputing(0)
+    if not found.fits:
+        found, least = recomputing(most), 0
+        while found.fits and found.blocks - least > 1:
+            one = recomputing((found.blocks + least) // 2)
+            found, least = (one, least) if one.fits else (found, one.blocks)
+    layouts = layouts_of(works, found.pricing.question)
+    step = found.pricing.step(layouts)
+    return Priced(
+        degrees=found.pricing.question.degrees,
+        cuts=cuts,
+        seconds=float(np.max(step.seconds)),
+        needed_bytes=found.needed_bytes,
+        fits=found.fits,
+        step=step,
+        memory=found.memory,
+    )
 
 
 def at_mesh(works: ProgramWorks, degrees: Degrees) -> ProgramWorks:
@@ -74,34 +80,34 @@ def stage_cuts(works: ProgramWorks, pricing: Pricing, moved: tuple[int, int] = (
     weights = [seconds[role] if role else 0.0 for role in works.calls]
     block = sum(count * seconds[role] for role, count in works.counts) / sum(count for _, count in works.counts)
     for end, count in zip((0, -1), moved, strict=True):
-        weights[end] = max(0.0, weights[end] + count * block)
+        weights[end] += count * block
     return partition(weights, pricing.question.degrees.num_stages, can_be_alone=[bool(role) for role in works.calls])
 
 
-def _at(
-    works: ProgramWorks, degrees: Degrees, cuts: tuple[int, ...], cluster: ClusterSpec, on: Machinery, blocks: int
-) -> Priced:
-    every = blocks * degrees.num_stages >= sum(count for _, count in works.counts)
-    wanted = degrees
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recomputing:
+    """A plan that recomputes in some blocks of every stage, and what it needs."""
+
+    blocks: int
+    pricing: Pricing
+    memory: StepMemory
+    needed_bytes: float
+    fits: bool
+
+
+def _recomputing(plain: Pricing, cuts: tuple[int, ...], blocks: int, on: Machinery) -> _Recomputing:
+    works, degrees = plain.works, plain.question.degrees
     if blocks:
-        wanted = replace(degrees, recompute="full", recompute_blocks=None if every else blocks)
-    pricing = _pricing(works, wanted, cuts, cluster, on)
-    layouts = layouts_of(works, pricing.question)
-    step, memory = pricing.step(layouts), pricing.memory(layouts)
+        every = blocks * degrees.num_stages >= sum(count for _, count in works.counts)
+        degrees = replace(degrees, recompute="full", recompute_blocks=None if every else blocks)
+    pricing = plain.of(replace(plain.question, degrees=degrees, cuts=cuts))
+    memory = pricing.memory(layouts_of(works, pricing.question))
     needed = float(sum(np.max(part) for name, part in memory.parts.items() if name != "cache"))
-    return Priced(
-        degrees=wanted,
-        cuts=cuts,
-        seconds=float(np.max(step.seconds)),
-        needed_bytes=needed,
-        fits=needed <= on.capacity_bytes,
-        step=step,
-        memory=memory,
+    return _Recomputing(
+        blocks=blocks, pricing=pricing, memory=memory, needed_bytes=needed, fits=needed <= on.capacity_bytes
     )
 
 
-def _pricing(
-    works: ProgramWorks, degrees: Degrees, cuts: tuple[int, ...], cluster: ClusterSpec, on: Machinery
-) -> Pricing:
-    question = Question(cluster=cluster, degrees=degrees, engine=on.engine, precision=on.precision, cuts=cuts)
+def _pricing(works: ProgramWorks, degrees: Degrees, cluster: ClusterSpec, on: Machinery) -> Pricing:
+    question = Question(cluster=cluster, degrees=degrees, engine=on.engine, precision=on.precision)
     return Pricing(works, question, on.machine, on.mechanisms, on.precision)

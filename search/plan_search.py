@@ -22,12 +22,15 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.search.baselines import Baseline, baselines
 from autopar.search.best_first import Proof, best_first
 from autopar.search.exact import Priced, priced
+from autopar.search.refine import Refined, refine
 from autopar.search.screen import Machinery, Screened, screen
 from autopar.search.space import NAMES, Candidates, Limits, Wishes, candidates
 
 Floats = NDArray[np.float64]
 # from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
 Works = Callable[[int], ProgramWorks]
+NEARLY = 0.05  # slower than the best: what moving cuts has been seen to gain
+MOST_REFINED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +45,16 @@ class Searched:
     exact: Mapping[int, Priced] = field(hash=False)
     proof: Proof
     baselines: tuple[Baseline, ...]
+    refined: tuple[Refined, ...]
     refused: Mapping[int, str] = field(hash=False)
 
     @property
     def best(self) -> Priced | None:
-        """The fastest plan that fits."""
-        return None if self.proof.best is None else self.exact[self.proof.best.index]
+        """The fastest plan that fits, with moved cuts where those are faster."""
+        if self.proof.best is None:
+            return None
+        found = [self.exact[self.proof.best.index], *(one.priced for one in self.refined if one.priced.fits)]
+        return min(found, key=lambda one: one.seconds)
 
 
 def search_degrees(
@@ -58,17 +65,20 @@ def search_degrees(
     on: Machinery,
     *,
     most_exact: int,
+    trials: int = 0,
+    seed: int = 0,
     goes_on: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = lambda _: None,
 ) -> Searched:
-    """The fastest candidate that fits, proven where the budget suffices."""
+    """The fastest candidate that fits, proven where `most_exact` exact prices suffice, and at most `trials` variations
+    of the cuts of those that are nearly as fast."""
     found = _Search(works_of, cluster, limits, wanted, on)
     say(f"{len(found.candidates):,} candidates")
     while True:
         proof = found.explore(most_exact, goes_on, say)
         open_degree = found.open_degree(proof)
         if open_degree is None:
-            return found.result(proof)
+            return found.result(proof, found.refined(proof, trials, seed, goes_on, say))
         say(f"labels for tensor degree {open_degree}")
         found.label(open_degree)
 
@@ -150,13 +160,40 @@ class _Search:
         rows = np.stack([*columns, alone, np.unique(share, return_inverse=True)[1]], axis=1)
         return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
 
-    def result(self, proof: Proof) -> Searched:
+    def refined(
+        self, proof: Proof, trials: int, seed: int, goes_on: Callable[[], bool], say: Callable[[str], None]
+    ) -> list[Refined]:
+        """Moved cuts of the fastest candidates with several stages, where they could be faster than the best."""
+        if proof.best is None or not trials:
+            return []
+        near = proof.best.value * (1 + NEARLY)
+        staged = [i for i, one in self.exact.items() if one.fits and one.seconds <= near and one.degrees.num_stages > 1]
+        if not staged:
+            return []
+
+        def price(index: int, moved: tuple[int, int]) -> Priced:
+            degrees = self.candidates.degrees(index)
+            return priced(self.works[degrees.tp], degrees, self.cluster, self.on, moved=moved)
+
+        say(f"moving cuts of {min(len(staged), MOST_REFINED)} plans")
+        order = sorted(staged, key=lambda i: (self.exact[i].seconds, i))
+        return refine(
+            order[:MOST_REFINED],
+            price,
+            trials=trials,
+            capacity_bytes=self.on.capacity_bytes,
+            seed=seed,
+            goes_on=goes_on,
+        )
+
+    def result(self, proof: Proof, refined: Sequence[Refined]) -> Searched:
         return Searched(
             candidates=self.candidates,
             screened=Screened(**self.columns),
             exact=self.exact,
             proof=proof,
             baselines=self.baselines,
+            refined=tuple(refined),
             refused=self.refused,
         )
 

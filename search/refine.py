@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import optuna
 
 MOST_MOVED = 2
-MISSING = "missing_bytes"  # a trial's user attribute: what it is over the device's capacity, at most 0 where it fits
+MISSING = "missing_bytes"  # a trial's constraint: what it is over the device's capacity, at most 0 where it fits
+STARTUP = 10  # trials before the sampler has enough to go by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def refine(
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
-        sampler=optuna.samplers.TPESampler(seed=seed, constraints_func=_constraints, n_startup_trials=min(10, trials)),
+        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=min(STARTUP, trials)),
         storage=storage,
         study_name=study_name,
         load_if_exists=storage is not None,
@@ -69,11 +70,7 @@ def refine(
         if wanted not in known:
             known[wanted] = price(wanted[0], wanted[1:])
         one = known[wanted]
-        trial.set_user_attr(MISSING, one.needed_bytes - capacity_bytes)
+        trial.set_constraint(MISSING, one.needed_bytes - capacity_bytes)
         study.tell(trial, one.seconds)
         found.append(Refined(number=trial.number, candidate=wanted[0], moved=wanted[1:], priced=one))
     return found
-
-
-def _constraints(trial: "optuna.trial.FrozenTrial") -> list[float]:
-    return [trial.user_attrs[MISSING]]

@@ -60,7 +60,8 @@ class Closest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """`plan` runs as it is; it is None where nothing fits, and `closest` says by how much. No plan of the space can be
-    faster than `bound_s`; `gap` is what one could save of the best step."""
+    faster than `bound_s`; `gap` is what one could save of the best step. Of `refined` variations of stage cuts one may
+    be faster than the bound, which is for cuts that make the slowest stage fastest."""
 
     model: str
     cluster: str
@@ -72,6 +73,7 @@ class SearchResult:
     global_batch: int
     device_bytes: float
     best: Contender | None
+    refined: int
     others: tuple[Contender, ...]
     baselines: tuple[Contender, ...]
     bound_s: float | None
