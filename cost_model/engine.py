@@ -78,7 +78,7 @@ class Engine(StrictModel):
     messages: Literal["blocking", "overlapped"]
     splits_messages: bool
     unstated_virtual: Literal["one", "all"]
-    unstated_zero: Literal[0, 3]
+    unstated_zero: Literal[0, 1, 3]
     unstated_sequence_parallel: bool
     balances_ends: bool
     selective: Literal["attention", "half"]
