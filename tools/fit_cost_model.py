@@ -15,6 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -240,15 +241,22 @@ def leave_one_out(rows: Sequence[Row], *, rounds: int) -> None:
     """Every source predicted by a fit on the others, where its device and precision occur among them."""
     whole = runs(rows)
     predicted = np.full(len(whole.rows), np.nan)
-    for fold in folds(whole.rows):
-        world, _ = fit(runs([whole.rows[i] for i in fold.train]), rounds=rounds)
-        predicted[list(fold.test)] = whole.predict(world)[list(fold.test)]
-        print(f"  without {fold.source}: {len(fold.test)} rows", flush=True)
+    found = folds(whole.rows)
+    with ProcessPoolExecutor() as pool:
+        worlds = pool.map(_fitted, [[whole.rows[i] for i in fold.train] for fold in found], [rounds] * len(found))
+        for fold, world in zip(found, worlds, strict=True):
+            predicted[list(fold.test)] = whole.predict(world)[list(fold.test)]
+            print(f"  without {fold.source}: {len(fold.test)} rows", flush=True)
     report(whole, predicted)
     with LEFT_OUT.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["id", "seconds"])
         writer.writerows([row.id, f"{p:.6g}"] for row, p in zip(whole.rows, predicted, strict=True) if np.isfinite(p))
+
+
+def _fitted(rows: Sequence[Row], rounds: int) -> World:
+    """The world fitted on some rows, in a process of its own."""
+    return fit(runs(rows), rounds=rounds)[0]
 
 
 def write(world: World, num_rows: int) -> None:
