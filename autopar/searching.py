@@ -233,7 +233,7 @@ def _closest(found: Searched, on: Machinery) -> Closest:
     needed = np.minimum(found.screened.without_bytes, found.screened.recomputed_bytes)
     index = int(np.argmin(needed))
     missing = float(needed[index]) - on.capacity_bytes
-    degrees = found.candidates.degrees(index, every_block=True)
+    degrees = found.candidates.degrees(index, recompute=True)
     times = int(np.ceil(float(needed[index]) / on.capacity_bytes))
     remedy = f"about {times} times as many devices with the state sharded over all of them, or shorter sequences"
     return Closest(

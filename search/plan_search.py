@@ -24,7 +24,7 @@ from autopar.search.best_first import Proof, best_first
 from autopar.search.exact import Priced, priced
 from autopar.search.refine import Refined, refine
 from autopar.search.screen import Machinery, Screened, screen
-from autopar.search.space import NAMES, Candidates, Limits, Wishes, candidates
+from autopar.search.space import Candidates, Limits, Wishes, candidates
 
 Floats = NDArray[np.float64]
 # from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
@@ -196,8 +196,3 @@ class _Search:
             refined=tuple(refined),
             refused=self.refused,
         )
-
-
-def schedule_name(found: Candidates, index: int) -> str:
-    """The schedule of a candidate, "" without a pipeline."""
-    return NAMES[int(found.schedule[index])] if found.pp[index] > 1 else ""

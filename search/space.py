@@ -52,8 +52,8 @@ class Candidates:
         """The candidates of an index array or mask."""
         return Candidates(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
-    def degrees(self, index: int, *, recompute_blocks: int | None = None, every_block: bool = False) -> Degrees:
-        """One candidate as a plan's degrees; recomputing in `recompute_blocks` blocks of a stage, or in all of them."""
+    def degrees(self, index: int, *, recompute: bool = False) -> Degrees:
+        """One candidate as a plan's degrees, recomputing in no block or in all of them."""
         one = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
         staged = one["pp"] > 1
         return Degrees(
@@ -67,8 +67,7 @@ class Candidates:
             micro_batches=one["micro_batches"] if staged else 1,
             schedule=NAMES[one["schedule"]],
             virtual_stages=one["virtual"],
-            recompute="full" if every_block or recompute_blocks else "none",
-            recompute_blocks=None if every_block else recompute_blocks,
+            recompute="full" if recompute else "none",
         )
 
 
@@ -93,7 +92,7 @@ class Limits:
 
 # the words of --fix and --forbid: those of a plan's degrees
 WORDS = ("pp", "tp", "dp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "schedule",
-         "virtual_stages", "recompute")  # fmt: skip
+         "virtual_stages")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +126,8 @@ def wishes(fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | Non
 
 
 def _value_problem(path: str, word: str, value: Any) -> Problem | None:
-    choices: tuple[str, ...] | None = {"schedule": NAMES, "recompute": ("none", "full")}.get(word)
-    if choices is not None:
-        if value in choices:
-            return None
-        return Problem(path=path, value=value, rule=f"must be one of {', '.join(choices)}")
+    if word == "schedule":
+        return None if value in NAMES else Problem(path=path, value=value, rule=f"must be one of {', '.join(NAMES)}")
     least = 0 if word == "zero" else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (word == "zero" and value > 3):
         rule = "must be 0, 1, 2 or 3" if word == "zero" else "must be a whole number of at least 1"
