@@ -22,7 +22,7 @@ CASES = tuple(
 
 LARGER = tuple(
     replace(case, cluster=cluster, global_batch=batch)
-    for case, (cluster, batch) in product(CASES[:9], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("12xh100", 12)))
+    for case, (cluster, batch) in product(CASES[:9], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("7xh100", 14)))
 )
 
 
