@@ -20,7 +20,7 @@ from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.pricing import ranks_per_core
 from autopar.cost_model.profile_file import load_profile
 from autopar.cost_model.program_works import ProgramWorks, program_works
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
@@ -67,7 +67,8 @@ def plan(
     `seed`, where a pipeline is among the best. With `timeout_s` the search ends then with what it has, and a gap. `say`
     is told what is being done.
 
-    Raises `InputError`, `ClusterError` or `CaptureError`. Where nothing fits, `SearchResult.plan` is None.
+    Raises `InputError`, `PlanError` where no plan is legal, `ClusterError` or `CaptureError`. Where nothing fits,
+    `SearchResult.plan` is None.
     """
     tell = say or (lambda _: None)
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
@@ -94,6 +95,7 @@ def plan(
         goes_on=lambda: time.monotonic() < deadline,
         say=tell,
     )
+    _refuse_without_candidates(found, spec, global_batch)
     best = found.best
     decided = None
     if best is not None:
@@ -106,6 +108,17 @@ def plan(
         plan=decided,
         seconds=time.monotonic() - started,
     )
+
+
+def _refuse_without_candidates(found: Searched, cluster: ClusterSpec, global_batch: int) -> None:
+    if not len(found.candidates):
+        raise PlanError(
+            f"no plan splits {global_batch} sequences over {cluster.num_devices} devices as asked; use a global_batch "
+            f"that data-parallel degrees of {cluster.num_devices} devices divide, or fix and forbid less"
+        )
+    if {int(tp) for tp in found.candidates.tp} <= set(found.refused):
+        reasons = "; ".join(f"tensor degree {tp}: {why}" for tp, why in found.refused.items())
+        raise PlanError(f"the model cannot be split as asked: {reasons}")
 
 
 def _works(program: Program, cluster: ClusterSpec) -> Callable[[int], ProgramWorks]:
@@ -211,7 +224,7 @@ def _result(
             priced=len(found.exact),
             refused=found.refused,
         ),
-        closest=None if best is not None or not len(found.candidates) else _closest(found, on),
+        closest=None if best is not None else _closest(found, on),
         seconds=0.0,
         notes=program.notes,
         assumptions=on.machine.assumptions,

@@ -54,7 +54,8 @@ def best_first(
     most: int,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Proof:
-    """Price at most `most` candidates, `first` those named, while `goes_on`; infinite bounds are left out."""
+    """Price at most `most` candidates, `first` those named, while `goes_on` or none fits yet; infinite bounds are left
+    out."""
     left = bounds.copy()
     found: list[Exact] = []
     best = np.inf
@@ -73,7 +74,7 @@ def best_first(
     for index in dict.fromkeys(first):
         if np.isfinite(left[index]) and len(found) < most and goes_on():
             take(index)
-    while len(found) < most and goes_on():
+    while len(found) < most and (goes_on() or not np.isfinite(best)):
         index = int(np.argmin(left)) if len(left) else -1
         if index < 0 or left[index] >= best * (1 - ROUNDING) or not np.isfinite(left[index]):
             return Proof(priced=tuple(found), bound=best, is_proven=True)

@@ -61,3 +61,11 @@ def test_a_budget_ends_it() -> None:
     assert len(found.priced) == 3
     assert not found.is_proven
     assert found.gap == pytest.approx(1 - bounds[3] / 5.0)
+
+
+def test_out_of_time_there_is_still_a_plan() -> None:
+    bounds, prices = np.array([1.0, 2.0, 3.0]), [np.inf, 2.5, 3.0]
+    found = best_first(bounds, np.arange(3), lambda index: prices[index], most=10, goes_on=lambda: False)
+    assert [one.index for one in found.priced] == [0, 1]
+    assert found.best is not None
+    assert not np.isfinite(found.priced[0].value)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning import capture_for, check_plan
 from autopar.search.result import SearchResult
@@ -124,3 +124,16 @@ def test_recomputation_only_where_memory_forces_it() -> None:
     assert tight.best.degrees["recompute"] == "full"
     assert tight.best.degrees["recompute_blocks"] < LAYERS
     assert tight.best.needed_bytes < needed
+
+
+def test_what_leaves_no_plan_is_an_error() -> None:
+    with pytest.raises(PlanError, match="16 sequences over 8 devices"):
+        searched(fix={"dp": 3})
+    with pytest.raises(PlanError, match="tensor degree 3"):
+        searched(ClusterSpec.preset("3xh100"), fix={"tp": 3})
+
+
+def test_out_of_time_there_is_still_a_plan() -> None:
+    found = searched(fix={"tp": 1, "pp": 1}, timeout_s=0.0)
+    assert found.plan is not None
+    assert found.best is not None
