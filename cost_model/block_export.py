@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from autopar.cost_model.block_autograd import run_block
+from autopar.cost_model.block_autograd import NodeRun, run_block
 from autopar.cost_model.block_flow import Flow, Need, fused_groups, needs_of_group, needs_of_product
 from autopar.cost_model.block_sizes import Naming, sequence_sizes, sizes_of
 from autopar.cost_model.compute import operator_name, unruled_flops
@@ -35,20 +35,35 @@ def block_works(
     *,
     by_size: Mapping[int, Expr] | None = None,
     roles: Mapping[int, str] | None = None,
+    runs: Sequence[Mapping[str, NodeRun]] | None = None,
 ) -> tuple[Work, ...]:
     """The work of every distinct block, in their order; each mesh dimension's degree is a symbol (t of `tp`).
 
-    `by_size` names axes by captured size (see `Naming`); `roles` gives blocks other names than their own.
+    `by_size` names axes by captured size (see `Naming`); `roles` gives blocks other names than their own; `runs` are
+    `block_runs` of the same program.
     """
+    runs = block_runs(program, analysis) if runs is None else runs
     naming = Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
     return tuple(
-        _work(flow_of(program, i, analysis, labels[i], naming), (roles or {}).get(i, block.name))
+        _work(flow_of(program, i, analysis, labels[i], naming, runs[i]), (roles or {}).get(i, block.name))
         for i, block in enumerate(program.blocks)
     )
 
 
-def flow_of(program: Program, index: int, analysis: Analysis, labels: BlockLabels, naming: Naming) -> Flow:
-    """A block under its labels, run once by torch's autograd, without what only dropped outputs need."""
+def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
+    """What torch's autograd does with every distinct block, the same under all labels."""
+    return tuple(run_block(block, i, analysis) for i, block in enumerate(program.blocks))
+
+
+def flow_of(
+    program: Program,
+    index: int,
+    analysis: Analysis,
+    labels: BlockLabels,
+    naming: Naming,
+    runs: Mapping[str, NodeRun],
+) -> Flow:
+    """A block under its labels, as torch's autograd runs it, without what only dropped outputs need."""
     block = program.blocks[index]
     outputs = _used_outputs(program, index)
     needed = _needed(block, outputs)
@@ -65,7 +80,6 @@ def flow_of(program: Program, index: int, analysis: Analysis, labels: BlockLabel
         if _is_regathered(step) and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
         for user, k in step.users
     }
-    runs = run_block(block, index, analysis)
     return Flow(
         block=block,
         dims=analysis.dims[index],

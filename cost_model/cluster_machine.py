@@ -37,6 +37,15 @@ def default_precision(cluster: ClusterSpec) -> str:
     return "bf16" if all("bfloat16" in device.peak_flops_per_s for device in cluster.devices) else "fp16"
 
 
+def checked_precision(precision: str | None, cluster: ClusterSpec) -> str:
+    """The precision asked for, else the default. Raises `InputError` on one that is unknown."""
+    if precision is None:
+        return default_precision(cluster)
+    if precision not in PRECISIONS:
+        raise InputError(f"unknown precision {precision[:80]!r}; {did_you_mean(precision, tuple(PRECISIONS))}")
+    return precision
+
+
 def cluster_machine(
     cluster: ClusterSpec,
     engine: Engine,
@@ -50,8 +59,7 @@ def cluster_machine(
     Raises InputError for an unknown precision, or one that the device has no unit for, and ClusterError for a profile
     of another type of device.
     """
-    if precision not in PRECISIONS:
-        raise InputError(f"unknown precision {precision[:80]!r}; {did_you_mean(precision, tuple(PRECISIONS))}")
+    checked_precision(precision, cluster)
     group = min(
         cluster.groups, key=lambda one: one.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(one.device)
     )
@@ -76,6 +84,7 @@ def cluster_machine(
             links=links,
             overlap_slowdown=found.overlap_slowdown,
             ranks_per_core=found.measured.ranks_per_core if found.measured is not None else 1.0,
+            host=device.host,
         ),
         device=device,
         profile=found,

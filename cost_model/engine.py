@@ -8,6 +8,7 @@ framework. This module does not import torch.
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -57,6 +58,8 @@ class Engine(StrictModel):
     sharded_state_bytes    the part of them that ZeRO 1 divides
     optimizer_bytes        read and written of one trained parameter between its gradient's sum and the next forward
                            pass: unscaling, norm, clipping, Adam, casts
+    optimizer_place        the optimizer's state, and its step, on the "device", or on the "host" (what-if:
+                           `autopar.cost_model.offload`)
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
@@ -85,6 +88,7 @@ class Engine(StrictModel):
     state_bytes: Literal[16, 18, 20, 22, 28]
     sharded_state_bytes: Literal[12, 16, 24]
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
+    optimizer_place: Literal["device", "host"] = "device"
     sources: dict[str, _Text]
 
 
@@ -93,15 +97,10 @@ def engines() -> dict[str, Engine]:
     """Every engine by its name. Raises InputError when a file is malformed."""
     found: dict[str, Engine] = {}
     problems: list[Problem] = []
-    with resources.as_file(resources.files("autopar.cost_model") / "engines") as folder:
+    with _folder() as folder:
         for path in sorted(Path(folder).glob("*.yaml")):
-            content, wrong = read_yaml(path)
-            engine = None
-            if not wrong:
-                engine, wrong = validate(Engine, content)
-            if engine is not None and engine.name != path.stem:
-                wrong = [Problem(path="name", value=engine.name, rule=f"must be the file's name, {path.stem!r}")]
-            problems += [Problem(path=f"{path.name}: {p.path}", rule=p.rule, value=p.value) for p in wrong]
+            engine, wrong = _loaded(path)
+            problems += wrong
             if engine is not None:
                 found[engine.name] = engine
     if problems:
@@ -109,11 +108,32 @@ def engines() -> dict[str, Engine]:
     return found
 
 
+@functools.cache
 def engine_named(name: str) -> Engine:
     """The engine of that name. Raises InputError naming the nearest."""
-    if name not in engines():
-        raise InputError(f"unknown engine {name[:80]!r}; {did_you_mean(name, tuple(engines()))}")
-    return engines()[name]
+    with _folder() as folder:
+        paths = {path.stem: path for path in Path(folder).glob("*.yaml")}
+        if name not in paths:
+            raise InputError(f"unknown engine {name[:80]!r}; {did_you_mean(name, tuple(sorted(paths)))}")
+        engine, problems = _loaded(paths[name])
+    if engine is None or problems:
+        raise InputError("the engine profiles are malformed", problems)
+    return engine
+
+
+def _folder() -> AbstractContextManager[Path]:
+    return resources.as_file(resources.files("autopar.cost_model") / "engines")
+
+
+def _loaded(path: Path) -> tuple[Engine | None, list[Problem]]:
+    """One engine, and everything wrong with its file."""
+    content, wrong = read_yaml(path)
+    engine = None
+    if not wrong:
+        engine, wrong = validate(Engine, content)
+    if engine is not None and engine.name != path.stem:
+        wrong = [Problem(path="name", value=engine.name, rule=f"must be the file's name, {path.stem!r}")]
+    return engine, [Problem(path=f"{path.name}: {p.path}", rule=p.rule, value=p.value) for p in wrong]
 
 
 def engine_of_framework(framework: str | None) -> Engine | None:

@@ -231,6 +231,12 @@ def formula_only(question: Question, precision: str) -> tuple[str, ...]:
         found.append(f"context parallelism {question.cp}: priced as ring attention, autopar does not run it yet")
     if question.ep > 1:
         found.append(f"expert parallelism {question.ep}: priced as two all-to-alls a pass, autopar does not run it yet")
+    if question.engine.optimizer_place == "host":
+        device = question.cluster.devices[0]
+        found.append(
+            f"optimizer on the host: priced as ZeRO-Offload with the figures of {device.name}'s host, autopar keeps it "
+            "on the device"
+        )
     if question.engine.name != "autopar":
         found.append(f"engine {question.engine.name}: priced with that framework's mechanisms, autopar runs its own")
     if precision == "fp8":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -52,6 +53,7 @@ SYMBOLS: Mapping[str, str] = {
     "r": "rotated part of a head (latent attention)",
     "u": "width of a head's values (latent attention)",
 }
+_TENSOR_DIM = re.compile(r"tp\d")  # of a captured model whose tensor degree is a product of several
 Kind = Literal["matmul", "attention", "memory"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Cause = Literal["value", "regather", "parameter", "inside"]
@@ -242,7 +244,7 @@ def _builder(value: Any, leaves: dict[Expr, int]) -> Callable[[list[Any]], Any]:
 
 def free_symbols(works: Any) -> tuple[str, ...]:
     """The names of all symbols of a block, family or operator, sorted."""
-    return tuple(sorted({s.name for leaf in _leaves(works) for s in leaf.free_symbols}))
+    return tuple(sorted({s.name for leaf in set(_leaves(works)) for s in leaf.free_symbols}))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -318,7 +320,7 @@ class _Reader:
             return None
         blocks = []
         for role, variants in data["blocks"].items():
-            if role not in ROLES:
+            if role.partition(":")[0] not in ROLES:  # a captured model's repeated blocks are numbered, as layer:2
                 self.fail(f"blocks.{role}", f"must be one of {', '.join(ROLES)}")
             elif not isinstance(variants, dict) or set(variants) != set(VARIANTS):
                 self.fail(f"blocks.{role}", f"must have the variants {' and '.join(VARIANTS)}")
@@ -367,7 +369,7 @@ class _Reader:
             self.fail(path, "a coefficient must be a whole number or [numerator, denominator]", coefficient)
             return None
         for name, power in powers.items():
-            if name not in SYMBOLS or type(power) is not int:
+            if not (name in SYMBOLS or _TENSOR_DIM.fullmatch(name)) or type(power) is not int:
                 self.fail(path, f"must be a power of a known symbol; {did_you_mean(name, tuple(SYMBOLS))}", item)
                 return None
         return Fraction(*pair), tuple(sorted(powers.items()))

@@ -6,7 +6,7 @@ data parallelism, come from the same expressions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,14 @@ from autopar.cost_model.expert_parallel import with_experts
 from autopar.cost_model.expressions import VARIANTS, Family, evaluate
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
-from autopar.cost_model.staged import Stages, pipeline_of, staged_memory, stages_at
+from autopar.cost_model.staged import (
+    Stages,
+    memory_of_ranks,
+    pipeline_of,
+    staged_memory,
+    stages_at,
+    whole_message_s,
+)
 from autopar.cost_model.step import StepSeconds, step_seconds
 from autopar.cost_model.step_assembly import Pipeline, Pipelined
 from autopar.cost_model.step_basis import Passes
@@ -55,22 +62,32 @@ class Question:
 
 def layouts_of(works: ProgramWorks, question: Question) -> Layouts:
     """The one layout of a question."""
-    degrees = question.degrees
-    values = {
-        "tp": degrees.tp,
-        "sequence_parallel": works.sequence_parallel,
-        "pp": degrees.pp,
-        "virtual": degrees.virtual_stages,
-        "cp": question.cp,
-        "ep": question.ep,
-        "dp": degrees.dp,
-        "shard": degrees.dp_shard * question.cp,
-        "zero": degrees.zero,
-        "micro_batch": degrees.micro_batch or 1,
-        "micro_batches": degrees.num_micro_batches,
-        "recompute": 2 if degrees.recompute == "full" else 0,
-    }
-    return Layouts(**{name: np.array([float(value)]) for name, value in values.items()})
+    level = 2 if question.degrees.recompute == "full" else 0
+    return layouts_of_degrees(works, [question.degrees], recompute=level, cp=question.cp, ep=question.ep)
+
+
+def layouts_of_degrees(
+    works: ProgramWorks, degrees: Sequence[Degrees], *, recompute: int, cp: int = 1, ep: int = 1
+) -> Layouts:
+    """A layout for each degrees, all with the same recomputation (a position in `RECOMPUTE`)."""
+
+    def column(value: Callable[[Degrees], float]) -> Floats:
+        return np.array([float(value(one)) for one in degrees])
+
+    return Layouts(
+        tp=column(lambda one: one.tp),
+        sequence_parallel=column(lambda _: works.sequence_parallel),
+        pp=column(lambda one: one.pp),
+        virtual=column(lambda one: one.virtual_stages),
+        cp=column(lambda _: cp),
+        ep=column(lambda _: ep),
+        dp=column(lambda one: one.dp),
+        shard=column(lambda one: one.dp_shard * cp),
+        zero=column(lambda one: one.zero),
+        micro_batch=column(lambda one: one.micro_batch or 1),
+        micro_batches=column(lambda one: one.num_micro_batches),
+        recompute=column(lambda _: recompute),
+    )
 
 
 def family_of_layout(works: ProgramWorks, question: Question) -> Family[Any]:
@@ -102,12 +119,6 @@ class Pricing:
             self.families[degree] = family_at(self.works, layouts, self.constants)
         return self.families[degree]
 
-    def of(self, question: Question) -> Pricing:
-        """Another question of the same sizes, with other cuts or recomputation: the blocks' numbers are shared."""
-        found = Pricing(self.works, question, self.machine, self.constants, self.precision)
-        found.families = self.families
-        return found
-
     def stages(self) -> Stages | None:
         degrees, cuts = self.question.degrees, self.question.cuts
         if not cuts:
@@ -122,33 +133,53 @@ class Pricing:
             runs=degrees.accumulate,
         )
 
-    def step(self, layouts: Layouts) -> StepSeconds:
-        """With recomputation in some blocks only, as much between none and all of it."""
-        share = self._recomputed_share()
-        found = [self._step(one) for one in self._with_and_without(layouts)]
-        return StepSeconds(
-            seconds=_between(share, [one.seconds for one in found]),
-            parts={name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts},
-            hidden={name: _between(share, [one.hidden[name] for one in found]) for name in found[0].hidden},
-        )
+    def step(self, layouts: Layouts, *, every_rank: bool = False) -> StepSeconds:
+        """With recomputation in some blocks only, as much between none and all of it. With `every_rank`, and stages of
+        their own, arrays of all pipeline ranks instead of the slowest one's."""
+        stages = self.stages()
+        pipeline = None if stages is None else self._pipeline(stages, every_rank=every_rank)
+        found = [self._step(one, pipeline) for one in self._with_and_without(layouts)]
+        return step_between(self.recomputed_share(), found)
 
-    def passes(self, layouts: Layouts) -> dict[str, Passes]:
-        """Seconds of one micro-batch in every role, by which stages are cut."""
+    def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
+        """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
+        the mean block; and of a whole message between stages."""
+        share = self.recomputed_share()
+        found = [self._passes_and_message(one) for one in self._with_and_without(layouts_of(self.works, self.question))]
+        return {
+            role: Passes(
+                forward=_between(share, [one[role].forward for one, _ in found]),
+                backward=_between(share, [one[role].backward for one, _ in found]),
+                weight=_between(share, [np.asarray(one[role].weight) for one, _ in found]),
+            )
+            for role in found[0][0]
+        }, found[0][1]
+
+    def _passes_and_message(self, layouts: Layouts) -> tuple[dict[str, Passes], float]:
         found: dict[str, Passes] = {}
+        messages: list[Floats] = []
 
         def look(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
             found.update(passes)
+            messages.append(message)
             return Pipelined(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
 
         self._step(layouts, look)
-        return found
+        return found, whole_message_s(messages[0], self.question.engine, self.constants.message_exposed)
 
     def memory(self, layouts: Layouts) -> StepMemory:
-        share = self._recomputed_share()
-        found = [self._memory(one) for one in self._with_and_without(layouts)]
-        parts = {name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts}
-        parts["workspace"] = found[-1].parts["workspace"]
-        return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
+        return memory_between(self.recomputed_share(), [self._memory(one) for one in self._with_and_without(layouts)])
+
+    def memory_of_ranks(self, layouts: Layouts) -> StepMemory:
+        """What every pipeline rank holds, in arrays of all ranks."""
+        stages = self.stages()
+        if stages is None:
+            return self.memory(layouts)
+        found = [
+            memory_of_ranks(stages, self.family(one), self.shape, one, self.question.engine, **self._memory_options())
+            for one in self._with_and_without(layouts)
+        ]
+        return memory_between(self.recomputed_share(), found)
 
     def flops(self, sequences: float) -> tuple[float, float]:
         """FLOP of a step over all devices: the model's, and what is computed again."""
@@ -160,38 +191,39 @@ class Pricing:
         forward = {role: sum(flops) for role, flops in zip(roles, found, strict=True)}
         repeated = sum(count * forward[role] for role, count in self.works.counts)
         whole = repeated + forward["first"] + forward["last"]
-        again = repeated * self._recomputed_share() if self.question.degrees.recompute == "full" else 0.0
+        again = repeated * self.recomputed_share() if self.question.degrees.recompute == "full" else 0.0
         return PASSES * float(whole) * sequences, float(again) * sequences
 
-    def _step(self, layouts: Layouts, pipeline: Pipeline | None = None) -> StepSeconds:
-        engine, stages = self.question.engine, self.stages()
-        if stages is not None and pipeline is None:
-            pipeline = self._pipeline(stages)
+    def _step(self, layouts: Layouts, pipeline: Pipeline | None) -> StepSeconds:
         return step_seconds(
             self.family(layouts),
             self.shape,
             layouts,
             self.machine.machine,
-            engine,
+            self.question.engine,
             self.constants,
             in_float8=self.precision == "fp8",
             fused=self.fused,
             pipeline=pipeline,
         )
 
-    def _pipeline(self, stages: Stages) -> Pipeline:
+    def _pipeline(self, stages: Stages, *, every_rank: bool) -> Pipeline:
         sharing = ranks_per_core(self.machine, self.question.cluster)
-        return pipeline_of(stages, self.question.engine, self.constants.message_exposed, sharing)
+        exposed = self.constants.message_exposed
+        return pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
+
+    def _memory_options(self) -> dict[str, Any]:
+        reserve = self.machine.profile.reserve_bytes
+        return {"reserve_bytes": reserve, "cache": self.constants.allocator_cache, "fused": self.fused}
 
     def _memory(self, layouts: Layouts) -> StepMemory:
-        family, stages, reserve = self.family(layouts), self.stages(), self.machine.profile.reserve_bytes
+        family, stages, given = self.family(layouts), self.stages(), self._memory_options()
         shape, engine = self.shape, self.question.engine
-        given: dict[str, Any] = {"reserve_bytes": reserve, "cache": self.constants.allocator_cache, "fused": self.fused}
         if stages is None:
             return step_memory(family, shape, layouts, engine, **given)
         return staged_memory(stages, family, shape, layouts, engine, **given)
 
-    def _recomputed_share(self) -> float:
+    def recomputed_share(self) -> float:
         """The part of the repeated blocks that computes again, where anything does."""
         degrees = self.question.degrees
         if degrees.recompute_blocks is None:
@@ -200,7 +232,7 @@ class Pricing:
         return min(1.0, degrees.recompute_blocks * degrees.num_stages / blocks)
 
     def _with_and_without(self, layouts: Layouts) -> list[Layouts]:
-        if self._recomputed_share() == 1.0:
+        if self.recomputed_share() == 1.0:
             return [layouts]
         return [replace(layouts, recompute=np.zeros(1)), layouts]
 
@@ -233,7 +265,23 @@ def evaluated(
     return replace(family, blocks=blocks)
 
 
-def _between(share: float, values: list[Floats]) -> Floats:
+def step_between(share: float, found: Sequence[StepSeconds]) -> StepSeconds:
+    """A step that recomputes a share of the blocks, from one without and one with all of it, or as the one is."""
+    return StepSeconds(
+        seconds=_between(share, [one.seconds for one in found]),
+        parts={name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts},
+        hidden={name: _between(share, [one.hidden[name] for one in found]) for name in found[0].hidden},
+    )
+
+
+def memory_between(share: float, found: Sequence[StepMemory]) -> StepMemory:
+    """As `step_between`; what is computed again takes the same room, however many blocks are."""
+    parts = {name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts}
+    parts["workspace"] = found[-1].parts["workspace"]
+    return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
+
+
+def _between(share: float, values: Sequence[Floats]) -> Floats:
     return values[0] if len(values) == 1 else (1 - share) * values[0] + share * values[1]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.cost_model.block_autograd import NodeRun
 from autopar.cost_model.block_export import block_works
 from autopar.cost_model.expressions import VARIANTS, BlockWork, Expr, Family, symbol
 from autopar.ir.plan import BlockLabels
@@ -44,11 +45,17 @@ class ProgramWorks:
 
 
 def program_works(
-    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, *, name: str = ""
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    *,
+    name: str = "",
+    runs: Sequence[Mapping[str, NodeRun]] | None = None,
 ) -> ProgramWorks:
-    """The work of a program under labels on a mesh of data and tensor dimensions."""
+    """The work of a program under labels on a mesh of data and tensor dimensions; `runs` as for `block_works`."""
     roles = _roles(program)
-    works = block_works(program, analysis, labels, mesh)
+    works = block_works(program, analysis, labels, mesh, runs=runs)
     used: dict[str, list[BlockWork[Expr]]] = {"first": [], "last": []}
     for call, role in zip(main_calls(program), roles, strict=True):
         block = program.calls[call].block

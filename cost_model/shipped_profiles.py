@@ -10,13 +10,14 @@ from autopar.cost_model.profile_file import load_profile
 from autopar.errors import ClusterError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.cluster_file import profile_file
+from autopar.ir.strict_yaml import files_naming
 
 
 @functools.cache
 def shipped_profiles() -> dict[str, DeviceProfile]:
     """Every profile of ``presets/profiles`` by its name. Raises ClusterError when a file is malformed."""
     with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
-        found = {path.stem: load_profile(path) for path in sorted(Path(folder).glob("*.yaml"))}
+        found = {path.stem: _loaded(path) for path in sorted(Path(folder).glob("*.yaml"))}
     taken: dict[str, str] = {}
     for stem, profile in found.items():
         if profile.name != stem:
@@ -30,12 +31,19 @@ def shipped_profiles() -> dict[str, DeviceProfile]:
 
 def device_profile(device: str) -> DeviceProfile:
     """The shipped profile of a device preset; without one, ``default`` with a note that says so."""
-    profiles = shipped_profiles()
-    for profile in profiles.values():
-        if device in profile.devices:
-            return profile
+    with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
+        for path in files_naming(Path(folder), device):
+            profile = _loaded(path)
+            if device in profile.devices:
+                return profile
+        default = _loaded(Path(folder) / "default.yaml")
     note = f"no profile describes device {device[:80]!r}: the default one is assumed; `autopar calibrate` measures it"
-    return replace(profiles["default"], notes=(note,))
+    return replace(default, notes=(note,))
+
+
+@functools.cache
+def _loaded(path: Path) -> DeviceProfile:
+    return load_profile(path)
 
 
 def cluster_profile(cluster: ClusterSpec, device: str) -> DeviceProfile:

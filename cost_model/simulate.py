@@ -14,13 +14,14 @@ say.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import PlanError, Problem
-from autopar.ir.schedules import Action, Pass, live_micro_batches
+from autopar.ir.schedules import Action, Pass, actions, live_micro_batches, rank_of_stage
 
 Orders = Sequence[Sequence[Action]]
 _NEVER = -1.0  # times are not negative
@@ -102,6 +103,10 @@ class Simulation:
     arrived_s: Sequence[Sequence[float]]
 
     @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    @property
     def idle_s(self) -> NDArray[np.float64]:
         return self.step_s - self.busy_s - self.sending_s
 
@@ -144,37 +149,37 @@ def simulate(
     orders: Orders, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
 ) -> Simulation:
     """Replay the action lists of all ranks. Raises PlanError where ranks wait for each other, and says for what."""
-    rank_of_stage = _rank_of_stage(orders, seconds)
-    times = _replay(orders, seconds, rank_of_stage, messages == "blocking")
-    if any(len(ends) < len(order) for order, ends in zip(orders, times.ends, strict=True)):
-        raise _stuck(orders, [len(ends) for ends in times.ends], rank_of_stage)
-    busy = [sum(times.ends[rank]) - sum(times.starts[rank]) for rank in range(len(orders))]
+    replay = _replay(orders, _rank_of_stage(orders, seconds))
+    times = replayed(replay, seconds, messages=messages)
+    starts, ends, sent, arrived = (
+        _by_rank(replay, column) for column in (times.starts_s, times.ends_s, times.sent_s, times.arrived_s)
+    )
+    busy = [sum(end) - sum(start) for start, end in zip(starts, ends, strict=True)]
     return Simulation(
         orders=orders,
-        rank_of_stage=rank_of_stage,
-        step_s=max(times.free, default=0.0),
+        rank_of_stage=replay.rank_of_stage,
+        step_s=times.step_s,
         busy_s=np.array(busy),
-        sending_s=np.array(times.sending),
-        starts_s=times.starts,
-        ends_s=times.ends,
-        sent_s=times.sent,
-        arrived_s=times.arrived,
+        sending_s=times.sending_s,
+        starts_s=starts,
+        ends_s=ends,
+        sent_s=sent,
+        arrived_s=arrived,
     )
 
 
-def shared_step_s(run: Simulation, ranks_per_core: float) -> float:
+def shared_step_s(run: "Simulation | Replayed", ranks_per_core: float) -> float:
     """Seconds of a step whose ranks share cores, replayed with the seconds of passes while all ranks compute.
 
     At any moment all ranks that compute have the same speed, so that the order of events stays and time runs faster:
     with k of p ranks at work by p/k, but a rank has one core at most. Where none computes, messages take their time.
     """
-    starts = np.concatenate([np.asarray(one, dtype=np.float64) for one in run.starts_s])
-    ends = np.concatenate([np.asarray(one, dtype=np.float64) for one in run.ends_s])
+    starts, ends = (np.concatenate([np.atleast_1d(one) for one in column]) for column in (run.starts_s, run.ends_s))
     times = np.concatenate([starts, ends])
     order = np.argsort(times, kind="stable")
     working = np.cumsum(np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])[order])
     spans = np.diff(np.append(times[order], run.step_s))
-    faster = np.where(working > 0, np.minimum(ranks_per_core, len(run.orders) / np.maximum(working, 1)), 1.0)
+    faster = np.where(working > 0, np.minimum(ranks_per_core, run.num_ranks / np.maximum(working, 1)), 1.0)
     return float(np.sum(spans / np.maximum(faster, 1.0)) + times[order[0]])
 
 
@@ -197,78 +202,159 @@ def peak_held_bytes(
     return np.array(found)
 
 
+@lru_cache(maxsize=64)
+def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[NDArray[np.float64], ...]:
+    """Per rank of a schedule, rows of how many micro-batches of every stage it holds, whenever it holds most of one.
+
+    The largest of all rows times what stages hold is `peak_held_bytes`.
+    """
+    found = []
+    for order in actions(schedule, pp, virtual_stages, micro_batches):
+        counts, rows, grows = [0] * (pp * virtual_stages), {(0,) * (pp * virtual_stages)}, False
+        for action in order:
+            if action.kind == "F":
+                counts[action.stage] += 1
+                grows = True
+            elif action.kind != "I":
+                if grows:
+                    rows.add(tuple(counts))
+                counts[action.stage] -= 1
+                grows = False
+        found.append(np.array(sorted(rows), dtype=np.float64))
+    return tuple(found)
+
+
 # ---- the sweep ----
 
 _CODES: dict[Pass, int] = {"F": 0, "B": 1, "I": 2, "W": 3}
-_Times = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Replayed:
-    starts: _Times
-    ends: _Times
-    sent: _Times
-    arrived: _Times
-    sending: list[float]
-    free: list[float]
+class Replay:
+    """Action lists in an order in which they can run, whatever passes last; one row per action.
+
+    A row is its rank; its pass, kind by stage; the cell with the time of what it waits for, and the cell that its end
+    goes to; its message, direction by stage, -1 where none is sent. Cells are what stages need of each micro-batch,
+    the last one is what nobody needs.
+    """
+
+    orders: Orders
+    rank_of_stage: Sequence[int]
+    rows: tuple[tuple[int, int, int, int, int], ...]
+    num_cells: int
 
 
-def _replay(orders: Orders, seconds: StageSeconds, rank_of_stage: Sequence[int], blocks: bool) -> _Replayed:
-    """Times of all actions that can run. Each rank runs until it has to wait; a message wakes its receiver.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Times of a replay's rows; `sending_s` are seconds per rank in sends that block."""
+
+    step_s: float
+    num_ranks: int
+    sending_s: NDArray[np.float64]
+    starts_s: list[float]
+    ends_s: list[float]
+    sent_s: list[float]
+    arrived_s: list[float]
+
+
+@lru_cache(maxsize=64)
+def replay_of(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Replay:
+    """A schedule's own action lists, to be replayed with any seconds."""
+    ranks = tuple(rank_of_stage(schedule, pp, stage) for stage in range(pp * virtual_stages))
+    return _replay(actions(schedule, pp, virtual_stages, micro_batches), ranks)
+
+
+def _replay(orders: Orders, ranks: Sequence[int]) -> Replay:
+    """Rows of all actions; `ranks` are those of stages. Each rank runs until it has to wait; a message wakes its
+    receiver. Raises PlanError where ranks wait for each other.
 
     A pass's gradient, and with it the pass, is there only after the stage's forward pass: no need to look at that.
     """
-    stages, ranks = seconds.num_stages, len(orders)
-    count = 1 + max((action.micro_batch for order in orders for action in order), default=0)
-    lasting = (seconds.forward_s, seconds.backward_s, seconds.input_s, seconds.weight_s)
-    # when the inputs of F, the gradients of B or I, and what I leaves for W are there, by stage and micro-batch
-    values = [0.0] * count + [_NEVER] * (count * (stages - 1))
-    gradients, halves = [_NEVER] * (count * stages), [_NEVER] * (count * stages)
-    needs = (values, gradients, gradients, halves)
-    coded = [[(_CODES[a.kind], a.stage, a.stage * count + a.micro_batch) for a in order] for order in orders]
-    empty: list[_Times] = [[[] for _ in range(ranks)] for _ in range(4)]
-    starts, ends, sent, arrived = empty
-    free, port, sending = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-    waiting, is_waiting = list(range(ranks)), [True] * ranks
+    stages, count = len(ranks), 1 + max((action.micro_batch for order in orders for action in order), default=0)
+    # by stage and micro-batch: the inputs of F, the gradients of B or I, what I leaves for W; and what nobody needs
+    size, last = stages * count, 3 * stages * count
+    is_there = [True] * count + [False] * (last - count + 1)
+    done, rows = [0] * len(orders), []
+    waiting, is_waiting = list(range(len(orders))), [True] * len(orders)
     while waiting:
         rank = waiting.pop()
         is_waiting[rank] = False
-        own, now = coded[rank], free[rank]
-        for at in range(len(ends[rank]), len(own)):
-            code, stage, cell = own[at]
-            ready = needs[code][cell]
-            if ready == _NEVER:
+        order = orders[rank]
+        while done[rank] < len(order):
+            action = order[done[rank]]
+            code, stage, cell = _CODES[action.kind], action.stage, action.stage * count + action.micro_batch
+            needs = cell + (0, size, size, 2 * size)[code]
+            if not is_there[needs]:
                 break
-            start = now if now > ready else ready
-            now = end = start + lasting[code][stage]
-            begin = there = _NEVER
+            gives, message = last, -1
             if code == 0 and stage == stages - 1:
-                gradients[cell] = end
+                gives = size + cell
             elif code == 0 or (code < 3 and stage > 0):
                 to = stage + 1 if code == 0 else stage - 1
-                other, there = rank_of_stage[to], end
-                if other != rank:
-                    lasts = seconds.forward_message_s[stage] if code == 0 else seconds.backward_message_s[to]
-                    begin = end if end > port[rank] else port[rank]
-                    there = port[rank] = begin + lasts
-                    if blocks:
-                        sending[rank] += there - end
-                        now = there
-                    if not is_waiting[other]:
-                        waiting.append(other)
-                        is_waiting[other] = True
-                if code == 0:
-                    values[cell + count] = there
-                else:
-                    gradients[cell - count] = there
+                gives = cell + count if code == 0 else size + cell - count
+                if ranks[to] != rank:
+                    message = stage if code == 0 else stages + to
+                    if not is_waiting[ranks[to]]:
+                        waiting.append(ranks[to])
+                        is_waiting[ranks[to]] = True
+            is_there[gives] = True
             if code == 2:
-                halves[cell] = end
-            starts[rank].append(start)
-            ends[rank].append(end)
-            sent[rank].append(begin)
-            arrived[rank].append(there)
+                is_there[2 * size + cell] = True
+            # W follows I on its own rank, and waits for nothing else
+            rows.append((rank, code * stages + stage, 0 if code == 3 else needs, gives, message))
+            done[rank] += 1
+    if any(position < len(order) for order, position in zip(orders, done, strict=True)):
+        raise _stuck(orders, done, ranks)
+    return Replay(orders=orders, rank_of_stage=ranks, rows=tuple(rows), num_cells=last + 1)
+
+
+def replayed(
+    replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
+) -> Replayed:
+    """Replay action lists with the seconds of their passes."""
+    blocks = messages == "blocking"
+    lasting = [*seconds.forward_s, *seconds.backward_s, *seconds.input_s, *seconds.weight_s]
+    lasts = [*seconds.forward_message_s, 0.0, *seconds.backward_message_s]
+    there, num_ranks = [0.0] * replay.num_cells, len(replay.orders)
+    starts, ends, sent, arrived = list[float](), list[float](), list[float](), list[float]()
+    free, port, sending = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
+    for rank, which, needs, gives, message in replay.rows:
+        start = free[rank]
+        if there[needs] > start:
+            start = there[needs]
+        end = now = start + lasting[which]
+        starts.append(start)
+        ends.append(end)
+        if message < 0:
+            there[gives] = end
+            sent.append(_NEVER)
+            arrived.append(_NEVER)
+        else:
+            begin = end if end > port[rank] else port[rank]
+            arrives = there[gives] = port[rank] = begin + lasts[message]
+            sent.append(begin)
+            arrived.append(arrives)
+            if blocks:
+                sending[rank] += arrives - end
+                now = arrives
         free[rank] = now
-    return _Replayed(starts=starts, ends=ends, sent=sent, arrived=arrived, sending=sending, free=free)
+    return Replayed(
+        step_s=max(free, default=0.0),
+        num_ranks=num_ranks,
+        sending_s=np.array(sending),
+        starts_s=starts,
+        ends_s=ends,
+        sent_s=sent,
+        arrived_s=arrived,
+    )
+
+
+def _by_rank(replay: Replay, times: Sequence[float]) -> list[list[float]]:
+    """Times of rows as those of every rank's actions."""
+    found: list[list[float]] = [[] for _ in replay.orders]
+    for row, time in zip(replay.rows, times, strict=True):
+        found[row[0]].append(time)
+    return found
 
 
 # ---- what cannot run ----

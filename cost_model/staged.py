@@ -6,7 +6,7 @@ with the replay where it is exact. Memory is counted on the same list: what ever
 forward to its backward pass, and the state of the parameters that its calls take.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import Family
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.pipelines import blocking_message_s, live_stage_micro_batches, unequal_step_s
-from autopar.cost_model.simulate import StageSeconds, peak_held_bytes, shared_step_s, simulate
+from autopar.cost_model.simulate import StageSeconds, most_held, replay_of, replayed, shared_step_s
 from autopar.cost_model.step_assembly import Pipeline, Pipelined
 from autopar.cost_model.step_basis import Passes
 from autopar.cost_model.step_memory import (
@@ -29,7 +29,7 @@ from autopar.cost_model.step_memory import (
     logit_bytes,
     state_bytes,
 )
-from autopar.ir.schedules import SCHEDULES, actions, rank_of_stage
+from autopar.ir.schedules import SCHEDULES, rank_of_stage
 
 Floats = NDArray[Any]
 MOST_ACTIONS = 10_000
@@ -71,43 +71,96 @@ def stages_at(
     return Stages(roles=roles, schedule=schedule, pp=pp, virtual=virtual, micro_batches=micro_batches, runs=runs)
 
 
-def pipeline_of(stages: Stages, engine: Engine, message_exposed: float, ranks_per_core: float = 1.0) -> Pipeline:
-    """How `autopar.cost_model.step.step_seconds` prices these stages. `message_exposed` is the part of a message that
-    its figures count where messages are overlapped; here the list shows what is hidden.
-
-    Where ranks share cores, those that compute are faster while others wait (`shared_step_s`), and the parts are those
-    of the mean rank.
-    """
+def pipeline_of(
+    stages: Stages, engine: Engine, message_exposed: float, ranks_per_core: float = 1.0, *, every_rank: bool = False
+) -> Pipeline:
+    """How `autopar.cost_model.step.step_seconds` prices one layout's stages; see `pipelines_of`. With `every_rank` the
+    parts are arrays of all ranks instead of the slowest one's, or the mean one's."""
+    if not every_rank:
+        return pipelines_of([stages], engine, message_exposed, ranks_per_core)
+    is_overlapped = engine.messages == "overlapped"
 
     def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
-        def of_stages(value: Callable[[Passes], Any]) -> list[float]:
-            return [sum(float(np.max(value(passes[role]))) for role in roles) for roles in stages.roles]
-
-        forward, backward = of_stages(lambda one: one.forward), of_stages(lambda one: one.backward)
-        weight = of_stages(lambda one: np.asarray(one.weight))
-        busy = _per_rank(stages, [f + b for f, b in zip(forward, backward, strict=True)])
-        slowest = int(np.argmax(busy))
-        is_overlapped = engine.messages == "overlapped"
-        one = float(np.max(message)) / (message_exposed if is_overlapped else 1.0)
-        total, sending = _seconds(stages, forward, backward, weight, one, is_overlapped, ranks_per_core)
-        blocks = [float(sum(role not in ENDS for role in stages.of_rank(rank))) for rank in range(stages.pp)]
-        of_rank = np.mean if ranks_per_core > 1 else lambda values: values[slowest]
-        own, waited, held = of_rank(busy), of_rank(sending), of_rank(blocks)
-        return Pipelined(
-            busy=np.asarray([own]),
-            blocks=np.asarray([held]),
-            idle=np.asarray([stages.runs * max(0.0, total - stages.micro_batches * own - waited)]),
-            messages=np.asarray([stages.runs * waited]),
-        )
+        seconds = {
+            role: [float(np.max(one)) for one in (each.forward, each.backward, np.asarray(each.weight))]
+            for role, each in passes.items()
+        }
+        one = whole_message_s(message, engine, message_exposed)
+        busy, blocks, total, sending = _of_ranks(stages, seconds, one, is_overlapped, ranks_per_core)
+        idle = np.maximum(0.0, total - stages.micro_batches * busy - sending)
+        return Pipelined(busy=busy, blocks=blocks, idle=stages.runs * idle, messages=stages.runs * sending)
 
     return priced
 
 
+def whole_message_s(message: Floats, engine: Engine, message_exposed: float) -> float:
+    """Seconds of one message, of which figures of overlapped ones count the part `message_exposed`."""
+    return float(np.max(message)) / (message_exposed if engine.messages == "overlapped" else 1.0)
+
+
+def pipelines_of(
+    stages: Sequence[Stages | None], engine: Engine, message_exposed: float, ranks_per_core: float = 1.0
+) -> Pipeline:
+    """How `autopar.cost_model.step.step_of` prices the stages of every layout; None leaves one out, with zeros.
+
+    `message_exposed` is the part of a message that its figures count where messages are overlapped; here the list shows
+    what is hidden. Where ranks share cores, those that compute are faster while others wait (`shared_step_s`), and the
+    parts are those of the mean rank.
+    """
+    is_overlapped = engine.messages == "overlapped"
+
+    def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+        whole = {
+            role: [np.broadcast_to(one, len(stages)) for one in (each.forward, each.backward, np.asarray(each.weight))]
+            for role, each in passes.items()
+        }
+        one_message = np.broadcast_to(message / (message_exposed if is_overlapped else 1.0), len(stages))
+        found = np.zeros((4, len(stages)))
+        for i, each in enumerate(stages):
+            if each is not None:
+                seconds = {role: [float(column[i]) for column in columns] for role, columns in whole.items()}
+                found[:, i] = _pipelined(each, seconds, float(one_message[i]), is_overlapped, ranks_per_core)
+        return Pipelined(busy=found[0], blocks=found[1], idle=found[2], messages=found[3])
+
+    return priced
+
+
+def _pipelined(
+    stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
+) -> tuple[float, float, float, float]:
+    """What `Pipelined` holds, of forward, backward and weight seconds of every role."""
+    busy, blocks, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
+    slowest = int(np.argmax(busy))
+    own, waited, held = (
+        float(np.mean(values) if ranks_per_core > 1 else values[slowest]) for values in (busy, sending, blocks)
+    )
+    idle = max(0.0, total - stages.micro_batches * own - waited)
+    return own, held, stages.runs * idle, stages.runs * waited
+
+
+def _of_ranks(
+    stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float, NDArray[np.float64]]:
+    """Of every rank: seconds of its passes of a micro-batch and its repeated blocks; seconds of one run; and those that
+    every rank waits for its messages."""
+    roles, counts = counted(stages)
+    forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
+    total, sending = _seconds(stages, forward, backward, weight, message, is_overlapped, ranks_per_core)
+    blocks = _per_rank(stages, counts @ np.array([float(role not in ENDS) for role in roles]))
+    return _per_rank(stages, forward + backward), blocks, total, np.broadcast_to(sending, (stages.pp,))
+
+
+def counted(stages: Stages) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+    """All roles, and how many calls of each every stage has."""
+    roles = tuple(dict.fromkeys(role for own in stages.roles for role in own))
+    return roles, np.array([[own.count(role) for role in roles] for own in stages.roles], dtype=np.float64)
+
+
 def _seconds(
     stages: Stages,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float],
+    forward: Floats,
+    backward: Floats,
+    weight: Floats,
     message: float,
     is_overlapped: bool,
     ranks_per_core: float,
@@ -137,24 +190,57 @@ def _seconds(
         mean = stages.micro_batches * float(np.mean(ranks[0] + ranks[1]))
         shared = float(whole) if ranks_per_core == 1 else max(float(whole) / ranks_per_core, mean)
         return shared + waited, np.full(stages.pp, waited)
-    between = [message] * (len(stages.roles) - 1)
-    seconds = StageSeconds(
-        forward_s=forward,
-        backward_s=backward,
-        input_s=[b - w for b, w in zip(backward, weight, strict=True)],
-        weight_s=weight,
-        forward_message_s=between,
-        backward_message_s=between,
-    )
-    orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
-    found = simulate(orders, seconds, messages="overlapped" if is_overlapped else "blocking")
+    seconds = stage_seconds(forward, backward, weight, message)
+    replay = replay_of(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
+    found = replayed(replay, seconds, messages="overlapped" if is_overlapped else "blocking")
     return shared_step_s(found, ranks_per_core) if ranks_per_core > 1 else found.step_s, found.sending_s
 
 
-def _per_rank(stages: Stages, seconds: Sequence[float]) -> NDArray[np.float64]:
-    found = np.zeros(stages.pp)
-    np.add.at(found, list(stages.ranks), seconds)
+def stage_seconds(forward: Floats, backward: Floats, weight: Floats, message: float) -> StageSeconds:
+    """What a run of a schedule is simulated with: seconds of one micro-batch in every stage, and of a message."""
+    between = [message] * (len(forward) - 1)
+    return StageSeconds(
+        forward_s=forward.tolist(),
+        backward_s=backward.tolist(),
+        input_s=(backward - weight).tolist(),
+        weight_s=weight.tolist(),
+        forward_message_s=between,
+        backward_message_s=between,
+    )
+
+
+def _per_rank(stages: Stages, values: Floats) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = np.bincount(stages.ranks, weights=values, minlength=stages.pp).astype(float)
     return found
+
+
+# ---- memory ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleBytes:
+    """Of every layout by role: bytes that a repeated block keeps of a micro-batch without recomputation, and those of
+    its input; elements of parameters, those of experts apart; and bytes of logits."""
+
+    saved: Mapping[str, Floats]
+    inputs: Mapping[str, Floats]
+    dense: Mapping[str, Floats]
+    expert: Mapping[str, Floats]
+    logits: Floats
+
+
+def role_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> RoleBytes:
+    """What every role keeps and holds, for `memory_of_stages`."""
+    alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
+    found = {role: activations(family, one, layouts, engine, fused=fused) for role, one in alone.items()}
+    works = {role: family.block(role, "tp") for role in family.roles}
+    return RoleBytes(
+        saved={role: saved for role, (saved, _) in found.items()},
+        inputs={role: inputs for role, (_, inputs) in found.items()},
+        dense={role: np.asarray(work.parameters_split + work.parameters_whole) for role, work in works.items()},
+        expert={role: np.asarray(work.parameters_expert / layouts.ep) for role, work in works.items()},
+        logits=logit_bytes(family, shape),
+    )
 
 
 def staged_memory(
@@ -169,48 +255,97 @@ def staged_memory(
     fused: bool,
 ) -> StepMemory:
     """Peak of the fullest rank of one layout, and what makes it up."""
-    kept, working = _kept(stages, family, shape, layouts, engine, fused=fused)
-    held = _held(stages, [sum(kept.get(role, 0.0) for role in roles) for roles in stages.roles])
-    found = []
-    for rank in range(stages.pp):
-        roles = stages.of_rank(rank)
-        dense, expert = _elements(family, roles, layouts, is_tied=bool(np.all(shape.is_tied)))
-        parts = state_bytes(np.asarray([dense]), np.asarray([expert]), shape, layouts, engine)
-        whole = (shape.element_bytes + GRADIENT_BYTES) * (dense + expert)  # with stages a step's weights stay gathered
-        gathered = whole if np.all(layouts.zero >= 3) else 0.0
-        logits = float(np.max(logit_bytes(family, shape))) if "last" in roles else 0.0
-        parts |= {
-            "gathered": np.asarray([gathered]),
-            "activations": np.asarray([held[rank]]),
-            "workspace": np.asarray([max((working.get(role, 0.0) for role in roles), default=0.0)]),
-            "logits": np.asarray([logits]),
-        }
-        held_bytes = float(sum(np.max(part) for part in parts.values()))
-        parts |= {"cache": np.asarray([cache * held_bytes]), "reserve": np.asarray([float(reserve_bytes)])}
-        found.append(parts)
-    totals = [float(np.sum([np.max(part) for part in parts.values()])) for parts in found]
-    fullest = int(np.argmax(totals))
-    return StepMemory(peak_bytes=np.asarray([totals[fullest]]), parts=found[fullest])
+    given: dict[str, Any] = {"reserve_bytes": reserve_bytes, "cache": cache, "fused": fused}
+    return _fullest(memory_of_ranks(stages, family, shape, layouts, engine, **given))
 
 
-def _kept(
-    stages: Stages, family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Per repeated role, bytes kept of a micro-batch, and bytes while it is computed again."""
-    kept, working = {}, {}
-    for role in {role for roles in stages.roles for role in roles if role not in ENDS}:
-        alone = replace(shape, counts=((role, np.ones(1)),))
-        saved, inputs = activations(family, alone, layouts, engine, fused=fused)
-        kept[role] = float(np.max(kept_bytes(saved, inputs, layouts.recompute, engine)))
-        working[role] = float(np.max(saved)) if np.all(layouts.recompute == 2) else 0.0
-    return kept, working
+def memory_of_ranks(
+    stages: Stages,
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+    fused: bool,
+) -> StepMemory:
+    """What every pipeline rank of one layout holds, in arrays of all ranks."""
+    found = role_bytes(family, shape, layouts, engine, fused=fused)
+    return _memory_of_ranks(stages, found, 0, shape, layouts, engine, reserve_bytes=reserve_bytes, cache=cache)
 
 
-def _held(stages: Stages, held_bytes: Sequence[float]) -> NDArray[np.float64]:
+def memory_of_stages(
+    stages: Stages,
+    blocks: RoleBytes,
+    index: int,
+    shape: Shape,
+    layout: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+) -> StepMemory:
+    """As `staged_memory`, of the one of several layouts that has this `index` in `blocks`."""
+    given: dict[str, Any] = {"reserve_bytes": reserve_bytes, "cache": cache}
+    return _fullest(_memory_of_ranks(stages, blocks, index, shape, layout, engine, **given))
+
+
+def _fullest(found: StepMemory) -> StepMemory:
+    """The rank that holds most."""
+    rank = int(np.argmax(found.peak_bytes))
+    parts = {name: part[rank : rank + 1] for name, part in found.parts.items()}
+    return StepMemory(peak_bytes=found.peak_bytes[rank : rank + 1], parts=parts)
+
+
+def _memory_of_ranks(
+    stages: Stages,
+    blocks: RoleBytes,
+    index: int,
+    shape: Shape,
+    layout: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+) -> StepMemory:
+    roles, counts = counted(stages)
+    of_ranks = np.zeros((stages.pp, len(roles)))
+    np.add.at(of_ranks, list(stages.ranks), counts)
+
+    def of_roles(values: Mapping[str, Floats]) -> NDArray[np.float64]:
+        return np.array([float(_at(values[role], index)) if role in values else 0.0 for role in roles])
+
+    is_end = np.array([role in ENDS for role in roles])
+    saved, dense = of_roles(blocks.saved), of_roles(blocks.dense)
+    ends = of_ranks * (is_end * dense)
+    elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(shape.is_tied) else ends.sum(axis=1))
+    experts = of_ranks @ of_roles(blocks.expert)
+    parts = state_bytes(elements, experts, shape, layout, engine)
+    whole = (shape.element_bytes + GRADIENT_BYTES) * (elements + experts)  # a step's weights stay gathered with stages
+    working = np.where((of_ranks > 0) & np.all(layout.recompute == 2), saved, 0.0).max(axis=1)
+    has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
+    parts |= {
+        "gathered": np.where(np.all(layout.zero >= 3), whole, 0.0),
+        "activations": _held(stages, counts @ kept_bytes(saved, of_roles(blocks.inputs), layout.recompute, engine)),
+        "workspace": working,
+        "logits": np.where(has_last, float(_at(blocks.logits, index)), 0.0),
+    }
+    parts |= {"cache": np.asarray(cache * sum(parts.values())), "reserve": np.full(stages.pp, float(reserve_bytes))}
+    parts = {name: np.broadcast_to(part, (stages.pp,)) for name, part in parts.items()}
+    return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
+
+
+def _at(values: Floats, index: int) -> Any:
+    values = np.asarray(values).reshape(-1)
+    return values[index if len(values) > 1 else 0]
+
+
+def _held(stages: Stages, held_bytes: Floats) -> NDArray[np.float64]:
     """The most that every rank holds for backward passes at once."""
     if stages.num_actions <= MOST_ACTIONS:
-        orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
-        return peak_held_bytes(orders, held_bytes)
+        counts = most_held(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
+        return np.array([float(np.max(rows @ held_bytes)) for rows in counts])
     live = live_stage_micro_batches(
         stages.schedule,
         pp=stages.pp,
@@ -220,20 +355,3 @@ def _held(stages: Stages, held_bytes: Sequence[float]) -> NDArray[np.float64]:
     )
     found: NDArray[np.float64] = np.asarray(live) / stages.virtual * _per_rank(stages, held_bytes)
     return found
-
-
-def _elements(family: Family[Any], roles: Sequence[str], layouts: Layouts, *, is_tied: bool) -> tuple[float, float]:
-    """Parameters of a rank, those of experts apart."""
-    dense = expert = 0.0
-    ends = []
-    for role in roles:
-        work = family.block(role, "tp")
-        own = float(np.max(work.parameters_split + work.parameters_whole))
-        experts = float(np.max(work.parameters_expert / layouts.ep))
-        if role in ENDS:
-            ends.append((role, own))
-        else:
-            dense += own
-        expert += experts
-    of_ends = [sum(own for role, own in ends if role == end) for end in ENDS]
-    return dense + (max(of_ends) if is_tied else sum(of_ends)), expert

@@ -67,7 +67,26 @@ def step_seconds(
     With a `pipeline` its stages count; without one, blocks are cut evenly and the closed form of 1F1B holds.
     """
     basis = Basis(shape=shape, machine=machine, engine=engine, mechanisms=mechanisms, in_float8=in_float8, fused=fused)
-    roles = repeated_roles(shape)
+    return step_of(basis, layouts, priced_blocks(basis, family, layouts), pipeline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedBlocks:
+    """What a step is put together from, and what makes every repeated block's seconds up; the same for any stages and
+    recomputation."""
+
+    prices: StepPrices
+    parts: Mapping[str, BlockParts]
+
+    @property
+    def weights(self) -> dict[str, Floats]:
+        """Seconds of gradients of weights by role, as in `Passes.weight`."""
+        return {role: one.weight for role, one in self.parts.items()}
+
+
+def priced_blocks(basis: Basis, family: Family[Any], layouts: Layouts) -> PricedBlocks:
+    """The blocks of every layout, and what moves between its data-parallel ranks."""
+    roles = repeated_roles(basis.shape)
     found = {role: block_prices(basis, family, layouts, role) for role in roles}
     has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
     prices = StepPrices(
@@ -78,12 +97,16 @@ def step_seconds(
         end_gathers=end_gathers(basis, family, layouts) if has_end_gathers else np.zeros(1),
         data=lambda per_rank: data_prices(basis, family, layouts, per_rank),
     )
-    parts = {role: one for role, (_, one) in found.items()}
-    step = assembled(basis, layouts, prices, pipeline, {role: one.weight for role, one in parts.items()})
+    return PricedBlocks(prices=prices, parts={role: one for role, (_, one) in found.items()})
+
+
+def step_of(basis: Basis, layouts: Layouts, blocks: PricedBlocks, pipeline: Pipeline | None = None) -> StepSeconds:
+    """The step of every layout, whose blocks are priced, under its stages and recomputation."""
+    step = assembled(basis, layouts, blocks.prices, pipeline, blocks.weights)
     return StepSeconds(
         seconds=step.seconds,
-        parts=_parts(basis, layouts, prices, parts, step),
-        hidden=_hidden(basis, layouts, prices, parts, step),
+        parts=_parts(basis, layouts, blocks.prices, blocks.parts, step),
+        hidden=_hidden(basis, layouts, blocks.prices, blocks.parts, step),
     )
 
 

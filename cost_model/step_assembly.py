@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.layout import Layouts
+from autopar.cost_model.offload import offloaded
 from autopar.cost_model.step_basis import Basis, Floats, Passes, repeated_roles, weighted
 from autopar.cost_model.step_blocks import BlockPrices
 from autopar.cost_model.step_data import DataPrices, Gathers, State, with_gathers
@@ -79,10 +80,7 @@ def assembled(
     """Put the step of every layout together. A `pipeline` is told of every role's passes, with `weights` as
     `Passes.weight`."""
     mechanisms, n = basis.mechanisms, layouts.micro_batches
-    computing = {role: _recomputed(layouts, one) for role, one in prices.blocks.items()}
-    passes = computing
-    if prices.gathers:
-        passes = {role: with_gathers(basis, layouts, one, prices.gathers[role]) for role, one in computing.items()}
+    computing, passes = _with_and_without_gathers(basis, layouts, prices)
     shares = repeated_roles(basis.shape)
     mean = Passes(
         forward=weighted([(share, passes[role].forward) for role, share in shares.items()]),
@@ -92,12 +90,13 @@ def assembled(
     if pipeline is None:
         own = _evenly_cut(basis, layouts, mean.both, prices, message)
     else:
-        known = {role: replace(one, weight=(weights or {}).get(role, 0.0)) for role, one in passes.items()}
-        own = pipeline({**known, "first": prices.first, "last": prices.last}, message)
+        own = pipeline(_of_roles(prices, passes, weights or {}), message)
     data = prices.data(own.blocks)
     sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both)
-    optimizer = _optimizer(basis, layouts, data.state)
-    adding = _accumulation(basis, layouts, data.state)
+    if basis.engine.optimizer_place == "host":
+        optimizer, adding = offloaded(basis, layouts, data.state, own.blocks * mean.backward), np.zeros(1)
+    else:
+        optimizer, adding = _optimizer(basis, layouts, data.state), _accumulation(basis, layouts, data.state)
     ends = np.where((layouts.zero >= 3) & (layouts.pp == 1), prices.end_gathers, 0.0) * n
     straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
     return Assembled(
@@ -116,6 +115,28 @@ def assembled(
 
 
 # ---- blocks and stages ----
+
+
+def passes_of_roles(
+    basis: Basis, layouts: Layouts, prices: StepPrices, weights: Mapping[str, Floats]
+) -> dict[str, Passes]:
+    """What a `Pipeline` is told: seconds of one micro-batch in every role."""
+    return _of_roles(prices, _with_and_without_gathers(basis, layouts, prices)[1], weights)
+
+
+def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes], weights: Mapping[str, Floats]) -> dict[str, Passes]:
+    known = {role: replace(one, weight=weights.get(role, 0.0)) for role, one in blocks.items()}
+    return {**known, "first": prices.first, "last": prices.last}
+
+
+def _with_and_without_gathers(
+    basis: Basis, layouts: Layouts, prices: StepPrices
+) -> tuple[dict[str, Passes], dict[str, Passes]]:
+    """Passes of every repeated block, alone and beside the collectives of ZeRO."""
+    computing = {role: _recomputed(layouts, one) for role, one in prices.blocks.items()}
+    if not prices.gathers:
+        return computing, computing
+    return computing, {role: with_gathers(basis, layouts, one, prices.gathers[role]) for role, one in computing.items()}
 
 
 def recomputing(layouts: Layouts, prices: BlockPrices) -> Floats:

@@ -12,18 +12,21 @@ from autopar.cost_model.engine import Engine
 from autopar.cost_model.layout import Shape
 from autopar.cost_model.links import Links
 from autopar.cost_model.mechanisms import Mechanisms
+from autopar.ir.device import HostShare
 
 Floats = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One kind of device and its links, as the time model uses them. `ranks_per_core`: `Measurement` has it."""
+    """One kind of device and its links, as the time model uses them. `ranks_per_core`: `Measurement` has it; `host` is
+    what a device has of its host, where that is known."""
 
     speeds: Speeds
     links: Links
     overlap_slowdown: float
     ranks_per_core: float = 1.0
+    host: HostShare | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from autopar.cost_model.distinct import spread
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import BlockWork, Family
 from autopar.cost_model.layout import Layouts, Shape
+from autopar.cost_model.offload import device_state_bytes
 
 Floats = NDArray[Any]
 FLOAT_BYTES = 4
@@ -173,6 +174,8 @@ def _gathered(shape: Shape, layouts: Layouts, elements: Floats, per_rank: Floats
 def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
     """Bytes of a rank's parameters, of their gradients and of the optimizer's state; `expert` elements have fewer ranks
     to be divided over."""
+    if engine.optimizer_place == "host":
+        return device_state_bytes(elements, expert, shape, layouts)
     divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
     if shape.element_bytes == FLOAT_BYTES:  # no master copy: the optimizer has Adam's moments alone
         divided = 2 * FLOAT_BYTES

@@ -25,9 +25,10 @@ class Baseline:
 
 def baselines(found: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
     """Those that the space has, each with its smallest micro-batch."""
+    whole = found.num_devices == cluster.num_devices
     per_host = min(group.devices_per_host for group in cluster.groups)
     sharded = (found.dp_replicate == 1) & (found.pp == 1) & (found.zero == 3)
-    in_host = _largest_up_to(found.tp, per_host)
+    in_host = _largest_up_to(found.tp[whole], per_host)
     staged = (found.pp > 1) & (found.schedule == NAMES.index("1f1b")) & (found.zero == 1) & (found.dp_replicate == 1)
     wanted = {
         "FSDP": sharded & (found.tp == 1),
@@ -36,7 +37,7 @@ def baselines(found: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
     }
     rows = []
     for name, mask in wanted.items():
-        index = np.flatnonzero(mask)
+        index = np.flatnonzero(mask & whole)
         if len(index):
             order = np.lexsort((found.micro_batch[index], found.pp[index]))
             rows.append(Baseline(name=name, index=int(index[order[0]])))

@@ -1,7 +1,7 @@
 """Best first over lower bounds: which candidates to price exactly, in which order, and when the best is proven.
 
 Candidates are priced in the order of their bounds until no bound is below the best price. Those of one *class* differ
-in nothing that their pipelines feel, so that what the exact price of one adds to its bound is added to all of them.
+in nothing that their pipelines feel, so that what the exact pipeline of one adds to its bound is added to all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 ROUNDING = 1e-9  # of a price: bounds above it by less are not below it
+AHEAD = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,32 +54,63 @@ def best_first(
     first: Sequence[int] = (),
     most: int,
     goes_on: Callable[[], bool] = lambda: True,
+    ties: Floats | None = None,
+    ahead: Callable[[Sequence[int]], None] = lambda _: None,
+    added: Callable[[int, Integers], Floats | float] | None = None,
+    tell: Callable[[float, float], None] = lambda best, bound: None,
 ) -> Proof:
     """Price at most `most` candidates, `first` those named, while `goes_on` or none fits yet; infinite bounds are left
-    out."""
+    out. Of equal bounds that with the smallest of `ties` comes first, or the first one. `ahead` is told which are
+    likely to be asked for next, as it is cheaper to price some together. `added` is what the exact price of a candidate
+    adds to the bounds of others of its class; by default as much as to its own. `tell` hears the best value so far and
+    the smallest bound."""
     left = bounds.copy()
     found: list[Exact] = []
     best = np.inf
+    told = set(first)
+    ahead(list(first))
 
     def take(index: int) -> None:
         nonlocal best, left
+        if index not in told:
+            likely = _likely(left, classes, best)
+            told.update(likely, (index,))
+            ahead(likely)
         value = price(index)
         found.append(Exact(index=index, value=value))
         bound = bounds[index]
         left[index] = np.inf
         if np.isfinite(value):
             best = min(best, value)
-            alike = (classes == classes[index]) & np.isfinite(left)
-            left[alike] = np.maximum(left[alike], bounds[alike] + max(0.0, value - bound) * (1 - ROUNDING))
+            alike = np.flatnonzero((classes == classes[index]) & np.isfinite(left))
+            more = max(0.0, value - bound) if added is None else added(index, alike)
+            left[alike] = np.maximum(left[alike], bounds[alike] + more * (1 - ROUNDING))
 
     for index in dict.fromkeys(first):
         if np.isfinite(left[index]) and len(found) < most and goes_on():
             take(index)
     while len(found) < most and (goes_on() or not np.isfinite(best)):
-        index = int(np.argmin(left)) if len(left) else -1
+        index = _smallest(left, ties) if len(left) else -1
         if index < 0 or left[index] >= best * (1 - ROUNDING) or not np.isfinite(left[index]):
             return Proof(priced=tuple(found), bound=best, is_proven=True)
+        tell(best, float(left[index]))
         take(index)
     remaining = float(left.min()) if len(left) else np.inf
     proven = remaining >= best * (1 - ROUNDING)
     return Proof(priced=tuple(found), bound=min(best, remaining), is_proven=bool(proven))
+
+
+def _smallest(left: Floats, ties: Floats | None) -> int:
+    first = int(np.argmin(left))
+    if ties is None or not np.isfinite(left[first]):
+        return first
+    alike = np.flatnonzero(left <= left[first])
+    return int(alike[np.argmin(ties[alike])])
+
+
+def _likely(left: Floats, classes: Integers, best: float) -> list[int]:
+    """The first of each class that is below the best price, from the smallest bound on."""
+    below = np.flatnonzero(left < best)
+    order = below[np.argsort(left[below], kind="stable")]
+    first = np.sort(np.unique(classes[order], return_index=True)[1])
+    return [int(index) for index in order[first][:AHEAD]]

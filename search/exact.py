@@ -1,27 +1,44 @@
-"""One candidate, priced as it would run: its stages cut by the seconds of its blocks, its action list replayed.
+"""Candidates, priced as they would run: their stages cut by the seconds of their blocks, their action lists replayed.
 
 Cuts make the slowest stage fastest. Recomputation covers the fewest blocks of every stage that let the plan fit. What
-is priced is what `autopar.estimate` prints for the plan.
+is priced is what `autopar.estimate` prints for the plan. Candidates of one tensor degree are prepared together: all but
+cuts, stages and their memory is arithmetic on arrays.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.pricing import Pricing, Question, layouts_of
+from autopar.cost_model.pricing import (
+    Pricing,
+    Question,
+    family_at,
+    layouts_of_degrees,
+    memory_between,
+    ranks_per_core,
+    shape_of,
+    step_between,
+)
 from autopar.cost_model.program_works import ProgramWorks
-from autopar.cost_model.step import StepSeconds
-from autopar.cost_model.step_memory import StepMemory
+from autopar.cost_model.staged import Stages, memory_of_stages, pipelines_of, role_bytes, stages_at
+from autopar.cost_model.step import StepSeconds, priced_blocks, step_of
+from autopar.cost_model.step_assembly import passes_of_roles
+from autopar.cost_model.step_basis import Basis, Floats
+from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
-from autopar.ir.sharding import Mesh
 from autopar.search.cuts import partition
-from autopar.search.screen import Machinery
+from autopar.search.screen import Machinery, pipeline_seconds
+
+LEVELS = (0, 2)  # of recomputation: none and full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits."""
+    """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits. `pipelines` are
+    seconds of its pipeline without recomputation and, if it recomputes, with all of it; none with one stage."""
 
     degrees: Degrees
     cuts: tuple[int, ...]
@@ -30,84 +47,212 @@ class Priced:
     fits: bool
     step: StepSeconds
     memory: StepMemory
+    pipelines: tuple[float, ...] = ()
 
 
 def priced(
-    works: ProgramWorks, degrees: Degrees, cluster: ClusterSpec, on: Machinery, *, moved: tuple[int, int] = (0, 0)
+    works: ProgramWorks,
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    on: Machinery,
+    *,
+    moved: tuple[int, int] = (0, 0),
+    least_memory: bool = False,
 ) -> Priced:
-    """Price `degrees`, which recompute nothing, with as much recomputation as they need. `works` are those of labels
-    for their tensor degree. So many blocks as `moved` says are moved out of the first and the last stage."""
-    works = at_mesh(works, degrees)
-    plain = _pricing(works, degrees, cluster, on)
-    cuts = stage_cuts(works, plain, moved) if degrees.num_stages > 1 else ()
-
-    def recomputing(blocks: int) -> _Recomputing:
-        return _recomputing(plain, cuts, blocks, on)
-
-    most = -(-sum(count for _, count in works.counts) // degrees.num_stages)  # blocks of a stage
-    found = recomputing(0)
-    if not found.fits:
-        found, least = recomputing(most), 0
-        while found.fits and found.blocks - least > 1:
-            one = recomputing((found.blocks + least) // 2)
-            found, least = (one, least) if one.fits else (found, one.blocks)
-    layouts = layouts_of(works, found.pricing.question)
-    step = found.pricing.step(layouts)
-    return Priced(
-        degrees=found.pricing.question.degrees,
-        cuts=cuts,
-        seconds=float(np.max(step.seconds)),
-        needed_bytes=found.needed_bytes,
-        fits=found.fits,
-        step=step,
-        memory=found.memory,
-    )
+    """Price `degrees`, which recompute nothing, with as much recomputation as they need, or with none or all of it
+    where what counts is the `least_memory`. `works` are those of labels for their tensor degree. So many blocks as
+    `moved` says are moved out of the first and the last stage."""
+    return Prepared(works, [degrees], cluster, on, least_memory=least_memory).priced({0: moved})[0]
 
 
-def at_mesh(works: ProgramWorks, degrees: Degrees) -> ProgramWorks:
-    """The same labels on a mesh of other degrees."""
-    mesh = degrees.mesh if len(degrees.mesh.names) == len(works.mesh.names) else None
-    if mesh is None:  # the tensor degree in two: the labels' own
-        mesh = Mesh(works.mesh.names, (degrees.dp, *works.mesh.degrees[1:]))
-    return replace(works, mesh=mesh)
+class Prepared:
+    """Candidates of one tensor degree, all with several stages or all with one, whose blocks are priced.
 
+    Other cuts of a candidate are priced without pricing its blocks again.
+    """
 
-def stage_cuts(works: ProgramWorks, pricing: Pricing, moved: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
-    """The calls before which stages begin: the slowest stage is as fast as can be, the ends taken to be slower by as
-    many blocks as are `moved` out of them."""
-    passes = pricing.passes(layouts_of(works, pricing.question))
-    seconds = {role: float(np.max(one.both)) for role, one in passes.items()}
-    weights = [seconds[role] if role else 0.0 for role in works.calls]
-    block = sum(count * seconds[role] for role, count in works.counts) / sum(count for _, count in works.counts)
-    for end, count in zip((0, -1), moved, strict=True):
-        weights[end] += count * block
-    return partition(weights, pricing.question.degrees.num_stages, can_be_alone=[bool(role) for role in works.calls])
+    def __init__(
+        self,
+        works: ProgramWorks,
+        degrees: Sequence[Degrees],
+        cluster: ClusterSpec,
+        on: Machinery,
+        *,
+        least_memory: bool = False,
+    ) -> None:
+        self.works, self.degrees, self.on, self.least_memory = works, degrees, on, least_memory
+        self.sharing = ranks_per_core(on.machine, cluster)
+        beyond = on.beyond
+        self.layouts = [
+            layouts_of_degrees(works, degrees, recompute=level, cp=beyond.cp, ep=beyond.ep) for level in LEVELS
+        ]
+        self.allowed = np.broadcast_to(on.allows(works, self.layouts[0]), len(degrees))
+        self.shape, self.fused = shape_of(works), on.engine.attention == "fused"
+        self.family = family_at(works, self.layouts[0], on.mechanisms)
+        self.basis = Basis(
+            shape=self.shape,
+            machine=on.machine.machine,
+            engine=on.engine,
+            mechanisms=on.mechanisms,
+            in_float8=on.precision == "fp8",
+            fused=self.fused,
+        )
+        self.blocks = priced_blocks(self.basis, self.family, self.layouts[0])
+        self.num_blocks = sum(count for _, count in works.counts)
+        self.is_staged = degrees[0].num_stages > 1
+        self.of_roles = role_bytes(self.family, self.shape, self.layouts[0], on.engine, fused=self.fused)
+
+    def priced(self, moved: Mapping[int, tuple[int, int]]) -> dict[int, Priced]:
+        """The price of every candidate whose position is a key, with so many blocks moved out of its end stages."""
+        cuts = self._cuts(moved) if self.is_staged else dict.fromkeys(moved, ())
+        stages = {i: _stages(self.works, self.degrees[i], cuts[i]) for i in moved if self.is_staged}
+        memories = self._memories(list(moved), stages)
+        found = {i: self._recomputing(i, memories[i]) for i in moved}
+        steps = self._steps(stages, {i: one.share for i, one in found.items()})
+        return {i: _priced(one, cuts[i], steps[i]) for i, one in found.items()}
+
+    def _cuts(self, moved: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+        """The calls before which stages begin: the slowest stage is as fast as can be, the ends taken to be slower by
+        as many blocks as are moved out of them; or those that are pinned."""
+        if (cuts := self.on.pinned.cuts) is not None:
+            return dict.fromkeys(moved, cuts)
+        passes = passes_of_roles(self.basis, self.layouts[0], self.blocks.prices, self.blocks.weights)
+        both = {role: np.broadcast_to(one.both, len(self.degrees)) for role, one in passes.items()}
+        found = {}
+        for i, of_ends in moved.items():
+            seconds = {role: float(column[i]) for role, column in both.items()}
+            weights = [seconds[role] if role else 0.0 for role in self.works.calls]
+            block = sum(count * seconds[role] for role, count in self.works.counts) / self.num_blocks
+            for end, count in zip((0, -1), of_ends, strict=True):
+                weights[end] += count * block
+            can_be_alone = [bool(role) for role in self.works.calls]
+            found[i] = partition(weights, self.degrees[i].num_stages, can_be_alone=can_be_alone)
+        return found
+
+    def _memories(self, wanted: Sequence[int], stages: Mapping[int, Stages]) -> dict[int, list[StepMemory]]:
+        """Memory of every wanted candidate without recomputation and with all of it."""
+        given: dict[str, Any] = {
+            "reserve_bytes": self.on.machine.profile.reserve_bytes,
+            "cache": self.on.mechanisms.allocator_cache,
+        }
+        if self.is_staged:
+            return {
+                i: [
+                    memory_of_stages(stages[i], self.of_roles, i, self.shape, layouts.at([i]), self.on.engine, **given)
+                    for layouts in self.layouts
+                ]
+                for i in wanted
+            }
+        found = [
+            step_memory(self.family, self.shape, layouts, self.on.engine, fused=self.fused, **given)
+            for layouts in self.layouts
+        ]
+        return {
+            i: [StepMemory(peak_bytes=_one(one.peak_bytes, i), parts=_each(one.parts, i)) for one in found]
+            for i in wanted
+        }
+
+    def _recomputing(self, index: int, memories: Sequence[StepMemory]) -> "_Recomputing":
+        """The fewest blocks of every stage that let a candidate fit, or all where none do; none or all of them where
+        what counts is the least memory; or as many as are pinned."""
+        degrees, capacity = self.degrees[index], self.on.capacity_bytes
+
+        def recomputing(blocks: int) -> _Recomputing:
+            every = blocks * degrees.num_stages >= self.num_blocks
+            share = 1.0 if every else blocks * degrees.num_stages / self.num_blocks
+            memory = memory_between(share, memories[:1] if not blocks else memories[1:] if every else memories)
+            needed = float(sum(np.max(part) for name, part in memory.parts.items() if name != "cache"))
+            again = replace(degrees, recompute="full", recompute_blocks=None if every else blocks)
+            return _Recomputing(
+                degrees=again if blocks else degrees,
+                blocks=blocks,
+                share=share,
+                memory=memory,
+                needed_bytes=needed,
+                fits=needed <= capacity and bool(self.allowed[index]),
+            )
+
+        most = -(-self.num_blocks // degrees.num_stages)
+        if self.on.pinned.recompute_blocks is not None:
+            return recomputing(min(self.on.pinned.recompute_blocks, most))
+        found, least = recomputing(0), 0
+        if self.least_memory:
+            return min(found, recomputing(most), key=lambda one: one.needed_bytes)
+        if not found.fits:
+            found = recomputing(most)
+            while found.fits and found.blocks - least > 1:
+                one = recomputing((found.blocks + least) // 2)
+                found, least = (one, least) if one.fits else (found, one.blocks)
+        return found
+
+    def _steps(self, stages: Mapping[int, Stages], shares: Mapping[int, float]) -> dict[int, list[StepSeconds]]:
+        """Every step without recomputation and with all of it, or without stages only the one of them that runs."""
+        found: dict[int, list[StepSeconds]] = {i: [] for i in shares}
+        for level, layouts in zip(LEVELS, self.layouts, strict=True):
+            wanted = [i for i, share in shares.items() if (share < 1 or self.is_staged if level == 0 else share > 0)]
+            if not wanted:
+                continue
+            pipeline = None
+            if self.is_staged:
+                each = [stages[i] if i in wanted else None for i in range(len(self.degrees))]
+                pipeline = pipelines_of(each, self.on.engine, self.on.mechanisms.message_exposed, self.sharing)
+            step = step_of(self.basis, layouts, self.blocks, pipeline)
+            for i in wanted:
+                found[i].append(
+                    StepSeconds(seconds=_one(step.seconds, i), parts=_each(step.parts, i), hidden=_each(step.hidden, i))
+                )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recomputing:
     """A plan that recomputes in some blocks of every stage, and what it needs."""
 
+    degrees: Degrees
     blocks: int
-    pricing: Pricing
+    share: float
     memory: StepMemory
     needed_bytes: float
     fits: bool
 
 
-def _recomputing(plain: Pricing, cuts: tuple[int, ...], blocks: int, on: Machinery) -> _Recomputing:
-    works, degrees = plain.works, plain.question.degrees
-    if blocks:
-        every = blocks * degrees.num_stages >= sum(count for _, count in works.counts)
-        degrees = replace(degrees, recompute="full", recompute_blocks=None if every else blocks)
-    pricing = plain.of(replace(plain.question, degrees=degrees, cuts=cuts))
-    memory = pricing.memory(layouts_of(works, pricing.question))
-    needed = float(sum(np.max(part) for name, part in memory.parts.items() if name != "cache"))
-    return _Recomputing(
-        blocks=blocks, pricing=pricing, memory=memory, needed_bytes=needed, fits=needed <= on.capacity_bytes
+def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeconds]) -> Priced:
+    step = step_between(found.share, steps)
+    return Priced(
+        degrees=found.degrees,
+        cuts=cuts,
+        seconds=float(np.max(step.seconds)),
+        needed_bytes=found.needed_bytes,
+        fits=found.fits,
+        step=step,
+        memory=found.memory,
+        pipelines=tuple(float(np.max(pipeline_seconds(one))) for one in steps) if cuts else (),
     )
 
 
-def _pricing(works: ProgramWorks, degrees: Degrees, cluster: ClusterSpec, on: Machinery) -> Pricing:
-    question = Question(cluster=cluster, degrees=degrees, engine=on.engine, precision=on.precision)
+def _stages(works: ProgramWorks, degrees: Degrees, cuts: tuple[int, ...]) -> Stages:
+    return stages_at(
+        works.calls,
+        cuts,
+        schedule=degrees.schedule,
+        pp=degrees.pp,
+        virtual=degrees.virtual_stages,
+        micro_batches=degrees.micro_batches,
+        runs=degrees.accumulate,
+    )
+
+
+def _one(values: Floats, index: int) -> Floats:
+    """The value of one candidate; an array of one value is that of all."""
+    column = np.asarray(values).reshape(-1)
+    return column[index : index + 1] if len(column) > 1 else column
+
+
+def _each(values: Mapping[str, Floats], index: int) -> dict[str, Floats]:
+    return {name: _one(value, index) for name, value in values.items()}
+
+
+def pricing_of(works: ProgramWorks, plan: Priced, cluster: ClusterSpec, on: Machinery) -> Pricing:
+    """A priced plan's question, for what a report asks beside its price."""
+    question = Question(cluster=cluster, degrees=plan.degrees, engine=on.engine, precision=on.precision, cuts=plan.cuts)
     return Pricing(works, question, on.machine, on.mechanisms, on.precision)

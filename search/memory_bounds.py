@@ -1,11 +1,14 @@
-"""Memory of many candidates at once, and how many blocks must be recomputed for them to fit.
+"""The least memory of many candidates at once, and how many blocks must be recomputed for them to fit.
 
 Counted on the first and the last pipeline rank, by the same formulas as `autopar.cost_model.staged`, with the cuts of
 `autopar.search.even_cuts`: state of the rank's parameters, what ZeRO 3 gathers, activations of the micro-batches in
 flight, logits. Recomputing in a part of the blocks keeps as much less, plus one block's values while it is computed
-again. The candidate that is chosen is counted once more on its own stages.
+again. A rank with several stages holds more micro-batches of some than of others; where the order of passes does not
+say of which, they count as those of its smallest stage. The candidate that is chosen is counted once more on its own
+stages.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import Family
 from autopar.cost_model.layout import Layouts, Shape
-from autopar.cost_model.pipelines import live_stage_micro_batches
+from autopar.cost_model.pipelines import live_stage_micro_batches, warm_up_passes
 from autopar.cost_model.step_memory import (
     GATHERED_BLOCKS,
     GRADIENT_BYTES,
@@ -28,17 +31,23 @@ from autopar.search.even_cuts import EvenCuts
 from autopar.search.pipeline_bounds import IS_V, NAMES
 
 Floats = NDArray[Any]
+# what a rank holds of a model, by the names of `autopar.cost_model.step_memory`; activations with what recomputation
+# of a block needs
+PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "activations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBounds:
     """Bytes of the fullest rank without recomputation and with all of it, what of the former is state and gathered
-    weights, and the least part of the blocks that must be recomputed to fit: above 1 where that does not help."""
+    weights, the least part of the blocks that must be recomputed to fit: above 1 where that does not help. `largest`
+    is the part of `PARTS`, by its position, that holds most of the fullest rank with whichever recomputation holds
+    less."""
 
     without: Floats
     recomputed: Floats
     state: Floats
     share: Floats
+    largest: Floats
 
 
 def memory_bounds(
@@ -57,33 +66,55 @@ def memory_bounds(
     saved, inputs = activations(family, shape, layouts, engine, fused=fused)
     kept = [kept_bytes(saved, inputs, np.asarray(level), engine) for level in (0, 2)]
     found: list[tuple[Floats, Floats, Floats]] = []
-    for is_last in (False, True):
-        blocks, ends = _own(schedule, layouts, cuts, is_last)
-        state = reserve_bytes + _state(family, shape, layouts, engine, blocks, ends)
-        state = state + np.where(ends[1], logit_bytes(family, shape), 0.0)
-        rank = np.where(is_last, layouts.pp - 1, 0)
-        live = _live(schedule, layouts, rank)
-        each = np.where(layouts.pp > 1, live / layouts.virtual, 1.0) * blocks
-        found.append((state, each * kept[0], each * kept[1]))
-    shares = [_share(capacity_bytes, *one, working=saved) for one in found]
-    totals = [[state + a for state, a, _ in found], [state + b + saved for state, _, b in found]]
+    states: list[dict[str, Floats]] = []
+    owned = [_own(schedule, layouts, cuts, is_last) for is_last in (False, True)]
+    # a rank without a repeated block computes nothing again, and may be the fullest
+    working = np.where((owned[0][0] > 0) & (owned[1][0] > 0), saved, 0.0)
+    for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
+        parts = _state(family, shape, layouts, engine, blocks, ends)
+        parts["logits"] = np.where(ends[1], logit_bytes(family, shape), 0.0)
+        states.append(parts)
+        state = reserve_bytes + np.asarray(sum(parts.values()))
+        held = np.where(layouts.pp > 1, _held_blocks(schedule, layouts, cuts, blocks, is_last), blocks)
+        found.append((state, held * kept[0], held * kept[1]))
+    shares = [_share(capacity_bytes, *one, working=working) for one in found]
+    totals = [[state + a for state, a, _ in found], [state + b + working for state, _, b in found]]
+    least = [np.minimum(*each) for each in zip(*totals, strict=True)]
+    again = np.maximum(*totals[1]) < np.maximum(*totals[0])
+    by_part = [
+        state | {"activations": np.where(again, b + working, a)} for state, (_, a, b) in zip(states, found, strict=True)
+    ]
     return MemoryBounds(
         without=np.maximum(*totals[0]),
         recomputed=np.maximum(*totals[1]),
         state=np.where(totals[0][0] >= totals[0][1], found[0][0], found[1][0]),
         share=np.maximum(*shares),
+        largest=np.where(least[0] >= least[1], *(_largest(parts) for parts in by_part)),
     )
 
 
-def _live(schedule: NDArray[np.int64], layouts: Layouts, rank: Floats) -> Floats:
-    """Pairs of stage and micro-batch that a rank holds at once."""
+def _held_blocks(
+    schedule: NDArray[np.int64], layouts: Layouts, cuts: EvenCuts, blocks: Floats, is_last: bool
+) -> Floats:
+    """Blocks of the first or the last rank, of one micro-batch each, that it holds at once."""
     found = np.zeros(schedule.shape)
     for position in np.unique(schedule):
         mine = schedule == position
-        one = layouts.at(mine)
-        found[mine] = live_stage_micro_batches(
-            NAMES[position], pp=one.pp, virtual_stages=one.virtual, micro_batches=one.micro_batches, rank=rank[mine]
-        )
+        one, name = layouts.at(mine), NAMES[position]
+        p, v, n = one.pp, np.maximum(one.virtual, 1), one.micro_batches
+        first, last, least = (np.broadcast_to(x, mine.shape)[mine] for x in (cuts.first, cuts.last, cuts.least))
+        run: dict[str, Any] = {"pp": p, "virtual_stages": v, "micro_batches": n, "rank": p - 1 if is_last else 0 * p}
+        live = live_stage_micro_batches(name, **run)
+        if IS_V[position]:
+            held = live * (least if is_last else np.minimum(first, last))
+        else:  # micro-batches go through a rank's stages in rounds until the first comes back
+            warm, in_round = warm_up_passes(name, **run), n // np.maximum(1, n // p)
+            rounds, rest = np.divmod(warm, in_round * v)
+            of_end = rounds * in_round + np.clip(rest - (v - 1 if is_last else 0) * in_round, 0, in_round)
+            end = last if is_last else first
+            held = np.maximum(of_end * end + (warm - of_end) * least, live * np.minimum(end, least))
+        own = np.broadcast_to(blocks, mine.shape)[mine]
+        found[mine] = np.where(v == 1, live * own, np.minimum(held, live / v * own))
     return found
 
 
@@ -104,9 +135,15 @@ def _own(
     return np.where(alone, cuts.first, blocks), (alone | has_first, alone | (is_v == has_first))
 
 
+def _largest(parts: Mapping[str, Floats]) -> Floats:
+    """The position of the largest part."""
+    every = np.stack(np.broadcast_arrays(*(parts[name] for name in PARTS)))
+    return np.asarray(np.argmax(every, axis=0), float)
+
+
 def _state(
     family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, blocks: Floats, ends: tuple[Any, Any]
-) -> Floats:
+) -> dict[str, Floats]:
     """Parameters, gradients, optimizer state and gathered weights."""
     dense, expert = np.zeros(1), np.zeros(1)
     for role, count in shape.counts:
@@ -124,7 +161,7 @@ def _state(
     whole = elements + experts
     some = shape.element_bytes * GATHERED_BLOCKS * whole / np.maximum(blocks, 1)
     gathered = np.where(layouts.pp > 1, (shape.element_bytes + GRADIENT_BYTES) * whole, some)
-    return np.asarray(sum(parts.values()) + np.where(layouts.zero >= 3, gathered, 0.0))
+    return parts | {"gathered": np.where(layouts.zero >= 3, gathered, 0.0)}
 
 
 def _share(capacity: float, state: Floats, without: Floats, recomputed: Floats, *, working: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
     screening    `autopar.search.screen`: bounds of all candidates, and which cannot fit
     exact        `autopar.search.best_first` over `autopar.search.exact`, from baselines and the smallest bound on,
-                 until no bound is below the best price
+                 until no bound is below the best price; both are values of the objective
     refining     `autopar.search.refine`: Optuna moves stage cuts of the best candidates, which bounds cannot rank
 
 Labels are chosen per tensor degree and only for degrees that a bound leaves open: until then a degree is priced with
@@ -16,21 +16,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_model.distinct import distinct, numbered
 from autopar.cost_model.program_works import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.baselines import Baseline, baselines
 from autopar.search.best_first import Proof, best_first
-from autopar.search.exact import Priced, priced
+from autopar.search.exact import Priced
+from autopar.search.objective import Goal, Part
 from autopar.search.refine import Refined, refine
 from autopar.search.screen import Machinery, Screened, screen
 from autopar.search.space import Candidates, Limits, Wishes, candidates
+from autopar.search.starts import starts_of
+from autopar.search.study import StudyPlace
+from autopar.search.together import Together
+from autopar.search.words import readable_value
 
 Floats = NDArray[np.float64]
 # from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
 Works = Callable[[int], ProgramWorks]
-NEARLY = 0.05  # slower than the best: what moving cuts has been seen to gain
-MOST_REFINED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +49,18 @@ class Searched:
     exact: Mapping[int, Priced] = field(hash=False)
     proof: Proof
     baselines: tuple[Baseline, ...]
-    refined: tuple[Refined, ...]
+    refined: Refined
     refused: Mapping[int, str] = field(hash=False)
+    labelled: tuple[int, ...]
+    goal: Goal
 
     @property
     def best(self) -> Priced | None:
-        """The fastest plan that fits, with moved cuts where those are faster."""
+        """The plan of the smallest value that fits, with moved cuts where those are better."""
         if self.proof.best is None:
             return None
-        found = [self.exact[self.proof.best.index], *(one.priced for one in self.refined if one.priced.fits)]
-        return min(found, key=lambda one: one.seconds)
+        found, moved = self.exact[self.proof.best.index], self.refined.best
+        return moved if moved is not None and self.goal.value(moved) < self.goal.value(found) else found
 
 
 def search_degrees(
@@ -67,32 +73,69 @@ def search_degrees(
     most_exact: int,
     trials: int = 0,
     seed: int = 0,
+    place: StudyPlace | None = None,
     goes_on: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = lambda _: None,
+    goal: Goal | None = None,
+    below: float = np.inf,
 ) -> Searched:
-    """The fastest candidate that fits, proven where `most_exact` exact prices suffice, and at most `trials` variations
-    of the cuts of those that are nearly as fast."""
-    found = _Search(works_of, cluster, limits, wanted, on)
+    """The fastest candidate that fits, or the best one for another `goal` over parts of the cluster, proven where
+    `most_exact` exact prices suffice; and at most `trials` variations of the cuts of those that are nearly as good,
+    kept in the study at a `place`. Only values `below` one that is known already are looked for."""
+    whole = Part(cluster=cluster, on=on, weight=1.0)
+    goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
+    found = _Search(works_of, cluster, limits, wanted, goal, below)
     say(f"{len(found.candidates):,} candidates")
     while True:
         proof = found.explore(most_exact, goes_on, say)
         open_degree = found.open_degree(proof)
         if open_degree is None:
-            return found.result(proof, found.refined(proof, trials, seed, goes_on, say))
+            return found.result(proof, found.refined(proof, trials, seed, place, goes_on, say))
         say(f"labels for tensor degree {open_degree}")
         found.label(open_degree)
+
+
+def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
+    """A number for all candidates whose pipelines run the same, on as many devices, but for what they recompute."""
+    if goal.is_memory or not len(c):
+        return np.arange(len(c))
+    alone = np.where(c.pp > 1, 0, 1 + np.arange(len(c)))  # without a pipeline bounds are exact
+    columns: Sequence[Any] = (c.num_devices, c.tp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches)
+    found = distinct([numbered(column) for column in (*columns, alone)], len(c)).index
+    return np.zeros(len(c), dtype=np.int64) if found is None else found
+
+
+def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np.int64]) -> Floats:
+    """What the exact price of a candidate adds to the bounds of others of its class, in seconds: what its pipeline
+    takes longer than its bound, at their recomputation. State, sums and the optimizer differ in a class."""
+    bounds = (screened.pipeline[index], screened.recomputed_pipeline[index])[: len(one.pipelines)]
+    more = [max(0.0, pipeline - bound) for pipeline, bound in zip(one.pipelines, bounds, strict=True)]
+    share = screened.share[alike]
+    found = [part * seconds for part, seconds in zip((1 - share, share), more, strict=False)]
+    return np.asarray(sum(found, np.zeros(len(alike))))
 
 
 class _Search:
     """One search; holds what rounds with other labels share."""
 
-    def __init__(self, works_of: Works, cluster: ClusterSpec, limits: Limits, wanted: Wishes, on: Machinery) -> None:
-        self.works_of, self.cluster, self.on = works_of, cluster, on
+    def __init__(
+        self, works_of: Works, cluster: ClusterSpec, limits: Limits, wanted: Wishes, goal: Goal, below: float
+    ) -> None:
+        self.works_of, self.goal, self.below = works_of, goal, below
         self.refused: dict[int, str] = {}
         self.works: dict[int, ProgramWorks] = {}
         self.candidates = candidates(limits, wanted)
+        self.machinery: list[tuple[Machinery, NDArray[np.bool_]]] = []  # with the candidates that are priced on it
+        for count, part in goal.parts.items():
+            mine = self.candidates.num_devices == count
+            at = next((i for i, (on, _) in enumerate(self.machinery) if on is part.on), None)
+            if at is None:
+                self.machinery.append((part.on, mine))
+            else:
+                self.machinery[at] = (part.on, self.machinery[at][1] | mine)
         self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screened.__slots__}
         self.exact: dict[int, Priced] = {}
+        self.together = Together(self.candidates, self.works, goal)
         degrees = sorted({int(tp) for tp in self.candidates.tp})
         self.unlabelled = degrees
         for tp in degrees[:2] if degrees[:1] == [1] else degrees[:1]:
@@ -111,8 +154,11 @@ class _Search:
             self._put(np.flatnonzero(self.candidates.tp == tp), None)
         else:
             is_first = tp > 1 and sum(one > 1 for one in self.works) == 1
-            index = np.flatnonzero(np.isin(self.candidates.tp, [tp, *(self.unlabelled if is_first else ())]))
-            self._put(index, screen(self.works[tp], self.candidates.at(index), self.on))
+            wanted = np.isin(self.candidates.tp, [tp, *(self.unlabelled if is_first else ())])
+            for on, mine in self.machinery:
+                index = np.flatnonzero(wanted & mine)
+                if len(index):
+                    self._put(index, screen(self.works[tp], self.candidates.at(index), on))
 
     def _put(self, index: NDArray[Any], screened: Screened | None) -> None:
         for name, column in self.columns.items():
@@ -121,29 +167,51 @@ class _Search:
     def explore(self, most: int, goes_on: Callable[[], bool], say: Callable[[str], None]) -> Proof:
         """Price exactly until the best is proven, or a candidate whose labels are not known comes first."""
         needs_labels = np.isin(self.candidates.tp, self.unlabelled)
+        bounds = self.bounds()
         stopped = False
 
         def price(index: int) -> float:
             nonlocal stopped
             if needs_labels[index]:
                 stopped = True
-                return float(self.columns["seconds"][index])
+                return float(bounds[index])
             if index not in self.exact:
-                degrees = self.candidates.degrees(index)
-                self.exact[index] = priced(self.works[degrees.tp], degrees, self.cluster, self.on)
-                say(f"{len(self.exact)} plans priced")
+                self.exact[index] = self.together.priced(index)
             one = self.exact[index]
-            return one.seconds if one.fits else np.inf
+            return self.goal.value(one) if one.fits else np.inf
+
+        def tell(best: float, bound: float) -> None:
+            found = f"best {readable_value(best, self.goal.unit)}" if np.isfinite(best) else "none fits yet"
+            say(f"{len(self.exact):,} plans priced: {found}, bound {readable_value(bound, self.goal.unit)}")
 
         known = [*self.exact, *(one.index for one in self.baselines if not needs_labels[one.index])]
         return best_first(
-            self.columns["seconds"],
-            self.classes(),
+            bounds,
+            classes_of(self.candidates, self.goal),
             price,
             first=known,
             most=most,
             goes_on=lambda: goes_on() and not stopped,
+            ties=self.columns["seconds"],
+            ahead=lambda likely: self.together.price(
+                [i for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
+            ),
+            added=self.added,
+            tell=tell,
         )
+
+    def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
+        """What an exact price adds to the bounds of others of its class."""
+        if index not in self.exact:
+            return np.zeros(len(alike))
+        screened = Screened(**self.columns)
+        worth = self.bounds()[alike] / np.maximum(screened.seconds[alike], 1e-300)  # of a second
+        return np.asarray(added_seconds(screened, index, self.exact[index], alike) * worth)
+
+    def bounds(self) -> Floats:
+        """What every candidate is worth at best; infinite where that is not below what is known already."""
+        found = self.goal.bounds(self.candidates, Screened(**self.columns))
+        return np.where(found < self.below, found, np.inf)
 
     def open_degree(self, proof: Proof) -> int | None:
         """The tensor degree without labels that came up as the best."""
@@ -151,48 +219,51 @@ class _Search:
         tp = None if last is None else int(self.candidates.tp[last])
         return tp if tp in self.unlabelled else None
 
-    def classes(self) -> NDArray[np.int64]:
-        """A number for all candidates whose pipelines run the same."""
-        c = self.candidates
-        columns: Sequence[Any] = (c.tp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches)
-        share = self.columns["share"]
-        alone = np.where(c.pp > 1, 0, 1 + np.arange(len(c)))  # without a pipeline bounds are exact
-        rows = np.stack([*columns, alone, np.unique(share, return_inverse=True)[1]], axis=1)
-        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-
     def refined(
-        self, proof: Proof, trials: int, seed: int, goes_on: Callable[[], bool], say: Callable[[str], None]
-    ) -> list[Refined]:
+        self,
+        proof: Proof,
+        trials: int,
+        seed: int,
+        place: StudyPlace | None,
+        goes_on: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> Refined:
         """Moved cuts of the fastest candidates with several stages, where they could be faster than the best."""
-        if proof.best is None or not trials:
-            return []
-        near = proof.best.value * (1 + NEARLY)
-        staged = [i for i, one in self.exact.items() if one.fits and one.seconds <= near and one.degrees.num_stages > 1]
-        if not staged:
-            return []
+        if proof.best is None:
+            return Refined()
+        can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
+        starts = starts_of(
+            self.candidates,
+            np.where(can_be_priced, self.bounds(), np.inf),
+            {index: value(one) if one.fits else np.inf for index, one in self.exact.items()},
+            proof.best.index,
+            [one for one in self.baselines if can_be_priced[one.index]],
+        )
+        if not trials or (place is None and not any(one.has_stages for one in starts)):
+            return Refined()
 
-        def price(index: int, moved: tuple[int, int]) -> Priced:
-            degrees = self.candidates.degrees(index)
-            return priced(self.works[degrees.tp], degrees, self.cluster, self.on, moved=moved)
-
-        say(f"moving cuts of {min(len(staged), MOST_REFINED)} plans")
-        order = sorted(staged, key=lambda i: (self.exact[i].seconds, i))
+        say(f"moving cuts of {sum(one.has_stages for one in starts)} plans")
         return refine(
-            order[:MOST_REFINED],
-            price,
+            starts,
+            self.together.priced,
+            value=value,
             trials=trials,
-            capacity_bytes=self.on.capacity_bytes,
+            capacity_bytes=self.goal.part(self.exact[proof.best.index]).on.capacity_bytes,
             seed=seed,
+            index_of=self.candidates.index_of,
+            place=place,
             goes_on=goes_on,
         )
 
-    def result(self, proof: Proof, refined: Sequence[Refined]) -> Searched:
+    def result(self, proof: Proof, refined: Refined) -> Searched:
         return Searched(
             candidates=self.candidates,
             screened=Screened(**self.columns),
             exact=self.exact,
             proof=proof,
             baselines=self.baselines,
-            refined=tuple(refined),
+            refined=refined,
             refused=self.refused,
+            labelled=tuple(self.works),
+            goal=self.goal,
         )

@@ -2,75 +2,205 @@
 
 The cut that makes the slowest stage fastest need not make the step fastest: a lighter first stage holds fewer
 activations, so that fewer blocks are recomputed, and schedules feel unequal stages in different places. A trial is one
-of the best candidates with some blocks moved, priced by replaying its action list. Trials that do not fit are told to
-the sampler by how many bytes they miss.
+of the best candidates (which differ in schedule, stages, micro-batch, degrees) with some blocks moved, priced by
+replaying its action list. Trials that do not fit are told to the sampler by how many bytes they miss.
+
+Several processes may share a study. What another one told is not priced again, and its trials count: a search of a
+study that has its trials already adds none. Each process seeds its sampler by the number of its first trial.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from autopar.search.exact import Priced
+from autopar.search.result import Trial
+from autopar.search.study import StudyPlace, importance
 
 if TYPE_CHECKING:
     import optuna
 
-MOST_MOVED = 2
+    from autopar.search.exact import Priced
+
+MOST_MOVED = 1  # out of an end; 2 gained nothing more, and made the sampler miss what 1 gains (docs/search.md)
 MISSING = "missing_bytes"  # a trial's constraint: what it is over the device's capacity, at most 0 where it fits
+SOURCE = "source"  # of an enqueued trial: what is tried
 STARTUP = 10  # trials before the sampler has enough to go by
+STALE_S = 60.0  # a trial takes milliseconds: one that has run so long was left by a process that died
+NONE = (0, 0)
+
+Variation = tuple[str, tuple[int, int]]  # a candidate's text, and the blocks moved out of its ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A candidate that trials vary. `text` names it in the study; one with a `name` is tried as it is."""
+
+    index: int
+    text: str
+    name: str = ""
+    has_stages: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refined:
-    """One trial: which candidate, the blocks moved out of its ends, and what that costs."""
+    """All trials of the study, the fastest that fits, and how much each parameter decided."""
 
-    number: int
-    candidate: int
-    moved: tuple[int, int]
-    priced: Priced
+    trials: tuple[Trial, ...] = ()
+    best: "Priced | None" = None
+    importance: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+def seconds(one: "Priced") -> float:
+    """The objective unless another is given."""
+    return one.seconds
 
 
 def refine(
-    best: Sequence[int],
-    price: Callable[[int, tuple[int, int]], Priced],
+    starts: Sequence[Start],
+    price: Callable[[int, tuple[int, int]], "Priced"],
     *,
     trials: int,
     capacity_bytes: float,
     seed: int,
+    value: Callable[["Priced"], float] = seconds,
+    index_of: Callable[[str], int] | None = None,
+    place: StudyPlace | None = None,
     goes_on: Callable[[], bool] = lambda: True,
-    storage: "optuna.storages.BaseStorage | None" = None,
-    study_name: str | None = None,
-) -> list[Refined]:
-    """At most `trials` variations of the candidates in `best`, the first of which is tried first as it is.
+) -> Refined:
+    """Vary the candidates in `starts` until the study has `trials` different trials; those with a name come first, as
+    they are.
 
-    With a `storage` the study goes on where another process, or an earlier search, left it.
+    A study at a `place` goes on where others left it, among the candidates that it was made with; `index_of` finds
+    those that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
     """
+    study, choices = _study(place, starts)
+    found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
+    found.enqueue()
+    is_varied = any(one.has_stages for one in starts)
+    most = trials if is_varied else min(trials, sum(bool(one.name) for one in starts))
+    while goes_on() and not found.is_spent(most):
+        found.one_trial(seed, most)
+    return found.result()
+
+
+def _study(place: StudyPlace | None, starts: Sequence[Start]) -> "tuple[optuna.Study, list[str]]":
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(
-        sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=min(STARTUP, trials)),
-        storage=storage,
-        study_name=study_name,
-        load_if_exists=storage is not None,
-    )
-    moves = optuna.distributions.IntDistribution(-MOST_MOVED, MOST_MOVED)
-    space: dict[str, Any] = {
-        "candidate": optuna.distributions.CategoricalDistribution(list(best)),
-        "out_of_first": moves,
-        "out_of_last": moves,
-    }
-    if not study.trials:
-        study.enqueue_trial({"candidate": best[0], "out_of_first": 0, "out_of_last": 0})
-    found: list[Refined] = []
-    known: dict[tuple[int, int, int], Priced] = {}
-    while len(found) < trials and goes_on():
-        trial = study.ask(space)
-        wanted = (trial.params["candidate"], trial.params["out_of_first"], trial.params["out_of_last"])
-        if wanted not in known:
-            known[wanted] = price(wanted[0], wanted[1:])
-        one = known[wanted]
-        trial.set_constraint(MISSING, one.needed_bytes - capacity_bytes)
-        study.tell(trial, one.seconds)
-        found.append(Refined(number=trial.number, candidate=wanted[0], moved=wanted[1:], priced=one))
-    return found
+    texts = [one.text for one in starts]
+    return (optuna.create_study(), texts) if place is None else place.opened(texts)
+
+
+class _Refining:
+    """One process's part of a study."""
+
+    def __init__(
+        self,
+        study: "optuna.Study",
+        choices: Sequence[str],
+        starts: Sequence[Start],
+        price: Callable[[int, tuple[int, int]], "Priced"],
+        value: Callable[["Priced"], float],
+        capacity_bytes: float,
+        index_of: Callable[[str], int] | None,
+    ) -> None:
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        self.study, self.starts, self.price, self.value = study, starts, price, value
+        self.capacity_bytes, self.index_of = capacity_bytes, index_of
+        self.start = {one.text: one for one in starts}
+        moves = IntDistribution(-MOST_MOVED, MOST_MOVED)
+        self.space: dict[str, Any] = {
+            "candidate": CategoricalDistribution(list(choices)),
+            "out_of_first": moves,
+            "out_of_last": moves,
+        }
+        self.choices = set(choices)
+        self.before = {one.number for one in study.get_trials(deepcopy=False) if one.state.is_finished()}
+        self.own: dict[int, Priced] = {}
+        self.mine: set[int] = set()
+
+    def enqueue(self) -> None:
+        """What has a name is tried as it is, once in a study."""
+        for one in self.starts:
+            if one.name and one.text in self.choices:
+                params = {"candidate": one.text, "out_of_first": 0, "out_of_last": 0}
+                self.study.enqueue_trial(params, user_attrs={SOURCE: f"enqueued: {one.name}"}, skip_if_exists=True)
+
+    def is_spent(self, trials: int) -> bool:
+        """Whether as many different variations were told or are being priced; samplers may repeat theirs."""
+        counted = [one for one in self.study.get_trials(deepcopy=False) if _counts(one)]
+        different = {self.variation(one.params) for one in counted if one.params.keys() == self.space.keys()}
+        return len(different) >= trials or len(counted) >= 2 * trials
+
+    def one_trial(self, seed: int, trials: int) -> None:
+        import optuna
+
+        trial = self.study.ask(self.space)
+        if not self.mine:  # the number of a process's first trial is its own, so that no two sample the same
+            startup = min(STARTUP, trials)
+            mixed = seed + 1_000_003 * trial.number
+            self.study.sampler = optuna.samplers.TPESampler(seed=mixed % 2**32, n_startup_trials=startup)
+        self.mine.add(trial.number)
+        wanted = self.variation(trial.params)
+        told = self._told(wanted)
+        if told is None:
+            one = self.price(self.index(wanted[0]), wanted[1])
+            self.own[trial.number] = one
+            told = (self.value(one), one.needed_bytes - self.capacity_bytes)
+        trial.set_constraint(MISSING, told[1])
+        self.study.tell(trial, told[0])
+
+    def variation(self, params: Mapping[str, Any]) -> Variation:
+        """What a trial tries; without stages there is nothing to move."""
+        text = str(params["candidate"])
+        start = self.start.get(text)
+        moved = (int(params["out_of_first"]), int(params["out_of_last"]))
+        return text, moved if start is None or start.has_stages else NONE
+
+    def index(self, text: str) -> int:
+        if text in self.start or self.index_of is None:
+            return self.start[text].index
+        return self.index_of(text)
+
+    def _told(self, wanted: Variation) -> tuple[float, float] | None:
+        """Value and missing bytes of a variation that was priced, by any process."""
+        for one in self.study.get_trials(deepcopy=False):
+            if one.value is not None and self.variation(one.params) == wanted:
+                return one.value, one.constraints[MISSING]
+        return None
+
+    def result(self) -> Refined:
+        told = self.study.get_trials(deepcopy=False)
+        fits = [one for one in told if one.value is not None and one.constraints.get(MISSING, 1.0) <= 0]
+        best = min(fits, key=lambda one: (one.value, one.number), default=None)
+        priced = None
+        if best is not None:
+            text, moved = self.variation(best.params)
+            priced = self.own.get(best.number) or self.price(self.index(text), moved)
+        trials = tuple(self.row(one) for one in sorted(told, key=lambda one: one.number) if one.state.is_finished())
+        return Refined(trials=trials, best=priced, importance=importance(self.study))
+
+    def row(self, one: "optuna.trial.FrozenTrial") -> Trial:
+        source = str(one.user_attrs.get(SOURCE, "sampled"))
+        if one.number not in self.mine:
+            source = "resumed" if one.number in self.before else "another process"
+        return Trial(
+            number=one.number,
+            params=dict(one.params),
+            value=one.value,
+            missing_bytes=one.constraints.get(MISSING),
+            state=one.state.name.lower(),
+            source=source,
+        )
+
+
+def _counts(one: "optuna.trial.FrozenTrial") -> bool:
+    """Whether a trial was told, or is being priced by somebody who lives."""
+    if one.value is not None:
+        return True
+    if one.state.name != "RUNNING" or one.datetime_start is None:
+        return False
+    now = datetime.now(UTC if one.datetime_start.tzinfo else None)
+    return abs((now - one.datetime_start).total_seconds()) < STALE_S

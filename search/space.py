@@ -3,26 +3,29 @@
     devices      = pp · tp · dp_shard · dp_replicate
     global batch = dp_shard · dp_replicate · micro-batch · micro-batches
 
-Any number of devices is legal, not powers of two only. Combinations that run the same are listed once: one
-data-parallel rank has no ZeRO stage, ZeRO 0 no shards, a plan without a pipeline no schedule. What recomputation a
-candidate needs follows from its memory, so that it is no dimension here (`autopar.search.screen`).
+Any number of devices is legal, not powers of two only, and fewer than there are where the objective asks for it.
+Combinations that run the same are listed once: one data-parallel rank has no ZeRO stage, ZeRO 0 no shards, a plan
+without a pipeline no schedule. What recomputation a candidate needs follows from its memory, so that it is no dimension
+here (`autopar.search.screen`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import InputError, Problem, did_you_mean
-from autopar.ir.plan import Degrees
+from autopar.errors import InputError, PlanError, Problem, did_you_mean
+from autopar.ir.plan import Degrees, degrees_from
 from autopar.ir.schedules import SCHEDULES, schedule_problems
+from autopar.search.pinned import PINS
 
 Integers = NDArray[np.int64]
 NAMES = tuple(SCHEDULES)  # what `Candidates.schedule` counts through
 MOST_VIRTUAL = 8  # stages of one rank; more than that send more than they save
+MOST_TENSOR_RANKS = 64
 ZERO = (0, 1, 2, 3)
 
 
@@ -48,9 +51,27 @@ class Candidates:
         """Data-parallel ranks."""
         return self.dp_shard * self.dp_replicate
 
+    @property
+    def num_devices(self) -> Integers:
+        """Devices that each candidate uses."""
+        return self.pp * self.tp * self.dp
+
     def at(self, index: Any) -> "Candidates":
         """The candidates of an index array or mask."""
         return Candidates(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+    def text(self, index: int) -> str:
+        """One candidate in words that no other has: ``tp=2 pp=4 ... schedule=1f1b virtual=1``."""
+        values = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
+        named = {"schedule": NAMES[values["schedule"]]}
+        return " ".join(f"{name}={named.get(name, value)}" for name, value in values.items())
+
+    def index_of(self, text: str) -> int:
+        """The candidate whose text it is. Raises `InputError` where there is none."""
+        found = next((index for index in range(len(self)) if self.text(index) == text), None)
+        if found is None:
+            raise InputError(f"no candidate of this search is {text!r}; the study is of another space, name a new one")
+        return found
 
     def degrees(self, index: int, *, recompute: bool = False) -> Degrees:
         """One candidate as a plan's degrees, recomputing in no block or in all of them."""
@@ -81,13 +102,31 @@ def concatenated(parts: Sequence[Candidates]) -> Candidates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a model and a cluster allow: devices, sequences of a step, calls that can be cut into stages, the tensor
-    degrees that divide the model, and whether the batch may be split in time."""
+    degrees that divide the model, and whether the batch may be split in time.
+
+    The batch is that of all ranks, or `local_batch` of each data-parallel one; just one of them is given. A candidate
+    uses `num_devices`, or a number of `fewer_devices`, each with as many ranks as `context` says. With `num_stages` it
+    has so many pipeline stages.
+    """
 
     num_devices: int
-    global_batch: int
+    global_batch: int | None = None
+    local_batch: int | None = None
     most_stages: int
     tensor_degrees: tuple[int, ...]
     accumulates: bool = True
+    fewer_devices: tuple[int, ...] = ()
+    context: int = 1
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.global_batch is None) != (self.local_batch is None), (self.global_batch, self.local_batch)
+
+    def batch_of_rank(self, dp: int) -> int | None:
+        """Sequences of one of `dp` data-parallel ranks in a step; None where they do not divide the batch."""
+        if self.global_batch is None:
+            return self.local_batch
+        return self.global_batch // dp if self.global_batch % dp == 0 else None
 
 
 # the words of --fix and --forbid: those of a plan's degrees
@@ -115,14 +154,29 @@ def wishes(fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | Non
         found.append({})
         for word, value in (given or {}).items():
             values = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
-            if word not in WORDS:
-                problems.append(Problem(path=f"{option} {word}", rule=f"is unknown; {did_you_mean(word, WORDS)}"))
+            if word in PINS and option == "fix":
+                pinned, wrong = _pinned(word, value)
+                problems += wrong
+                found[-1][word] = (pinned,)
+            elif word not in WORDS:
+                known = (*WORDS, *PINS) if option == "fix" else WORDS
+                problems.append(Problem(path=f"{option} {word}", rule=f"is unknown; {did_you_mean(word, known)}"))
             else:
                 problems += [p for v in values if (p := _value_problem(f"{option} {word}", word, v)) is not None]
                 found[-1][word] = values
     if problems:
         raise InputError("the search cannot be narrowed like this", problems)
     return Wishes(fix=found[0], forbid=found[1])
+
+
+def _pinned(word: str, value: Any) -> tuple[Any, list[Problem]]:
+    """The one value of a word of `PINS` as a plan's degrees have it."""
+    if isinstance(value, tuple) and len(value) == 1 and word != "cut_at":
+        value = value[0]
+    try:
+        return getattr(degrees_from({word: value}), word), []
+    except PlanError as error:
+        return value, [replace(one, path=f"fix {one.path}") for one in error.problems]
 
 
 def _value_problem(path: str, word: str, value: Any) -> Problem | None:
@@ -138,17 +192,21 @@ def _value_problem(path: str, word: str, value: Any) -> Problem | None:
 def candidates(limits: Limits, wanted: Wishes) -> Candidates:
     """Every candidate within the limits that the wishes allow; may be none."""
     columns: list[list[Integers]] = []
-    for tp in limits.tensor_degrees:
-        if limits.num_devices % tp or not wanted.allows("tp", tp):
-            continue
-        for pp in divisors(limits.num_devices // tp):
-            dp = limits.num_devices // tp // pp
-            allowed = wanted.allows("pp", pp) and wanted.allows("dp", dp)
-            if pp > limits.most_stages or limits.global_batch % dp or not allowed:
+    ways = cache(lambda dp: np.array(list(_shards(dp, wanted, limits.context))))
+    splits = cache(lambda local, dp, pp: np.array(list(_splits(limits, local, dp, pp, wanted))))
+    for num_devices in sorted({limits.num_devices, *limits.fewer_devices}, reverse=True):
+        for tp in limits.tensor_degrees:
+            if num_devices % tp or not wanted.allows("tp", tp):
                 continue
-            shards, splits = np.array(list(_shards(dp, wanted))), np.array(list(_splits(limits, dp, pp, wanted)))
-            if shards.size and splits.size:
-                columns.append([np.array([tp]), np.array([pp]), shards, splits])
+            for pp in divisors(num_devices // tp):
+                dp = num_devices // tp // pp
+                local = limits.batch_of_rank(dp)
+                allowed = wanted.allows("pp", pp) and wanted.allows("dp", dp)
+                if pp > limits.most_stages or local is None or not allowed:
+                    continue
+                left, right = ways(dp), splits(local, dp, pp)
+                if left.size and right.size:
+                    columns.append([np.array([tp]), np.array([pp]), left, right])
     return concatenated([_product(*parts) for parts in columns]) if columns else _none()
 
 
@@ -166,19 +224,18 @@ def _none() -> Candidates:
     return Candidates(**{each.name: np.zeros(0, dtype=np.int64) for each in fields(Candidates)})
 
 
-def _shards(dp: int, wanted: Wishes) -> Iterator[tuple[int, int, int]]:
-    """Ways to hold state on `dp` ranks: dp_shard, dp_replicate, ZeRO stage."""
+def _shards(dp: int, wanted: Wishes, context: int) -> Iterator[tuple[int, int, int]]:
+    """Ways to hold state on `dp` ranks, each of so many `context` ranks: dp_shard, dp_replicate, ZeRO stage."""
     for shard in divisors(dp):
         for zero in ZERO:
-            one_way = zero == 0 if dp == 1 else (shard == dp if zero == 0 else shard > 1)
+            one_way = shard == dp if zero == 0 else shard * context > 1
             words = (("dp_shard", shard), ("dp_replicate", dp // shard), ("zero", zero))
             if one_way and all(wanted.allows(word, value) for word, value in words):
                 yield shard, dp // shard, zero
 
 
-def _splits(limits: Limits, dp: int, pp: int, wanted: Wishes) -> Iterator[tuple[int, int, int, int]]:
-    """Ways to split one rank's batch in time: micro-batch, micro-batches, schedule, virtual stages."""
-    local = limits.global_batch // dp
+def _splits(limits: Limits, local: int, dp: int, pp: int, wanted: Wishes) -> Iterator[tuple[int, int, int, int]]:
+    """Ways to split one rank's `local` sequences in time: micro-batch, micro-batches, schedule, virtual stages."""
     for micro_batch in divisors(local):
         count = local // micro_batch
         # at a global micro-batch of one sequence the batch dimension cannot be told from a broadcast one
@@ -186,6 +243,8 @@ def _splits(limits: Limits, dp: int, pp: int, wanted: Wishes) -> Iterator[tuple[
         if not split or not wanted.allows("micro_batch", micro_batch) or not wanted.allows("micro_batches", count):
             continue
         for schedule, virtual in _orders(pp, count, limits.most_stages):
+            if limits.num_stages not in (None, pp * virtual):
+                continue
             if wanted.allows("schedule", schedule) and wanted.allows("virtual_stages", virtual):
                 yield micro_batch, count, NAMES.index(schedule), virtual
 
@@ -210,3 +269,36 @@ def divisors(number: int) -> tuple[int, ...]:
     """
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def without_one(wanted: Wishes) -> Iterator[tuple[str, Wishes]]:
+    """The wishes without each one of them, and that one in words."""
+    for kind, given in (("fix", wanted.fix), ("forbid", wanted.forbid)):
+        for word, values in given.items():
+            fewer = {one: theirs for one, theirs in given.items() if one != word}
+            yield f"{kind} {word} = {', '.join(map(str, values))}", replace(wanted, **{kind: fewer})
+
+
+def tensor_degrees(*counts: int) -> tuple[int, ...]:
+    """Those of numbers of devices."""
+    return tuple(sorted({tp for count in counts for tp in divisors(count) if tp <= MOST_TENSOR_RANKS}))
+
+
+def limits_on(limits: Limits, num_devices: int) -> Limits:
+    """The same limits on another number of devices, with the same tensor degrees and powers of two."""
+    powers = {2**exponent for exponent in range(MOST_TENSOR_RANKS.bit_length())}
+    degrees = {tp for tp in powers.union(limits.tensor_degrees) if num_devices % tp == 0 and tp <= MOST_TENSOR_RANKS}
+    return replace(limits, num_devices=num_devices, fewer_devices=(), tensor_degrees=tuple(sorted(degrees)))
+
+
+def what_would_be_legal(limits: Limits, wanted: Wishes) -> str:
+    """The smallest change that leaves candidates: a wish less, or a batch that can be split."""
+    for text, fewer in without_one(wanted):
+        count = len(candidates(limits, fewer))
+        if count:
+            return f"without {text} there are {count:,} candidates"
+    if limits.global_batch is None:
+        return "fix and forbid less"
+    batch = -(-limits.global_batch // limits.num_devices) * limits.num_devices
+    count = len(candidates(replace(limits, global_batch=batch), wanted))
+    return f"with global_batch {batch} there are {count:,} candidates" if count else "fix and forbid less"

@@ -9,6 +9,7 @@ from autopar.cost_model.cluster_machine import cluster_machine
 from autopar.cost_model.engine import engine_named
 from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.program_works import ProgramWorks, program_works
+from autopar.cost_model.row_estimate import FULL
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.planning import choose_labels
@@ -24,6 +25,20 @@ def works_of(model: str, tp: int, layers: int = 6) -> ProgramWorks:
         program, ClusterSpec.preset("8xh100"), Degrees(tp=tp, dp_shard=2, micro_batch=1)
     )
     return program_works(program, analysis, found.blocks, degrees.mesh)
+
+
+def machinery_with(cluster: ClusterSpec, memory_bytes: float, ranks_per_core: float = 1.0) -> Machinery:
+    """A cluster on whose devices a plan may hold `memory_bytes` beside the reserve."""
+    engine = engine_named("autopar")
+    machine = cluster_machine(cluster, engine, mechanisms(), precision="bf16")
+    memory = (machine.profile.reserve_bytes + memory_bytes) / FULL
+    return Machinery(
+        machine=replace(machine, memory_bytes=memory, machine=replace(machine.machine, ranks_per_core=ranks_per_core)),
+        engine=engine,
+        mechanisms=mechanisms(),
+        precision="bf16",
+        ranks_per_core=ranks_per_core,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +58,7 @@ class Case:
 
     @property
     def on(self) -> Machinery:
-        engine = engine_named("autopar")
-        machine = cluster_machine(self.spec, engine, mechanisms(), precision="bf16")
-        memory = machine.profile.reserve_bytes + self.memory_bytes
-        return Machinery(
-            machine=replace(
-                machine, memory_bytes=memory, machine=replace(machine.machine, ranks_per_core=self.ranks_per_core)
-            ),
-            engine=engine,
-            mechanisms=mechanisms(),
-            precision="bf16",
-            ranks_per_core=self.ranks_per_core,
-        )
+        return machinery_with(self.spec, self.memory_bytes, self.ranks_per_core)
 
     def works(self, tp: int) -> ProgramWorks:
         return replace(works_of(self.model, tp), sequence=self.tokens)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from autopar.search.best_first import best_first
+from autopar.search.best_first import Exact, best_first
 
 
 def case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -69,3 +69,17 @@ def test_out_of_time_there_is_still_a_plan() -> None:
     assert [one.index for one in found.priced] == [0, 1]
     assert found.best is not None
     assert not np.isfinite(found.priced[0].value)
+
+
+def test_only_what_is_shared_holds_for_a_class() -> None:
+    """The first of a class recomputes where the second does not: the second's bound must not rise by that."""
+    bounds, prices = np.array([1.0, 1.1, 1.9]), [2.5, 1.2, 1.95]
+
+    def found(shared: float) -> Exact | None:
+        def added(index: int, alike: np.ndarray) -> np.ndarray:
+            return np.full(len(alike), shared * (prices[index] - bounds[index]))
+
+        return best_first(bounds, np.array([0, 0, 1]), prices.__getitem__, most=10, added=added).best
+
+    assert found(0.0) == Exact(index=1, value=1.2)
+    assert found(1.0) == Exact(index=2, value=1.95)

@@ -12,7 +12,7 @@ from autopar.search.screen import screen
 from autopar.search.space import candidates, wishes
 
 CLUSTERS = (("4xh100", 4), ("2xv100-32gb", 4), ("3xh100", 6))
-MEMORIES = (80e9, 3.2e6, 1.6e6)
+MEMORIES = (80e9, 20e6, 10e6, 5e6)  # from room for everything to none for any
 CASES = tuple(
     Case(model=model, cluster=cluster, global_batch=batch, tokens=tokens, memory_bytes=memory)
     for (cluster, batch), memory, (model, tokens) in product(
@@ -22,7 +22,7 @@ CASES = tuple(
 
 LARGER = tuple(
     replace(case, cluster=cluster, global_batch=batch)
-    for case, (cluster, batch) in product(CASES[:9], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("7xh100", 14)))
+    for case, (cluster, batch) in product(CASES[:12], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("7xh100", 14)))
 )
 
 
@@ -69,3 +69,6 @@ def test_bounds_are_bounds(case: Case) -> None:
             one = priced(case.works(tp), mine.degrees(i), case.spec, case.on)
             if one.fits:
                 assert bounds.seconds[i] <= one.seconds * (1 + 1e-9), mine.degrees(i)
+            least = priced(case.works(tp), mine.degrees(i), case.spec, case.on, least_memory=True)
+            held = min(bounds.without_bytes[i], bounds.recomputed_bytes[i])
+            assert held <= least.needed_bytes * (1 + 1e-9), mine.degrees(i)

@@ -7,8 +7,9 @@ from search_cases import Case
 
 from autopar.search.exact import Priced, priced
 from autopar.search.plan_search import Searched, search_degrees
-from autopar.search.refine import Refined, refine
+from autopar.search.refine import Refined, Start, refine
 from autopar.search.space import wishes
+from autopar.search.starts import BEST
 
 CASE = Case(model="llama", cluster="4xh100", global_batch=8, tokens=4096, memory_bytes=1e9)
 
@@ -25,34 +26,45 @@ def test_no_slower_than_the_best_uniform_plan() -> None:
     assert found.proof.best is not None
     assert found.best.seconds <= found.proof.best.value
     assert found.best.fits
-    assert 0 < len(found.refined) <= 30
-    assert found.refined[0].moved == (0, 0)
-    assert found.refined[0].candidate == found.proof.best.index
+    different = {str(one.params) for one in found.refined.trials}
+    assert 10 < len(different) <= 30
+    first = found.refined.trials[0]
+    assert first.source == f"enqueued: {BEST}"
+    assert first.params["out_of_first"] == first.params["out_of_last"] == 0
+    assert found.candidates.index_of(first.params["candidate"]) == found.proof.best.index
+    assert first.value == found.proof.best.value
 
 
-def test_cuts_that_are_priced_are_those_of_the_plan() -> None:
+def test_best_trial_is_what_is_priced() -> None:
     found = searched(30)
-    one = min(found.refined, key=lambda one: one.priced.seconds)
-    degrees = found.candidates.degrees(one.candidate)
-    again = priced(CASE.works(degrees.tp), degrees, CASE.spec, CASE.on, moved=one.moved)
-    assert again.cuts == one.priced.cuts
-    assert again.seconds == one.priced.seconds
+    fits = [one for one in found.refined.trials if one.missing_bytes is not None and one.missing_bytes <= 0]
+    best = min(fits, key=lambda one: one.value or 0.0)
+    degrees = found.candidates.degrees(found.candidates.index_of(best.params["candidate"]))
+    moved = (best.params["out_of_first"], best.params["out_of_last"])
+    again = priced(CASE.works(degrees.tp), degrees, CASE.spec, CASE.on, moved=moved)
+    assert found.refined.best is not None
+    assert again.cuts == found.refined.best.cuts
+    assert again.seconds == found.refined.best.seconds == best.value
     assert len(again.cuts) == degrees.num_stages - 1
 
 
 def test_the_same_seed_tries_the_same() -> None:
-    def tried(found: Searched) -> list[Any]:
-        return [(one.candidate, one.moved, one.priced.seconds) for one in found.refined]
+    searched.cache_clear()
+    first = searched(12, seed=3).refined.trials
+    searched.cache_clear()
+    assert searched(12, seed=3).refined.trials == first
+    searched.cache_clear()
+    assert searched(12, seed=4).refined.trials != first
 
-    searched.cache_clear()
-    first = tried(searched(12, seed=3))
-    searched.cache_clear()
-    assert tried(searched(12, seed=3)) == first
+
+def test_pipelines_of_other_kinds_are_tried() -> None:
+    kinds = {one.params["candidate"] for one in searched(30).refined.trials}
+    assert len({kind.split("schedule=")[1] for kind in kinds}) > 1
 
 
 def test_no_trials_without_a_pipeline() -> None:
     found = search_degrees(CASE.works, CASE.spec, CASE.limits, wishes({"pp": 1}), CASE.on, most_exact=400, trials=20)
-    assert found.refined == ()
+    assert found.refined.trials == ()
 
 
 def test_what_does_not_fit_is_told_as_a_constraint() -> None:
@@ -68,10 +80,12 @@ def test_what_does_not_fit_is_told_as_a_constraint() -> None:
         fake |= {"seconds": base.seconds * slower * (0.5 if index == 1 else 1.0), "needed_bytes": needed}
         return Priced(**fake | {"fits": index == 0})
 
-    found: list[Refined] = refine([0, 1], price, trials=40, capacity_bytes=capacity, seed=1)
-    fitting = [one for one in found if one.priced.fits]
-    assert sum(one.priced.fits for one in found[20:]) > 10
-    best = min(fitting, key=lambda one: one.priced.seconds)
-    assert best.priced.seconds <= base.seconds * 1.01
-    assert best.candidate == 0
-    assert len(fitting) < len(found)
+    starts = [Start(index=0, text="fits", name=BEST), Start(index=1, text="does not")]
+    found: Refined = refine(starts, price, trials=40, capacity_bytes=capacity, seed=1)
+    fitting = [one for one in found.trials if one.missing_bytes == 0]
+    assert len(fitting) < len(found.trials)
+    assert sum(one.missing_bytes == 0 for one in found.trials[20:]) > 10
+    assert found.best is not None
+    assert found.best.fits
+    assert found.best.seconds <= base.seconds * 1.01
+    assert sum(found.importance.values()) == 0 or abs(sum(found.importance.values()) - 1) < 1e-9

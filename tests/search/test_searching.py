@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +138,56 @@ def test_out_of_time_there_is_still_a_plan() -> None:
     found = searched(fix={"tp": 1, "pp": 1}, timeout_s=0.0)
     assert found.plan is not None
     assert found.best is not None
+
+
+def test_a_study_keeps_the_trials(tmp_path: Path) -> None:
+    kept = tmp_path / "plan.log"
+    narrow = {"pp": 2, "tp": 1, "micro_batch": 1}
+    first = searched(fix=narrow, study=kept, trials=6)
+    again = searched(fix=narrow, study=kept, trials=6)
+    assert [one.params for one in again.trials] == [one.params for one in first.trials]
+    assert {one.source for one in again.trials} == {"resumed"}
+    assert first.plan is not None
+    assert again.plan is not None
+    assert again.plan.to_json() == first.plan.to_json()
+    with pytest.raises(InputError, match=r"another question(.|\n)*fix: is .*2.* in the study, here"):
+        searched(fix={"pp": 4}, study=kept)
+
+
+def test_the_front_holds_what_nothing_beats(found: SearchResult) -> None:
+    assert found.best is not None
+    points = [(one.step_s, one.needed_bytes, one.num_devices) for one in found.front if one.is_exact]
+    assert (found.best.step_s, found.best.needed_bytes, 8) in points
+    for one in found.front:
+        beats = [p for p in points if p != (one.step_s, one.needed_bytes, one.num_devices)]
+        assert not any(s <= one.step_s and m <= one.needed_bytes for s, m, _ in beats)
+    assert any(one.needed_bytes < found.best.needed_bytes for one in found.front)
+
+
+def test_the_cheapest_plan_runs_on_the_devices_that_it_uses() -> None:
+    whole = ClusterSpec.preset("16xh100")
+    priced = replace(whole, groups=tuple(replace(one, price_usd_per_device_hour=3.6) for one in whole.groups))
+    found = searched(priced, objective="cost", fix={"tp": 1, "pp": 1}, forbid={"zero": (1, 2)})
+    assert found.plan is not None
+    assert found.best is not None
+    assert (found.objective, found.unit) == ("cost", "USD")
+    assert found.best.num_devices == found.plan.degrees.world_size < 16
+    assert found.best.value == pytest.approx(found.best.step_s * found.best.num_devices * 3.6 / 3600)
+    assert all(one.value >= found.best.value and one.reason for one in found.others)
+    assert len({one.num_devices for one in found.others}) > 1
+    estimate = autopar.estimate(
+        capture_for(model(), tokens(), found.plan.degrees), f"{found.best.num_devices}xh100", found.plan
+    )
+    assert estimate.step_s == pytest.approx(found.best.step_s, rel=0.02)
+
+
+def test_a_batch_of_every_rank() -> None:
+    found = autopar.plan(model(), "4xh100", example_inputs=tokens(), local_batch=4, fix={"pp": 1, "zero": (0, 3)})
+    assert found.plan is not None
+    assert found.best is not None
+    degrees = found.plan.degrees
+    assert found.global_batch == 4 * degrees.dp
+    assert found.unit == "s per sequence"
+    assert found.best.value == pytest.approx(found.best.step_s / found.global_batch)
+    with pytest.raises(InputError, match="keep one"):
+        autopar.plan(model(), "4xh100", example_inputs=tokens(), local_batch=4, global_batch=8)

@@ -1,0 +1,28 @@
+"""What of a plan is not searched because it was asked for, beside the dimensions of the space."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+EVERY_BLOCK = 1_000_000
+# words of --fix that have one value: those of a plan's degrees that candidates do not have
+PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """`recompute_blocks` of every stage are computed again (None: the fewest that fit), stages begin before the calls
+    `cuts` (None: where the slowest is fastest); `degrees` are words that plans have as they are."""
+
+    recompute_blocks: int | None = None
+    cuts: tuple[int, ...] | None = None
+    degrees: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+def blocks_asked_for(fix: Mapping[str, Any]) -> int | None:
+    """How many blocks of every stage recompute under `fix`, which has one value of each word."""
+    if fix.get("recompute") == "none":
+        return 0
+    if "recompute_blocks" in fix:
+        return int(fix["recompute_blocks"])
+    return EVERY_BLOCK if "recompute" in fix else None

@@ -1,0 +1,235 @@
+"""Where Optuna's trials are kept: in memory, or in a file or database that several processes and hosts share.
+
+    x.log, x.journal             Optuna's journal: JSON lines, one writer at a time by a lock file, also on NFS
+    x.db, sqlite:///x.db, ...    a database by SQLAlchemy
+
+Both are read by optuna-dashboard. Nothing here is unpickled: neither storage holds pickled objects, samplers are made
+anew from their seed, and Redis journals, whose snapshots are pickled, are refused.
+
+A study answers one question, kept as its user attributes. Opening it for another one is an error.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    import optuna
+
+NAME = "autopar"
+CANDIDATES = "candidates"  # the attribute that is written last: a study that has it is complete
+JOURNALS = (".log", ".journal")
+DATABASES = (".db", ".sqlite", ".sqlite3")
+MAX_JOURNAL_BYTES = 256 * 1024 * 1024
+MAX_RECORD_BYTES = 1024 * 1024
+WAIT_S = 5.0  # for the process that made a study to say what it answers
+TIMES = 20  # that a database is asked for while another process sets it up
+RESULT = "result"  # attributes of the search's result, in pieces
+PIECE = 30_000  # characters of one: MySQL's TEXT holds 64 kB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyPlace:
+    """A study's path or URL, and the question that it answers: plain values by name."""
+
+    where: str
+    question: Mapping[str, Any] = field(hash=False)
+
+    def check(self) -> None:
+        """Raise what `opened` would, before a search has taken its time; makes the study where there is none."""
+        self._checked(self._study())
+
+    def opened(self, candidates: Sequence[str]) -> "tuple[optuna.Study, list[str]]":
+        """The study, made where there is none, and the candidates that its trials choose among: those it was made with,
+        else `candidates`. Raises `InputError` where it answers another question, or cannot be read or written."""
+        study = self._study()
+        with _as_input_errors(self.where):
+            if CANDIDATES not in _settled(study):
+                for name, value in self.question.items():
+                    study.set_user_attr(name, value)
+                study.set_user_attr(CANDIDATES, list(candidates))
+        return study, [str(one) for one in self._checked(study)[CANDIDATES]]
+
+    def _study(self) -> "optuna.Study":
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with _as_input_errors(self.where):
+            return _set_up(self.where)
+
+    def _checked(self, study: "optuna.Study") -> Mapping[str, Any]:
+        """The study's attributes, if they are those of the question or none yet."""
+        with _as_input_errors(self.where):
+            known = study.user_attrs
+        self._refuse_another_question(known)
+        return known
+
+    def _refuse_another_question(self, known: Mapping[str, Any]) -> None:
+        found = []
+        for name, value in self.question.items():
+            if name not in known and CANDIDATES in known:
+                found.append(Problem(path=name, rule="the study does not say it", value=value))
+            elif name in known and known[name] != json.loads(json.dumps(value)):
+                found.append(Problem(path=name, rule=f"is {_short(known[name])} in the study, here", value=value))
+        if found:
+            raise InputError(
+                f"study {self.where} answers another question; ask the same one, or name a file that is new", found
+            )
+
+
+@contextmanager
+def _as_input_errors(where: str) -> Iterator[None]:
+    """Errors of a database's driver, the journal or the file system are of any class."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"study {where} cannot be used: {type(error).__name__}: {_first_line(error)}; name another file, or a "
+            "folder that can be written"
+        ) from error
+
+
+def study_place(where: str | Path, question: Mapping[str, Any]) -> StudyPlace:
+    """A study by its path or URL. Raises `InputError` where it is neither a journal nor a database."""
+    text = str(where)
+    if text.startswith("redis"):
+        raise InputError(f"study {text}: Redis journals hold pickled snapshots; use a .log file or a database")
+    if not is_study(text):
+        raise InputError(
+            f"study {text}: a study is a journal ({', '.join(JOURNALS)}), a SQLite file ({', '.join(DATABASES)}) or "
+            "the URL of a database such as sqlite:///plans.db"
+        )
+    if "://" not in text and not Path(text).absolute().parent.is_dir():
+        raise InputError(f"study {text}: there is no folder {Path(text).absolute().parent}; make it first")
+    return StudyPlace(where=text, question=question)
+
+
+def keep_result(where: str, text: str) -> None:
+    """Keep what a search found in its study, in place of what was kept before. Raises `InputError`."""
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    with _as_input_errors(where):
+        study = _set_up(where)
+        for number, piece in enumerate(pieces):
+            study.set_user_attr(f"{RESULT}_{number}", piece)
+        study.set_user_attr(RESULT, len(pieces))
+
+
+def kept_result(where: str) -> str:
+    """What a search kept in its study. Raises `InputError` where there is no study, or none that has ended."""
+    study_place(where, {})
+    if "://" not in where and not Path(where).is_file():
+        raise InputError(f"there is no study {where}; make it with `autopar plan MODEL --cluster C --study {where}`")
+    with _as_input_errors(where):
+        known = _set_up(where).user_attrs
+    if RESULT not in known:
+        raise InputError(f"study {where} holds no result yet; let `autopar plan --study {where}` end")
+    return "".join(known[f"{RESULT}_{number}"] for number in range(known[RESULT]))
+
+
+def is_study(where: str) -> bool:
+    """Whether a path or URL is that of a study."""
+    return "://" in where or Path(where).suffix in (*JOURNALS, *DATABASES)
+
+
+def _set_up(where: str) -> "optuna.Study":
+    """The study of a storage; a database whose tables another process makes at the same time is asked for again."""
+    import optuna
+    from sqlalchemy.exc import IntegrityError, OperationalError
+
+    for again in range(TIMES):
+        try:
+            storage = _storage(where)
+            try:
+                return optuna.load_study(storage=storage, study_name=NAME)
+            except KeyError:
+                return optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
+        except (IntegrityError, OperationalError, optuna.exceptions.StorageInternalError):
+            if again == TIMES - 1:
+                raise
+            time.sleep(0.1)
+    raise AssertionError("not reached")
+
+
+def _storage(where: str) -> "optuna.storages.BaseStorage":
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    if "://" in where:
+        return optuna.storages.RDBStorage(where)
+    path = Path(where)
+    if path.suffix in DATABASES:
+        return optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
+    if path.is_file() and path.stat().st_size > MAX_JOURNAL_BYTES:
+        raise InputError(f"study {where} has {path.stat().st_size:,} bytes, more than {MAX_JOURNAL_BYTES:,}; not one")
+    backend = JournalFileBackend(where)
+    if path.stat().st_size:
+        _refuse_other_logs(path)
+        _drop_partial_line(path)
+    return optuna.storages.JournalStorage(backend)
+
+
+def _refuse_other_logs(path: Path) -> None:
+    """Somebody's own .log file is not to be written to."""
+    with path.open("rb") as file:
+        first = file.readline(MAX_RECORD_BYTES)
+    try:
+        is_record = isinstance(record := json.loads(first), dict) and "op_code" in record
+    except ValueError:
+        is_record = False
+    if not is_record:
+        raise InputError(f"study {path} cannot be used: the file is no journal of a study; name one that is new")
+
+
+def _drop_partial_line(path: Path) -> None:
+    """A process that was killed while it wrote leaves half a line, after which nobody could read the journal."""
+    from optuna.storages.journal import JournalFileSymlinkLock
+
+    lock = JournalFileSymlinkLock(str(path))
+    lock.acquire()
+    try:
+        with path.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read(size).rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+def _settled(study: "optuna.Study") -> Mapping[str, Any]:
+    """A study's attributes; those of one that another process just made, once it has written them."""
+    made = bool(study.user_attrs)
+    until = time.monotonic() + (WAIT_S if made else 0.0)
+    while CANDIDATES not in (found := study.user_attrs) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def importance(study: "optuna.Study") -> dict[str, float]:
+    """How much each parameter decides between good and bad trials (PED-ANOVA, Watanabe et al. 2023), parts of 1; empty
+    where trials are too few or alike to say."""
+    import optuna
+
+    with suppress(ValueError, RuntimeError):
+        found = optuna.importance.get_param_importances(study)
+        return {name: float(value) for name, value in sorted(found.items())}
+    return {}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

@@ -1,0 +1,51 @@
+"""A search in a process of its own: writes the plan, and prints the trials."""
+
+import sys
+
+import torch
+from torch import nn
+
+import autopar
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64, layers: int = 6, vocabulary: int = 96) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x).transpose(1, 2)
+        return out
+
+
+if __name__ == "__main__":
+    with torch.device("meta"):
+        model = Model()
+    ids = torch.empty(2, 16, dtype=torch.long, device="meta")
+    found = autopar.plan(
+        model,
+        "4xh100",
+        example_inputs={"ids": ids, "target": ids},
+        loss_fn=nn.functional.cross_entropy,
+        global_batch=8,
+        fix={"pp": {4, 2}, "schedule": {"1f1b", "gpipe", "interleaved-1f1b"}},
+        trials=15,
+        seed=5,
+    )
+    assert found.plan is not None
+    found.plan.save(sys.argv[1])
+    print(found.trials, found.best, found.others, sep="\n")

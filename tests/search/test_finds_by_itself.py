@@ -1,0 +1,69 @@
+"""What people know about large models is found by the search, without a word of it in the search."""
+
+from dataclasses import replace
+
+import pytest
+from deep_models import Deep, captured_whole, searched
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.device import Link
+from autopar.search.exact import Priced
+
+pytest.importorskip("transformers")
+GPT3 = Deep(preset="gpt3-175b", layers=96, tokens=2048)
+LLAMA = Deep(preset="llama2-7b", layers=32, tokens=4096)
+A100S, H100S = "128xa100-80gb", "64xh100"
+
+
+def best(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: int) -> Priced:
+    found = searched(model, labelled_on, cluster, global_batch)
+    assert found.proof.is_proven
+    assert found.best is not None
+    return found.best
+
+
+def with_memory(memory_bytes: float) -> ClusterSpec:
+    spec = ClusterSpec.preset("8xh100")
+    device = replace(spec.groups[0].device, memory_bytes=round(memory_bytes))
+    return replace(spec, groups=(replace(spec.groups[0], device=device),))
+
+
+def test_tensor_and_sequence_parallelism_inside_hosts_for_175_billion() -> None:
+    degrees = best(GPT3, A100S, ClusterSpec.preset(A100S), 128).degrees
+    assert 2 <= degrees.tp <= 8  # devices of a host
+    assert GPT3.works_of(A100S)(degrees.tp).sequence_parallel
+    assert degrees.pp > 1
+
+
+def test_sharded_data_parallelism_alone_for_7_billion_on_fast_links() -> None:
+    degrees = best(LLAMA, H100S, ClusterSpec.preset(H100S), 256).degrees
+    assert (degrees.tp, degrees.pp, degrees.dp_shard) == (1, 1, 64)
+    assert degrees.zero in (2, 3)
+
+
+@pytest.mark.parametrize(("gigabit", "has_stages"), [(400, False), (40, True), (10, True)])
+def test_a_pipeline_across_hosts_where_links_between_them_are_slow(gigabit: float, has_stages: bool) -> None:
+    link = Link(bytes_per_s=gigabit * 1e9 / 8 / 8, latency_s=2e-5)  # eight devices share a host's card
+    degrees = best(LLAMA, H100S, replace(ClusterSpec.preset("32xh100"), inter_host=link), 64).degrees
+    assert (degrees.pp > 1) == has_stages
+    if has_stages:
+        assert degrees.pp % 4 == 0  # every host is a stage, or several
+        assert degrees.tp * degrees.dp <= 8
+
+
+def test_recomputation_only_where_memory_forces_it() -> None:
+    roomy, tight = (best(LLAMA, H100S, with_memory(gb * 1e9), 64) for gb in (80, 24))
+    assert roomy.degrees.recompute == "none"
+    assert tight.degrees.recompute == "full"
+    assert tight.seconds > roomy.seconds
+
+
+@pytest.mark.slow
+def test_repeated_layers_are_those_of_a_whole_capture() -> None:
+    whole = captured_whole(LLAMA, H100S)
+    for tp in (1, 8):
+        captured, repeated = whole.works(tp), LLAMA.works_of(H100S)(tp)
+        assert repeated.calls == captured.calls
+        assert repeated.counts == captured.counts
+        assert repeated.num_parameters == captured.num_parameters
+        assert repeated.family.blocks == captured.family.blocks

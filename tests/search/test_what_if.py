@@ -1,0 +1,83 @@
+"""What-if curves: the plan that was searched at factor 1, plans that could run elsewhere, and bounds below them."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from search_cases import Case
+
+from autopar.cost_model.cluster_machine import cluster_machine
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.search.details import Curve
+from autopar.search.objective import Part
+from autopar.search.plan_search import search_degrees
+from autopar.search.screen import Machinery
+from autopar.search.space import wishes
+from autopar.search.what_if import Base, adapted, what_if
+
+CASE = Case(model="llama", cluster="16xh100", global_batch=16, tokens=2048)
+
+
+def machinery(cluster: ClusterSpec) -> Machinery:
+    made = cluster_machine(cluster, CASE.on.engine, CASE.on.mechanisms, precision="bf16")
+    return replace(CASE.on, machine=replace(made, memory_bytes=CASE.on.machine.memory_bytes))
+
+
+@cache
+def base() -> Base:
+    limits = replace(CASE.limits, tensor_degrees=(1, 2))
+    found = search_degrees(CASE.works, CASE.spec, limits, wishes(), CASE.on, most_exact=200)
+    assert found.best is not None
+    return Base(
+        best=found.best, part=Part(cluster=CASE.spec, on=CASE.on, weight=1.0), machinery=machinery, works_of=CASE.works,
+        limits=limits, wanted=wishes(), global_batch=CASE.global_batch,
+    )  # fmt: skip
+
+
+@cache
+def curves() -> dict[str, Curve]:
+    return {curve.name: curve for curve in what_if(base())}
+
+
+def test_every_curve_passes_the_searched_plan() -> None:
+    assert list(curves()) == ["devices", "bandwidth of links between hosts", "global batch", "sequence length"]
+    for curve in curves().values():
+        here = next(one for one in curve.points if one.factor == 1)
+        assert here.step_s == base().best.seconds
+        assert here.fits
+        assert [one.factor for one in curve.points] == sorted(one.factor for one in curve.points)
+
+
+def test_no_plan_is_below_its_bound() -> None:
+    for curve in curves().values():
+        for one in curve.points:
+            assert one.bound_s is not None
+            if one.step_s is not None and one.fits:
+                assert one.bound_s <= one.step_s * (1 + 1e-6), (curve.name, one)
+                assert one.tokens_per_s is not None and one.bound_tokens_per_s is not None
+
+
+def test_more_bandwidth_is_no_slower_and_more_work_no_faster() -> None:
+    steps = {name: [one.step_s for one in curve.points if one.step_s is not None] for name, curve in curves().items()}
+    assert steps["bandwidth of links between hosts"] == sorted(steps["bandwidth of links between hosts"], reverse=True)
+    assert steps["sequence length"] == sorted(steps["sequence length"])
+    assert steps["global batch"] == sorted(steps["global batch"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "expected"),
+    [
+        (16, 64, (2, 4, 8)),
+        (32, 64, (2, 8, 4)),
+        (8, 64, (2, 2, 16)),
+        (12, 64, None),  # 3 data-parallel ranks do not divide the batch
+        (2, 64, None),
+    ],
+)
+def test_a_plan_elsewhere(devices: int, batch: int, expected: tuple[int, int, int] | None) -> None:
+    plan = Degrees(tp=2, pp=2, dp_shard=4, zero=1, micro_batch=2, micro_batches=8, recompute="full", recompute_blocks=3)
+    found = adapted(plan, devices, batch)
+    assert (None if found is None else (found.tp, found.dp, found.num_micro_batches)) == expected
+    if found is not None:
+        assert (found.world_size, found.recompute, found.zero) == (devices, "none", 1)
