@@ -1,0 +1,144 @@
+"""A search result as one HTML file that needs nothing else: no network, no other file, no library in the browser."""
+
+from typing import Any
+
+from autopar._version import __version__
+from autopar.cost_model.row_estimate import FULL
+from autopar.report.block import drawing
+from autopar.report.curves import history, panels
+from autopar.report.page_tools import environment, script_json
+from autopar.report.parts import Bar, bytes_bar, bytes_key, seconds_bar, seconds_key
+from autopar.report.scatter import scatter
+from autopar.report.timeline import lanes
+from autopar.search.details import Details, RankCost
+from autopar.search.result import PARTS, Contender, SearchResult
+
+MOST_TRIALS = 150  # rows of the table
+MOST_BARS = 24
+LONGEST = 2.0  # times the best step: bars of slower plans are torn off
+SAME = 0.002  # ranks whose parts differ by less than this part of the step are drawn once
+
+
+def html_report(found: SearchResult) -> str:
+    """The page of a search."""
+    chart = scatter(found)
+    timeline = None if found.details is None or found.details.timeline is None else lanes(found.details.timeline)
+    data: dict[str, Any] = {}
+    if chart is not None:
+        data["candidates"] = {"rows": chart.rows, "schedules": chart.schedules, "fewer": chart.has_fewer}
+    if timeline is not None:
+        data["timeline"] = {"rows": timeline.rows, "ranks": timeline.num_ranks, "kinds": dict(timeline.kinds)}
+    return (
+        environment()
+        .get_template("search.html.jinja")
+        .render(
+            found=found,
+            plans=_plans(found),
+            ranks=None if found.details is None else _ranks(found, found.details),
+            chart=chart,
+            timeline=timeline,
+            terms=_terms(found),
+            closest=_closest(found),
+            full=FULL,
+            panels=panels(found),
+            trials=history(found, MOST_TRIALS),
+            drawing=None if found.block is None else drawing(found.block),
+            data=script_json(data),
+            version=__version__,
+        )
+    )
+
+
+# ---- the parts of the page ----
+
+
+def _plans(found: SearchResult) -> list[dict[str, Any]]:
+    """The best plan, the next ones and those chosen by hand, on one scale; those without room come last."""
+    if found.best is None:
+        return []
+    chosen: list[tuple[str, Contender]] = [("Best", found.best)]
+    chosen += [("", one) for one in found.others]
+    for one in found.baselines:
+        same = next((i for i, (_, other) in enumerate(chosen) if other.degrees == one.degrees), None)
+        if same is None:
+            chosen.append((one.name, one))
+        elif one.name and one.name not in chosen[same][0]:
+            chosen[same] = (" = ".join(filter(None, (chosen[same][0], one.name))), chosen[same][1])
+    longest = min(max(one.step_s for _, one in chosen), LONGEST * found.best.step_s)
+    order = sorted(chosen, key=lambda pair: (not pair[1].fits, pair[1].value))
+    return [
+        {"name": name, "one": one, "bar": seconds_bar(name or "another plan", one.parts, longest)}
+        for name, one in order
+    ]
+
+
+def _closest(found: SearchResult) -> dict[str, Any] | None:
+    """What the plan needs that misses least, and what for."""
+    if found.closest is None:
+        return None
+    parts = dict(found.closest.parts) or {"needed": found.closest.needed_bytes}
+    bar = bytes_bar("closest plan", parts, found.device_bytes, "its fullest rank")
+    return {"bar": bar, "key": bytes_key(parts) if found.closest.parts else []}
+
+
+def _ranks(found: SearchResult, details: Details) -> dict[str, Any]:
+    groups, within = _alike(details.ranks)
+    step = max(sum(rank.seconds.values()) for rank in details.ranks)
+    slowest = max(details.ranks, key=lambda rank: sum(v for k, v in rank.seconds.items() if k in ("products",)))
+    fullest = max(details.ranks, key=lambda rank: sum(v for k, v in rank.bytes.items() if k != "cache"))
+    capacity = found.device_bytes
+    return {
+        "seconds": [
+            _rank_bar(group, lambda r, name, what: seconds_bar(name, r.seconds, step, what)) for group in groups
+        ],
+        "bytes": [_rank_bar(group, lambda r, name, what: bytes_bar(name, r.bytes, capacity, what)) for group in groups],
+        "slowest": slowest.rank,
+        "fullest": fullest.rank,
+        "seconds_key": seconds_key(found.best.parts if found.best else slowest.seconds),
+        "bytes_key": bytes_key(fullest.bytes),
+        "count": len(details.ranks),
+        "within": within,
+    }
+
+
+def _alike(ranks: tuple[RankCost, ...]) -> tuple[list[list[RankCost]], float]:
+    """Neighbours that differ in nothing one could see, and by what part they may; more where there are many ranks."""
+    within = SAME
+    while True:
+        groups: list[list[RankCost]] = []
+        for rank in ranks:
+            if groups and _same(groups[-1][0], rank, within):
+                groups[-1].append(rank)
+            else:
+                groups.append([rank])
+        if len(groups) <= MOST_BARS:
+            return groups, within
+        within *= 2
+
+
+def _same(one: RankCost, other: RankCost, within: float) -> bool:
+    pairs = ((one.seconds, other.seconds), (one.bytes, other.bytes))
+    is_alike = all(
+        abs(a.get(name, 0.0) - b.get(name, 0.0)) <= within * max(sum(a.values()), 1e-12)
+        for a, b in pairs
+        for name in {*a, *b}
+    )
+    ends = (one.has_first, one.has_last) == (other.has_first, other.has_last)
+    return is_alike and ends and (one.num_blocks == other.num_blocks or within > SAME)
+
+
+def _rank_bar(group: list[RankCost], draw: Any) -> Bar:
+    first, last = group[0], group[-1]
+    name = f"rank {first.rank}" if first is last else f"ranks {first.rank}–{last.rank}"
+    words_of = [f"{first.num_blocks} block{'s' * (first.num_blocks != 1)}"]
+    if len(first.stages) > 1:
+        words_of.append(f"{len(first.stages)} stages")
+    ends = [end for end, has in (("embedding", first.has_first), ("head and loss", first.has_last)) if has]
+    made: Bar = draw(first, name, ", ".join([*words_of, *ends]))
+    return made
+
+
+def _terms(found: SearchResult) -> list[dict[str, Any]]:
+    if found.details is None:
+        return []
+    return [{"words": PARTS.get(term.part, term.part), "term": term} for term in found.details.terms]

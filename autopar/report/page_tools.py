@@ -1,0 +1,49 @@
+"""What the pages share: templates that escape, filters that print numbers, data for scripts.
+
+Whatever comes from outside, names above all, is escaped by Jinja2 and `markupsafe`; the data of tooltips is JSON in
+which no ``<`` is left, so that no name can end its element.
+"""
+
+import json
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from autopar.report import numbers, words
+from autopar.search.words import plan_in_words, readable_value
+
+
+def script_json(data: Any) -> Markup:
+    """JSON for a script element: without ``<``, ``>`` and ``&``, and without the line ends that only JavaScript has."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+@cache
+def environment() -> Environment:
+    """Templates of this package, with everything that they use."""
+
+    def load(name: str) -> str:
+        return resources.files("autopar.report").joinpath(name).read_text(encoding="utf-8")
+
+    made = Environment(
+        loader=FunctionLoader(load), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {
+        "amount": numbers.amount,
+        "bytes": numbers.readable_bytes,
+        "seconds": numbers.readable_seconds,
+        "percent": numbers.percent,
+        "quantity": numbers.quantity,
+        "value": readable_value,
+        "capped": numbers.capped,
+        "degrees": words.degrees_in_words,
+        "plan": plan_in_words,
+    }
+    made.globals |= {"words": words, "style": Markup(load("style.css")), "script": Markup(load("script.js"))}
+    return made

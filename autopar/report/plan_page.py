@@ -1,0 +1,75 @@
+"""A plan file alone as a page: what it splits, its stages and what ranks send. Seconds and memory are a search's."""
+
+from typing import Any
+
+from autopar._version import __version__
+from autopar.ir.explanation import sections, sizes_in_words
+from autopar.ir.plan import Plan
+from autopar.ir.summary import StageSummary
+from autopar.report.numbers import amount, readable_bytes, readable_seconds
+from autopar.report.page_tools import environment, script_json
+from autopar.report.parts import Bar
+from autopar.report.svg import SIDE, short, tag
+
+
+def plan_report(plan: Plan) -> str:
+    """The page of a plan."""
+    degrees = plan.to_dict()["degrees"]
+    stages = () if plan.summary is None else plan.summary.stages
+    return (
+        environment()
+        .get_template("plan.html.jinja")
+        .render(
+            plan=plan,
+            degrees={name: value for name, value in degrees.items() if value is not None},
+            sizes=sizes_in_words(plan),
+            batch=_batch(plan),
+            stages=_stage_bars(stages),
+            parameters=_num_parameters(plan),
+            sections=[section for section in sections(plan, with_order=False)[0:] if section.lines or section.rows],
+            data=script_json({}),
+            version=__version__,
+        )
+    )
+
+
+def _batch(plan: Plan) -> int | None:
+    degrees = plan.degrees
+    return None if degrees.micro_batch is None else degrees.dp * degrees.micro_batch * degrees.num_micro_batches
+
+
+def _num_parameters(plan: Plan) -> int | None:
+    if plan.summary is None:
+        return None
+    total = 0
+    for one in plan.summary.parameters:
+        size = one.num_copies
+        for length in one.shape:
+            size *= length
+        total += size
+    return total
+
+
+def _stage_bars(stages: tuple[StageSummary, ...]) -> dict[str, Any] | None:
+    if not stages:
+        return None
+    slowest = max(stage.seconds for stage in stages) or 1.0
+    largest = max(stage.num_parameters for stage in stages) or 1
+    return {
+        "seconds": [
+            _bar(i, stage, stage.seconds / slowest, "#1f5fa6", readable_seconds(stage.seconds))
+            for i, stage in enumerate(stages)
+        ],
+        "parameters": [
+            _bar(i, stage, stage.num_parameters / largest, "#2f9a94", amount(stage.num_parameters))
+            for i, stage in enumerate(stages)
+        ],
+        "sent": readable_bytes(max(stage.sent_bytes for stage in stages)),
+    }
+
+
+def _bar(number: int, stage: StageSummary, part: float, colour: str, value: str) -> Bar:
+    name = f"stage {number}"
+    content = tag("rect", x="0", width=short(SIDE * part), height="1000", fill=colour, data_t=f"{name}: {value}")
+    calls = stage.first if stage.num_calls == 1 else f"{stage.first} … {stage.last}"
+    return Bar(name=name, content=content, value=value, says=f"{name}: {value}", detail=f"rank {stage.rank}, {calls}")

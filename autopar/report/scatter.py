@@ -1,0 +1,136 @@
+"""All candidates by step time and memory: dots of screening, rings of exact prices, the best, the front, capacity."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, floor, log10
+from typing import Any
+
+from markupsafe import Markup
+
+from autopar.report.numbers import tick_seconds, ticks
+from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
+from autopar.search.result import SearchResult
+
+BEYOND = 6.0  # times the best step: slower candidates are counted, not drawn
+NEAR = 0.35  # of a device's memory: where all need less, its line is left out
+DEGREES = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual", "devices")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scatter:
+    """The plot, and for tooltips a row per dot: plot units x and y, seconds, gigabytes, exact, degrees, schedule."""
+
+    plot: Plot
+    rows: list[list[Any]]
+    schedules: list[str]
+    drawn: int
+    slower: int
+    fitting: int
+    beyond: int
+    has_fewer: bool
+    has_capacity: bool
+
+
+def scatter(found: SearchResult) -> Scatter | None:
+    """The chart, or None where no candidate fits."""
+    if found.points is None or not found.points.columns.get("seconds"):
+        return None
+    columns = found.points.columns
+    seconds: Sequence[float] = columns["seconds"]
+    best = min(seconds) if found.best is None else min(found.best.step_s, *seconds)
+    kept = [i for i, value in enumerate(seconds) if value <= BEYOND * best]
+    own = [] if found.best is None else [(found.best.step_s, found.best.needed_bytes)]
+    shown = [(seconds[i], columns["bytes"][i]) for i in kept] + own
+    low, high = log10(min(s for s, _ in shown)), log10(max(s for s, _ in shown))
+    low, high = low - 0.03 * (high - low + 0.1), high + 0.03 * (high - low + 0.1)
+    most = max(b for _, b in shown)
+    has_capacity = most >= NEAR * found.device_bytes
+    top = 1.08 * (max(found.device_bytes, most) if has_capacity else most)
+
+    def place(s: float, b: float) -> tuple[float, float]:
+        return (log10(s) - low) / (high - low) * SIDE, SIDE * (1 - b / top)
+
+    x_ticks, y_ticks = _time_ticks(low, high), _bytes_ticks(top)
+    at = {i: place(seconds[i], columns["bytes"][i]) for i in kept}
+    content = [grid(x_ticks, y_ticks)]
+    capacity = SIDE * (1 - found.device_bytes / top)
+    if has_capacity:
+        content.append(line([(0, capacity), (SIDE, capacity)], class_="capacity"))
+    content.append(_layer("screened", dots([at[i] for i in kept if not columns["exact"][i]], class_="dot")))
+    content.append(_layer("front", _stairs([place(x, y) for x, y in _front(found) if x <= BEYOND * best])))
+    content.append(_layer("exact", dots([at[i] for i in kept if columns["exact"][i]], class_="dot exact")))
+    content += [dots([place(*one)], class_="dot best") for one in own]
+    names = sorted(set(columns["schedule"]))
+    rows = [_row(columns, i, at[i], names) for i in kept]
+    return Scatter(
+        plot=Plot(
+            content=Markup("").join(content),
+            x_ticks=tuple(x_ticks),
+            y_ticks=tuple(y_ticks),
+            x_title="seconds of a step (logarithmic)",
+            y_title="memory of the fullest rank",
+            says=f"{len(kept)} candidates by step time and memory",
+            name="candidates",
+        ),
+        rows=rows,
+        schedules=names,
+        drawn=len(kept),
+        slower=len(seconds) - len(kept),
+        fitting=found.points.fitting,
+        beyond=round(BEYOND),
+        has_capacity=has_capacity,
+        has_fewer=any(count < found.num_devices for count in columns["devices"]),
+    )
+
+
+def _front(found: SearchResult) -> list[tuple[float, float]]:
+    """Seconds and bytes of plans that none beats on as many devices as the best one has. No bound is below what is
+    proven to be the fastest."""
+    devices = found.num_devices if found.best is None else found.best.num_devices
+    least = found.best.step_s if found.best is not None and found.is_proven and found.objective == "time" else 0.0
+    points = sorted((max(one.step_s, least), one.needed_bytes) for one in found.front if one.num_devices == devices)
+    kept: list[tuple[float, float]] = []
+    for seconds, needed in points:
+        if not kept or needed < kept[-1][1]:
+            kept.append((seconds, needed))
+    return kept
+
+
+def _stairs(points: Sequence[tuple[float, float]]) -> Markup:
+    """Right, then down."""
+    corners = [corner for (x, y), (to, _) in pairwise(points) for corner in ((x, y), (to, y))]
+    return line([*corners, points[-1]], class_="front") if points else Markup("")
+
+
+def _layer(name: str, content: Markup) -> Markup:
+    return tag("g", content, data_layer=name)
+
+
+def _row(columns: Any, i: int, at: tuple[float, float], schedules: Sequence[str]) -> list[Any]:
+    degrees = [columns[name][i] for name in DEGREES]
+    numbers = [round(at[0]), round(at[1]), columns["seconds"][i], round(columns["bytes"][i] / 1e9, 2)]
+    return [*numbers, columns["exact"][i], *degrees, schedules.index(columns["schedule"][i])]
+
+
+def _time_ticks(low: float, high: float) -> list[Tick]:
+    """1, 2, 5 and their tens where there are few, tens where there are many."""
+    wide = high - low > 1.6
+    found = []
+    for exponent in range(floor(low), ceil(high) + 1):
+        for factor in (1, 3) if wide else (1, 1.5, 2, 3, 5, 7):
+            at = exponent + log10(factor)
+            if low <= at <= high:
+                found.append(
+                    Tick(
+                        at=(at - low) / (high - low) * SIDE,
+                        text=tick_seconds(factor * 10.0**exponent),
+                        is_minor=factor in (1.5, 7),
+                    )
+                )
+    return found
+
+
+def _bytes_ticks(top: float) -> list[Tick]:
+    unit, name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
+    return [Tick(at=SIDE * (1 - value / top), text=f"{value / unit:g} {name}") for value in ticks(0, top)]

@@ -1,0 +1,111 @@
+"""The pipeline's time line: a lane for each rank, passes as boxes, waiting as the lane's ground."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from autopar.report.numbers import readable_seconds, tick_seconds, ticks
+from autopar.report.svg import SIDE, Plot, Tick, boxes, line
+from autopar.search.details import Timeline
+
+MOST_DRAWN = 2400  # passes: more would make the page large and the boxes invisible
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, for inputs",
+    "W": "backward, for weights",
+}
+BREAK = 24.0  # plot units between the beginning and the end of a long time line
+LANE = 0.78  # part of a lane that its boxes fill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """The plot, and for tooltips per pass: rank, kind, stage, micro-batch, x from and to in plot units, seconds from
+    and to."""
+
+    plot: Plot
+    rows: list[list[Any]]
+    num_ranks: int
+    kinds: list[tuple[str, str]]
+    left_out: int
+    is_broken: bool
+
+
+def lanes(found: Timeline) -> Lanes:
+    """The drawing; of long lists the beginning and the end."""
+    passes, gap, left_out = list(found.passes), found.gap, found.left_out
+    if len(passes) > MOST_DRAWN:
+        drawn = sorted(passes, key=lambda one: one[4])
+        first, last = drawn[MOST_DRAWN // 2], drawn[len(drawn) - MOST_DRAWN // 2]
+        gap = (min(first[4], gap[0]) if gap else first[4], max(last[4], gap[1]) if gap else last[4])
+        passes = [one for one in drawn if not gap[0] <= one[4] < gap[1]]
+        left_out += len(drawn) - len(passes)
+    place = _places(found.seconds, gap)
+    height = SIDE / found.num_ranks
+    rows, corners = [], dict[str, list[tuple[float, float, float, float]]]()
+    for rank, kind, stage, micro_batch, start, end in passes:
+        x, to = place(start), place(end)
+        corners.setdefault(kind, []).append((x, height * (rank + (1 - LANE) / 2), max(to - x, 0.4), LANE * height))
+        rows.append([rank, kind, stage, micro_batch, round(x), round(to), float(f"{start:.4g}"), float(f"{end:.4g}")])
+    kinds = [(kind, words) for kind, words in KINDS.items() if kind in corners]
+    ground = boxes(
+        [(0, height * (r + (1 - LANE) / 2), SIDE, LANE * height) for r in range(found.num_ranks)], class_="idle"
+    )
+    content = [ground, *(boxes(corners[kind], class_=f"pass {kind}") for kind, _ in kinds)]
+    if gap is not None:
+        middle = place(gap[0]) + BREAK / 2
+        content.append(boxes([(middle - BREAK / 2, 0, BREAK, SIDE)], class_="break"))
+        content.append(line([(middle, 0), (middle, SIDE)], class_="cut"))
+    every = max(1, -(-found.num_ranks // 16))
+    return Lanes(
+        plot=Plot(
+            content=Markup("").join(content),
+            x_ticks=tuple(_ticks(found.seconds, gap)),
+            y_ticks=tuple(
+                Tick(at=height * (rank + 0.5), text=f"rank {rank}") for rank in range(0, found.num_ranks, every)
+            ),
+            x_title="seconds of one run of the schedule",
+            y_title="",
+            says=f"time line of {found.num_ranks} pipeline ranks over {readable_seconds(found.seconds)}",
+            name="timeline",
+        ),
+        rows=rows,
+        num_ranks=found.num_ranks,
+        kinds=kinds,
+        left_out=left_out,
+        is_broken=gap is not None,
+    )
+
+
+class _Place:
+    """From seconds to plot units; what is left out takes `BREAK` units."""
+
+    def __init__(self, seconds: float, gap: tuple[float, float] | None) -> None:
+        self.gap = gap or (seconds, seconds)
+        self.width = BREAK if gap else 0.0
+        self.scale = (SIDE - self.width) / max(seconds - (self.gap[1] - self.gap[0]), 1e-12)
+
+    def __call__(self, at: float) -> float:
+        if at <= self.gap[0]:
+            return at * self.scale
+        return min(SIDE, self.gap[0] * self.scale + self.width + max(0.0, at - self.gap[1]) * self.scale)
+
+
+def _places(seconds: float, gap: tuple[float, float] | None) -> _Place:
+    return _Place(seconds, gap)
+
+
+def _ticks(seconds: float, gap: tuple[float, float] | None) -> list[Tick]:
+    place = _places(seconds, gap)
+    if gap is None:
+        values = ticks(0.0, seconds, 8)
+        return [_tick(place, value, i % 2 == 1) for i, value in enumerate(values) if place(value) < SIDE * 0.97]
+    before, after = ticks(0.0, gap[0], 4), ticks(gap[1], seconds, 4)
+    found = [_tick(place, value, i % 2 == 1) for i, value in enumerate(before)]
+    return [*found, *(_tick(place, value, i % 2 == 1) for i, value in enumerate(after) if place(value) < SIDE * 0.97)]
+
+
+def _tick(place: _Place, value: float, is_minor: bool) -> Tick:
+    return Tick(at=place(value), text=tick_seconds(value), is_minor=is_minor)

@@ -1,0 +1,133 @@
+"""Plans and reasons in sentences."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autopar.cost_model.estimate import MEMORY
+from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
+from autopar.search.result import Contender, SearchResult
+from autopar.search.words import plan_in_words, readable_value
+
+
+def degrees_in_words(degrees: Mapping[str, Any]) -> str:
+    """What a plan does, longest word last.
+
+    >>> degrees_in_words({"pp": 4, "tp": 2, "dp_shard": 4, "zero": 1, "micro_batch": 1, "micro_batches": 16,
+    ...                   "schedule": "1f1b", "recompute": "none"})
+    'pipeline of 4 (1f1b, 16 micro-batches), tensor parallel 2, data parallel 4 with ZeRO 1, micro-batch 1'
+    """
+    return ", ".join(_degree_words(degrees))
+
+
+def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
+    pp, tp = d.get("pp", 1), d.get("tp", 1)
+    shard, copies = d.get("dp_shard", 1), d.get("dp_replicate", 1)
+    if pp > 1:
+        stages = f", {d['virtual_stages']} stages a rank" if d.get("virtual_stages", 1) > 1 else ""
+        yield f"pipeline of {pp} ({d.get('schedule', '1f1b')}{stages}, {d.get('micro_batches', 1)} micro-batches)"
+    if tp > 1:
+        yield f"tensor parallel {tp}"
+    if shard * copies > 1:
+        zero, dp = d.get("zero", 3), shard * copies
+        held = f" with ZeRO {zero}" if zero and shard > 1 else ""
+        over = f" in shards of {shard}" if held and copies > 1 else ""
+        yield (
+            f"fully sharded data parallel {dp} (ZeRO 3){over}"
+            if zero == 3 and held
+            else f"data parallel {dp}{held}{over}"
+        )
+    if pp * tp * shard * copies == 1:
+        yield "one device"
+    if d.get("micro_batch") is not None:
+        yield f"micro-batch {d['micro_batch']}"
+    if d.get("accumulate", 1) > 1:
+        yield f"{d['accumulate']} micro-batches accumulated"
+    if d.get("recompute", "none") != "none":
+        blocks = d.get("recompute_blocks")
+        where = "every block" if blocks is None else f"{blocks} block{'s' * (blocks > 1)}{' a stage' if pp > 1 else ''}"
+        yield f"recomputing {where}"
+    if d.get("offload", "none") not in ("none", None, False):
+        yield f"offloading {d['offload']}"
+
+
+_BEST_AS = {"time": "runs fastest as", "cost": "costs least as", "energy": "takes least energy as"}
+
+
+def plan_sentence(found: SearchResult) -> str:
+    """The plan and what it reaches."""
+    assert found.best is not None
+    best = found.best
+    tokens = found.global_batch * found.sequence / best.step_s
+    devices = f"{best.num_devices:,} {'of ' if best.num_devices < found.num_devices else ''}"
+    devices += f"{found.num_devices:,} devices" if best.num_devices < found.num_devices else "devices"
+    return (
+        f"On {devices} {capped(found.model)} {_BEST_AS.get(found.objective, 'needs least memory as')} "
+        f"{degrees_in_words(best.degrees)}. A step of {found.global_batch:,} sequences of {found.sequence:,} tokens "
+        f"takes {readable_seconds(best.step_s)}{_worth(found, best)}, that is {amount(tokens, 'tokens/s')}, and its "
+        f"fullest rank needs {readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)}."
+    )
+
+
+def _worth(found: SearchResult, one: Contender) -> str:
+    """What a plan costs, where that is neither seconds nor bytes."""
+    return f" and {readable_value(one.value, found.unit)}" if found.objective in ("cost", "energy") else ""
+
+
+def why_best(found: SearchResult) -> list[str]:
+    """Against all candidates, the next plan and those that people choose by hand."""
+    assert found.best is not None
+    lines = [_proof(found)]
+    behind = [one for one in (*found.others, *found.baselines) if one.fits and one.degrees != found.best.degrees]
+    following = min(behind, key=lambda one: one.value, default=None)
+    if following is not None and not following.name:
+        lines.append(f"The next plan, {plan_in_words(following.degrees)}, {_loses(found, following)}.")
+    for one in found.baselines:
+        name = one.name[:1].upper() + one.name[1:] or "A plan chosen by hand"
+        if one.degrees == found.best.degrees:
+            lines.append(f"{name} is this plan.")
+        else:
+            following_one = " and comes next" if one is following else ""
+            lines.append(f"{name}, {plan_in_words(one.degrees)}, {_loses(found, one)}{following_one}.")
+    return lines
+
+
+def _proof(found: SearchResult) -> str:
+    counted = found.counted
+    start = f"Of {counted.candidates:,} candidates {counted.priced:,} were priced as they would run"
+    if found.is_proven:
+        return f"{start}; the lower bounds of all others are above this plan, so none of them is better."
+    bound = "" if found.bound is None else f" None can be below {readable_value(found.bound, found.unit)}."
+    return f"{start}. A better one could save at most {percent(found.gap, 1)}.{bound}"
+
+
+def _loses(found: SearchResult, one: Contender) -> str:
+    if not one.fits:
+        return one.reason
+    assert found.best is not None
+    more = one.value / found.best.value - 1
+    if more <= 0:
+        return "is as good"
+    what = {"time": "takes {} longer", "memory": "needs {} more memory"}.get(found.objective, "takes {} more")
+    return f"{what.format(percent(more, 1))} ({one.reason})" if one.reason else what.format(percent(more, 1))
+
+
+def no_room(found: SearchResult) -> list[str]:
+    """Which candidates do not fit, and why."""
+    counted = found.counted
+    without = counted.no_room_for_state + counted.no_room_for_activations
+    if not without:
+        return [f"All {counted.candidates:,} candidates fit."]
+    parts = {
+        "parameters, gradients and optimizer state alone": counted.no_room_for_state,
+        "activations, even with all blocks recomputed": counted.no_room_for_activations,
+    }
+    if without == counted.candidates:
+        start = f"None of {without:,} candidates fits"
+    else:
+        start = f"{without:,} of {counted.candidates:,} candidates do not fit"
+    words = [f"{count:,} ({percent(count / without)}) for {what}" for what, count in parts.items() if count]
+    lines = [f"{start}: {', '.join(words)}."]
+    if counted.largest:
+        most = [f"{MEMORY.get(part, part)} of {count:,}" for part, count in counted.largest.items()]
+        lines.append(f"What takes most memory of them: {', '.join(most)}.")
+    return lines

@@ -1,0 +1,55 @@
+"""From a file of a search or a plan to a page or a trace, each written whole or not at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import InputError
+from autopar.ir.plan import Plan
+from autopar.report.files import write_text
+from autopar.report.page import html_report
+from autopar.report.perfetto import perfetto_trace
+from autopar.report.plan_page import plan_report
+from autopar.search.result import KIND, SearchResult
+from autopar.search.study import is_study, kept_result
+
+MAX_BYTES = 256 * 1024 * 1024
+
+
+def read_source(path: str | Path) -> SearchResult | Plan:
+    """A search result, that of a study, or a plan by what the file is. Raises `InputError` that names file, field and
+    remedy."""
+    if is_study(str(path)):
+        return SearchResult.from_dict(json.loads(kept_result(str(path))), str(path))
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(
+            f"there is no file {file}; write one with `autopar plan MODEL --cluster C --json > result.json`"
+        )
+    if file.stat().st_size > MAX_BYTES:
+        raise InputError(f"{file} has {file.stat().st_size:,} bytes, more than {MAX_BYTES:,}; it is no search result")
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON: {error}; write it again with `autopar plan`") from error
+    if isinstance(data, dict) and data.get("kind") == KIND:
+        return SearchResult.from_dict(data, str(file))
+    if isinstance(data, dict) and "fingerprint" in data:
+        return Plan.load(file)
+    raise InputError(f"{file} is neither a search result nor a plan; write one with `autopar plan`")
+
+
+def write_report(source: SearchResult | Plan, path: str | Path) -> int:
+    """Write the page of a search or of a plan alone; its bytes. Raises `InputError` where it cannot be written."""
+    return write_text(path, html_report(source) if isinstance(source, SearchResult) else plan_report(source))
+
+
+def write_trace(source: SearchResult | Plan, path: str | Path) -> int:
+    """Write the predicted time line for ui.perfetto.dev; its bytes. Raises `InputError` where there is none."""
+    if isinstance(source, Plan):
+        raise InputError("a plan alone has no predicted time line; give the result of a search (`autopar plan --json`)")
+    return write_text(path, json.dumps(perfetto_trace(source), separators=(",", ":")) + "\n")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number that JSON has")
