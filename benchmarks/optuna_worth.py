@@ -1,0 +1,252 @@
+"""What Optuna is worth in the search: `python benchmarks/optuna_worth.py OUT.json OUT.svg`.
+
+At equal numbers of prices, 20 seeds each: TPE as `autopar.search.refine` uses it, random sampling, and screening alone.
+Over two spaces:
+
+    refining     the nearly best candidates of a search and blocks moved out of end stages (every point is priced
+                 beforehand, so that regret is exact); screening alone is the best candidate as it is
+    whole        every combination of degrees, micro-batch, ZeRO stage and schedule, without bounds: Optuna samples each
+                 word and is told what is no candidate; random draws among legal candidates; screening prices the
+                 baselines and then the smallest bound first, as the search does
+
+Regret is the best price so far over the best one of the space (proven by the search), less 1. Plans that do not fit
+count as none: regret is capped at `CAP`.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import optuna
+from search_problem import Problem
+
+from autopar.search.exact import Priced, priced
+from autopar.search.plan_search import Searched, search_degrees
+from autopar.search.refine import MISSING, MOST_MOVED, STARTUP
+from autopar.search.space import NAMES, Candidates, Wishes, candidates, wishes
+from autopar.search.starts import starts_of
+
+SEEDS = 20
+REFINING_TRIALS, WHOLE_TRIALS = 40, 150
+CAP = 10.0
+SHOWN = (1, 10, 20, 30, 40, 80, 150)
+LEGAL_ASKS = 20  # times more than trials that a sampler may name what is no candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A problem, and words that narrow it."""
+
+    name: str
+    problem: Problem
+    fix: dict[str, Any]
+
+
+def case(model: str, cluster: str, sequence: int, batch: int, layers: int | None = None, **fix: Any) -> Case:
+    problem = Problem(model=model, cluster=cluster, sequence=sequence, global_batch=batch, layers=layers)
+    size = f"{model} ({layers} layers)" if layers else model
+    return Case(name=f"{size}, {cluster}, batch {batch}", problem=problem, fix={"tp": (1, 2, 4, 8), **fix})
+
+
+REFINING = (
+    case("llama3-8b", "64xv100-32gb", 8192, 128, layers=16, pp=(8, 16)),
+    case("llama3-70b", "64xh100", 8192, 64, layers=30, pp=(8, 16)),
+    case("llama3-8b", "64xv100-32gb", 8192, 128, pp=(4, 8)),
+    case("gpt3-175b", "256xa100-80gb", 2048, 512),
+)
+WHOLE = (case("llama3-8b", "64xv100-32gb", 8192, 128), case("gpt3-175b", "256xa100-80gb", 2048, 512))
+
+Curve = list[float]
+Point = tuple[str | int, ...]
+
+
+def main(out: Path, chart: Path) -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found: dict[str, dict[str, dict[str, Curve]]] = {"refining": {}, "whole": {}}
+    for one in REFINING:
+        found["refining"][one.name] = refining(one)
+        show("refining", one.name, found["refining"][one.name])
+    for one in WHOLE:
+        found["whole"][one.name] = whole(one)
+        show("whole", one.name, found["whole"][one.name])
+    out.write_text(json.dumps({"seeds": SEEDS, "regret": found}, indent=1) + "\n")
+    draw(found, chart)
+
+
+def searched(one: Case, wanted: Wishes) -> Searched:
+    problem = one.problem
+    return search_degrees(problem.works, problem.spec, problem.limits, wanted, problem.on, most_exact=2000)
+
+
+def refining(one: Case) -> dict[str, Curve]:
+    """Median regret by trials of each way over the refinement's points."""
+    problem = one.problem
+    found = searched(one, wishes(one.fix))
+    assert found.proof.best is not None
+    exact = {index: price.seconds if price.fits else np.inf for index, price in found.exact.items()}
+    best = found.proof.best.index
+    starts = starts_of(found.candidates, found.screened.seconds, exact, best, found.baselines)
+    moves = range(-MOST_MOVED, MOST_MOVED + 1)
+    prices: dict[Point, Priced] = {}
+    for start in starts:
+        degrees = found.candidates.degrees(start.index)
+        works = problem.works(degrees.tp)
+        for moved in ((a, b) for a in moves for b in moves):
+            seen = prices.get((start.text, 0, 0)) if not start.has_stages else None
+            point = (start.text, *moved)
+            prices[point] = seen or priced(works, degrees, problem.spec, problem.on, moved=moved)
+    space = {
+        "candidate": optuna.distributions.CategoricalDistribution([start.text for start in starts]),
+        "out_of_first": optuna.distributions.IntDistribution(-MOST_MOVED, MOST_MOVED),
+        "out_of_last": optuna.distributions.IntDistribution(-MOST_MOVED, MOST_MOVED),
+    }
+    named: list[Point] = [(start.text, 0, 0) for start in starts if start.name]
+    optimum = min(price.seconds for price in prices.values() if price.fits)
+    capacity = problem.on.capacity_bytes
+
+    def sampled(sampler: optuna.samplers.BaseSampler) -> Curve:
+        return curve(sampler, space, lambda point: prices[point], named, optimum, capacity, REFINING_TRIALS)
+
+    return over_seeds(sampled) | {"screening alone": [exact[best] / optimum - 1] * REFINING_TRIALS}
+
+
+def whole(one: Case) -> dict[str, Curve]:
+    """Median regret by trials of each way over all candidates."""
+    problem, wanted = one.problem, wishes(one.fix)
+    every = candidates(problem.limits, wanted)
+    found = searched(one, wanted)
+    assert found.proof.best is not None
+    known = dict(found.exact)
+    in_order = list(found.exact.values())[:WHOLE_TRIALS]  # baselines, then the smallest bound first
+    optimum, capacity = found.proof.best.value, problem.on.capacity_bytes
+
+    def price(index: int) -> Priced:
+        if index not in known:
+            degrees = every.degrees(index)
+            known[index] = priced(problem.works(degrees.tp), degrees, problem.spec, problem.on)
+        return known[index]
+
+    columns = words(every)
+    place = {point: index for index, point in enumerate(zip(*columns.values(), strict=True))}
+    space = {
+        name: optuna.distributions.CategoricalDistribution(sorted(set(values), key=str))
+        for name, values in columns.items()
+    }
+
+    def sampled(sampler: optuna.samplers.BaseSampler) -> Curve:
+        def priced_at(point: Point) -> Priced | None:
+            return price(place[point]) if point in place else None
+
+        return curve(sampler, space, priced_at, [], optimum, capacity, WHOLE_TRIALS)
+
+    def drawn(seed: int) -> Curve:
+        order = np.random.default_rng(seed).permutation(len(every))[:WHOLE_TRIALS]
+        return so_far([price(int(index)) for index in order], optimum)
+
+    return {
+        "TPE": medians([sampled(tpe(seed)) for seed in range(SEEDS)]),
+        "random": medians([drawn(seed) for seed in range(SEEDS)]),
+        "screening alone": so_far(in_order + in_order[-1:] * (WHOLE_TRIALS - len(in_order)), optimum),
+    }
+
+
+def words(found: Candidates) -> dict[str, list[Any]]:
+    """The words of every candidate; what the others say is left out."""
+    return {
+        "tp": found.tp.tolist(),
+        "pp": found.pp.tolist(),
+        "dp_shard": found.dp_shard.tolist(),
+        "zero": found.zero.tolist(),
+        "micro_batch": found.micro_batch.tolist(),
+        "schedule": [NAMES[position] for position in found.schedule.tolist()],
+        "virtual": found.virtual.tolist(),
+    }
+
+
+def curve(
+    sampler: optuna.samplers.BaseSampler,
+    space: dict[str, Any],
+    price: Callable[[Any], Priced | None],
+    first: Sequence[Point],
+    optimum: float,
+    capacity: float,
+    trials: int,
+) -> Curve:
+    """Regret after each price; what is no candidate is told as such and costs none."""
+    study = optuna.create_study(sampler=sampler)
+    for point in first:
+        study.enqueue_trial(dict(zip(space, point, strict=True)))
+    found: list[Priced] = []
+    for _ in range(LEGAL_ASKS * trials):
+        trial = study.ask(space)
+        one = price(tuple(trial.params[name] for name in space))
+        if one is None:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            continue
+        trial.set_constraint(MISSING, one.needed_bytes - capacity)
+        study.tell(trial, one.seconds)
+        found.append(one)
+        if len(found) == trials:
+            break
+    regret = so_far(found, optimum)
+    return regret + [regret[-1] if regret else CAP] * (trials - len(regret))
+
+
+def so_far(found: Sequence[Priced], optimum: float) -> Curve:
+    values = [one.seconds if one.fits else np.inf for one in found]
+    return [min(CAP, float(value) / optimum - 1) for value in np.minimum.accumulate(values)]
+
+
+def over_seeds(sampled: Callable[[optuna.samplers.BaseSampler], Curve]) -> dict[str, Curve]:
+    return {
+        "TPE": medians([sampled(tpe(seed)) for seed in range(SEEDS)]),
+        "random": medians([sampled(optuna.samplers.RandomSampler(seed=seed)) for seed in range(SEEDS)]),
+    }
+
+
+def tpe(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP)
+
+
+def medians(curves: Sequence[Curve]) -> Curve:
+    return [median(values) for values in zip(*curves, strict=True)]
+
+
+def show(space: str, name: str, found: dict[str, Curve]) -> None:
+    print(f"\n{space}: {name} (median regret of {SEEDS} seeds, %)")
+    shown = [count for count in SHOWN if count <= min(map(len, found.values()))]
+    print("| prices |" + "".join(f" {count} |" for count in shown))
+    for way, values in found.items():
+        print(f"| {way} |" + "".join(f" {100 * values[count - 1]:.2f} |" for count in shown), flush=True)
+
+
+def draw(found: dict[str, dict[str, dict[str, Curve]]], chart: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "optuna_worth"
+    from matplotlib import pyplot
+
+    cases = [(f"{space}\n{name}", one) for space, named in found.items() for name, one in named.items()]
+    figure, axes = pyplot.subplots(2, -(-len(cases) // 2), figsize=(4 * -(-len(cases) // 2), 6), squeeze=False)
+    for axis in axes.flat[len(cases) :]:
+        axis.set_visible(False)
+    for axis, (name, one) in zip(axes.flat, cases, strict=False):
+        for way, values in one.items():
+            axis.step(range(1, len(values) + 1), [100 * value for value in values], where="post", label=way)
+        axis.set(title=name, xlabel="prices", ylabel="median regret, %")
+        axis.set_yscale("symlog", linthresh=0.1)
+        axis.set_ylim(bottom=0)
+        axis.title.set_fontsize(8)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(chart, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

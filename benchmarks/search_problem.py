@@ -1,0 +1,67 @@
+"""A search's problem from a preset, a cluster and a batch, for the benchmarks of the search beside this file.
+
+Captures are kept in the cache of `autopar plan` (``AUTOPAR_CACHE_DIR``), so that only the first run takes long.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from autopar.capture_cache import cache_folder, captured_model
+from autopar.cost_model.cluster_machine import cluster_machine
+from autopar.cost_model.engine import engine_named
+from autopar.cost_model.mechanisms import mechanisms
+from autopar.cost_model.program_works import ProgramWorks, program_works
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.ir.program import Program
+from autopar.planning import choose_labels, program_for
+from autopar.search.screen import Machinery
+from autopar.search.space import Limits, divisors
+
+MOST_TENSOR_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A preset, with so many layers or its own, at a sequence length, on a cluster, for a batch of sequences."""
+
+    model: str
+    cluster: str
+    sequence: int
+    global_batch: int
+    layers: int | None = None
+    works_by_tp: dict[int, ProgramWorks] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def spec(self) -> ClusterSpec:
+        return ClusterSpec.preset(self.cluster)
+
+    @property
+    def on(self) -> Machinery:
+        engine = engine_named("autopar")
+        machine = cluster_machine(self.spec, engine, mechanisms(), precision="bf16")
+        return Machinery(machine=machine, engine=engine, mechanisms=mechanisms(), precision="bf16")
+
+    @property
+    def limits(self) -> Limits:
+        spec = self.spec
+        return Limits(
+            num_devices=spec.num_devices,
+            global_batch=self.global_batch,
+            most_stages=sum(1 for role in self.works(1).calls if role),
+            tensor_degrees=tuple(tp for tp in divisors(spec.num_devices) if tp <= MOST_TENSOR_RANKS),
+        )
+
+    def works(self, tp: int) -> ProgramWorks:
+        """What blocks cost under the labels for a tensor degree; AutoparError where the model cannot be split so."""
+        if tp not in self.works_by_tp:
+            program = _program(self.model, self.sequence, self.layers)
+            degrees, analysis, found = choose_labels(program, self.spec, Degrees(tp=tp, dp_shard=2, micro_batch=1))
+            self.works_by_tp[tp] = program_works(program, analysis, found.blocks, degrees.mesh)
+        return self.works_by_tp[tp]
+
+
+@cache
+def _program(model: str, sequence: int, layers: int | None) -> Program:
+    found = captured_model(model, folder=cache_folder(), layers=layers, seq_len=sequence, dtype="bfloat16")
+    return program_for(found.capture, Degrees(dp_shard=2, micro_batch=1))

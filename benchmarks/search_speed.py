@@ -1,0 +1,120 @@
+"""Seconds of the search over models, devices and layers: `python benchmarks/search_speed.py [CASE ...] [--rounds N]`.
+
+A case is ``MODEL@CLUSTER``, with ``:LAYERS`` where they are not the model's own. Each runs in a process of its own, so
+that its peak memory is its own, and is searched as `autopar plan` does it once the model is captured: labels chosen,
+candidates screened and priced, cuts varied by Optuna, the plan written down. The first search of a process also imports
+and compiles; the median is that of `rounds` further ones, which keep nothing of each other but compiled expressions and
+action lists. Captures are kept in the cache of `autopar plan`: "capture" is the seconds of one, or of loading it.
+
+"cpu s" is the median of the process's own seconds, which other work on the machine does not lengthen.
+
+The peer is full enumeration: processor seconds of exact prices of a sample of the same candidates, in the same process
+and priced together as the search does it, times the number of candidates, over those of the search.
+"""
+
+import argparse
+import logging
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+from search_problem import Problem
+
+from autopar.capture_cache import cache_folder, captured_model
+from autopar.search.objective import Goal, Part
+from autopar.search.result import SearchResult
+from autopar.search.space import candidates, wishes
+from autopar.search.together import Together
+from autopar.search_request import SearchRequest
+from autopar.searching import search_captured
+from autopar.trace.any_size import Capture
+
+# what is asked for on an idle machine, in seconds of a search
+TARGETS = {
+    "llama3-8b@64xh100": 0.5,
+    "llama3-70b@1024xh100": 1.5,
+    "llama3-405b@16384xh100": 5.0,
+    "mixtral-8x22b@512xh100": 2.0,
+}
+DEVICES = tuple(f"llama3-8b@{count}xh100" for count in (8, 512, 4096))
+LAYERS = tuple(f"llama3-8b@64xh100:{layers}" for layers in (8, 16, 64))
+CASES = (*TARGETS, *DEVICES, *LAYERS)
+SEQUENCE = 8192
+TENSOR = (1, 2, 4, 8)  # degrees of the peer's sample
+SAMPLE, GROUP = 96, 24  # candidates of the sample, and how many are priced together
+
+
+def problem_of(case: str) -> Problem:
+    """The problem of a case; of a step there are 512 sequences, or one for every 8 devices where those are more."""
+    model, _, where = case.partition("@")
+    cluster, _, layers = where.partition(":")
+    batch = max(512, int(cluster.partition("x")[0]) // 8)
+    return Problem(
+        model=model, cluster=cluster, sequence=SEQUENCE, global_batch=batch, layers=int(layers) if layers else None
+    )
+
+
+def measure(case: str, rounds: int) -> None:
+    """Print one row."""
+    logging.disable(logging.WARNING)
+    problem = problem_of(case)
+    start = time.perf_counter()
+    captured = captured_model(
+        problem.model, folder=cache_folder(), layers=problem.layers, seq_len=SEQUENCE, dtype="bfloat16"
+    ).capture
+    loading = time.perf_counter() - start
+    first, found = searched(problem, captured)
+    own = [searched(problem, captured)[0] for _ in range(rounds)]
+    median, busy = (statistics.median(column) for column in zip(*own, strict=True))
+    ratio = enumeration_s(problem) / busy
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    target = f"{TARGETS[case]:.1f}" if case in TARGETS else ""
+    proven = "yes" if found.is_proven else f"{found.gap:.1%}"
+    counted = f"{found.counted.candidates:>10,} {found.counted.priced:>6} {proven:>6}"
+    took = f"{loading:>7.2f} {first[0]:>7.2f} {median:>7.2f} {busy:>7.2f} {target:>6}"
+    print(f"{case:24s} {counted} {took} {ratio:>6.0f} {peak_gb:>5.2f}", flush=True)
+
+
+def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], SearchResult]:
+    """Seconds of one search, by the clock and of the processor, and what it found."""
+    asked = SearchRequest(global_batch=problem.global_batch, fix={}, forbid={})
+    start, used = time.perf_counter(), time.process_time()
+    found = search_captured(captured, problem.spec, asked, name=problem.model, say=lambda _: None)
+    return (time.perf_counter() - start, time.process_time() - used), found
+
+
+def enumeration_s(problem: Problem) -> float:
+    """Processor seconds of exact prices of all candidates of some tensor degrees, by those of a sample."""
+    found = candidates(problem.limits, wishes({"tp": TENSOR}))
+    works = {tp: problem.works(tp) for tp in TENSOR}
+    part = Part(cluster=problem.spec, on=problem.on, weight=1.0)
+    sample = random.Random(0).sample(range(len(found)), min(SAMPLE, len(found)))
+    prices = Together(found, works, Goal(objective="time", parts={problem.spec.num_devices: part}))
+    start = time.process_time()
+    for at in range(0, len(sample), GROUP):
+        prices.price(sample[at : at + GROUP])
+    return (time.process_time() - start) / len(sample) * len(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--row", action="store_true", help="measure in this process")
+    arguments = parser.parse_args()
+    if arguments.row:
+        measure(arguments.cases[0], arguments.rounds)
+        return
+    counted, took = ("candidates", "priced", "proven"), ("capture", "first s", "median", "cpu s", "target")
+    widths = (10, 6, 6, 7, 7, 7, 7, 6, 6, 5)
+    heads = zip((*counted, *took, "x enum", "GB"), widths, strict=True)
+    print(f"{'case':24s}", *(f"{name:>{width}}" for name, width in heads), flush=True)
+    for case in arguments.cases:
+        subprocess.run([sys.executable, __file__, case, "--row", "--rounds", str(arguments.rounds)], check=True)
+
+
+if __name__ == "__main__":
+    main()
