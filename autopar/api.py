@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from autopar.degrees import resolve_degrees
-from autopar.errors import AutoparError, InputError, PlanError
+from autopar.errors import AutoparError, InfeasibleError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.models import example_inputs_for
-from autopar.planning import PlanLike, capture_for, check_plan, label_plan
+from autopar.planning import PlanLike, capture_for, check_plan, label_plan, program_for
 from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
 from autopar.runtime.materialise import parameter_source
 from autopar.runtime.mesh import training_mesh
@@ -29,6 +29,11 @@ from autopar.runtime.module import ParallelModel
 from autopar.runtime.parameters import Held
 from autopar.runtime.shapes import Replan, Sizes
 from autopar.runtime.ties import held_names
+from autopar.search.words import nothing_fits
+from autopar.search_labels import LABELLED_DP
+from autopar.search_request import SearchRequest
+from autopar.searching import search_captured
+from autopar.trace.any_size import capture
 from autopar.trace.capture import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.trace.trace import batch_and_sequence
 from autopar.trace.weightless import weightless
@@ -52,9 +57,11 @@ def parallelize(
 
     `example_inputs` (a dict or tuple of tensors) is one rank's batch of one step; without it, shapes come from a
     transformers config. Where the model returns no loss, `loss_fn` is a function of (output, target), as torch's losses
-    are; the target is the last element of the tuple, or the key ``target`` of the dict. `plan` is a `Plan`, the path
-    of one, or a mapping of degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; without it, FSDP over all devices. A
-    model on meta is materialised shard by shard from `state` (a state dict, or a path to safetensors), or by its own
+    are; the target is the last element of the tuple, or the key ``target`` of the dict. `plan` is a `Plan`, the path of
+    one, or a mapping of degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``. Without it rank 0 searches the plan that
+    trains most sequences a second with such a batch on every data-parallel rank, as `autopar.plan` does; ranks that
+    differ only in ``tp`` or ``pp`` pass the same data (``rank_mesh.dims["dp"].coordinate`` says which part). A model on
+    meta is materialised shard by shard from `state` (a state dict, or a path to safetensors), or by its own
     initialisation seeded with `seed`. Where ranks hold different weights, rank 0's count. The model is kept without its
     weights, to be captured again in eval mode and for other shapes: drop it to free them.
 
@@ -136,9 +143,11 @@ def _decide(
     *,
     derived: bool,
 ) -> tuple[Program, Plan]:
-    """The program and the plan; rank 0 solves, the others receive its plan."""
+    """The program and the plan; rank 0 searches or solves, the others receive its plan."""
     loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     local_batch, _ = batch_and_sequence(input_names(model, inputs, loss_fn))
+    if loaded is None:
+        return _searched(model, cluster, inputs, loss_fn, local_batch)
     if isinstance(loaded, Plan):
         program = capture_for(model, inputs, loaded.degrees, loss_fn)
         check_plan(loaded, program, world_size, None if derived else local_batch)
@@ -149,8 +158,34 @@ def _decide(
     return program, _labelled(program, lambda: label_plan(program, cluster, degrees, type(model).__name__))
 
 
+def _searched(
+    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, loss_fn: LossFunction | None, local_batch: int
+) -> tuple[Program, Plan]:
+    """What rank 0 finds to be the fastest for `local_batch` sequences of every data-parallel rank. Collective."""
+    captured = capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn)
+
+    def search() -> Plan:
+        asked = SearchRequest(local_batch=local_batch, timeout_s=TIMEOUT_S / 2)  # the other ranks wait in a collective
+        found = search_captured(captured, cluster, asked, name=type(model).__name__, say=lambda _: None)
+        if found.plan is None:
+            raise InfeasibleError(nothing_fits(found))
+        return found.plan
+
+    plan = _from_first_rank(search)
+    program = program_for(captured, plan.degrees)
+    _refuse_another_model(plan, program)
+    return program, plan
+
+
 def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:
     """The plan that rank 0 finds for a program. Collective. Raises `PlanError` on all ranks."""
+    plan = _from_first_rank(solve)
+    _refuse_another_model(plan, program)
+    return plan
+
+
+def _from_first_rank(solve: Callable[[], Plan]) -> Plan:
+    """Rank 0's plan on every rank, or what kept it from having one as `PlanError` on every rank. Collective."""
     text = error_text = ""
     if dist.get_rank() == 0:
         try:
@@ -160,12 +195,14 @@ def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:
     error_text = broadcast_text(error_text)
     if error_text:
         raise PlanError(error_text)
-    received = Plan.from_dict(_parsed(broadcast_text(text)), "the plan of rank 0")
-    if received.fingerprint != program.fingerprint:
+    return Plan.from_dict(_parsed(broadcast_text(text)), "the plan of rank 0")
+
+
+def _refuse_another_model(plan: Plan, program: Program) -> None:
+    if plan.fingerprint != program.fingerprint:
         raise PlanError(
             f"rank {dist.get_rank()} captured another model than rank 0; build the same model on every rank"
         )
-    return received
 
 
 def _replan(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar._version import __version__
 from autopar.errors import InputError
+from autopar.kept_files import MOST_BYTES, drop_oldest, used
 from autopar.models import checked_dtype, config_named, is_factory, resolve_model
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def captured_model(
         except InputError as error:
             noted = (f"captured anew: {error}",)
         else:
+            used(path)
             return CapturedModel(name=name, capture=replace(kept, again=again), local_batch=None, notes=header.notes)
     made = _captured_now(build(CAPTURED_BATCH), CAPTURED_BATCH, training)
     if path is not None and made.capture.record is not None:
@@ -122,6 +124,7 @@ def _kept(made: CapturedModel, path: Path, about: dict[str, str]) -> tuple[str, 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_capture(made.capture, path, about=about | _versions(), notes=made.notes)
+        drop_oldest(path.parent, MOST_BYTES)
     except OSError as error:
         return (f"the capture is not kept for the next time: {path.parent}: {error.strerror}",)
     return ()

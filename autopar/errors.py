@@ -107,6 +107,23 @@ class InfeasibleError(AutoparError):
     """
 
 
+class SearchError(AutoparError):
+    """Raised when what a search found fails the check of its result: a bug in autopar, not in what it was asked.
+
+    `problems` lists everything that is wrong.
+    """
+
+    problems: tuple[Problem, ...]
+
+    def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__(format_problems(f"{message}; this is a bug in autopar, please report it", self.problems))
+        self._message = message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self._message, self.problems))
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice most like `name`, or None when nothing is alike. Case, ``-`` and ``_`` do not count as differences."""
     folded: dict[str, str] = {}

@@ -146,7 +146,7 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
         count, sent = totals.get((dim, when, collective), (0, 0))
         totals[dim, when, collective] = (count + 1, sent + size)
     names = analysis.dims[index]
-    results = (f"{_leaves(program, names[o], plan.blocks[index].results[o], plan)} ({o})" for o in kept)
+    results = (f"{placed(program, names[o], plan.blocks[index].results[o], plan)} ({o})" for o in kept)
     return BlockSummary(
         name=block.name,
         num_calls=len(uses),
@@ -159,7 +159,7 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
     )
 
 
-def _leaves(program: Program, dims: Dims, types: tuple[Type, ...], plan: Plan) -> str:
+def placed(program: Program, dims: Dims, types: tuple[Type, ...], plan: Plan) -> str:
     """``(batch / dp, sequence / tp, 64)``: the dimensions of a value and who splits them."""
     words = []
     for d, axes in enumerate(dims.axes):

@@ -9,6 +9,8 @@ from autopar.ir.plan import Degrees, degrees_from
 from autopar.ir.schedules import SCHEDULES
 
 _NOT_DEGREES = ("global_batch", "seq_len")
+TOP = 5  # plans that a search explains beside the best
+TRIALS = 40  # of Optuna, where a pipeline is among the best
 
 
 def _option(help_text: str) -> Any:
@@ -58,6 +60,11 @@ class PlanOptions:
 
     def degrees(self, world_size: int) -> Degrees:
         """Degrees for a number of ranks. Raises `PlanError` with every violation at once."""
+        self.check()
+        return resolve_degrees(self.wish(), world_size, global_batch=self.global_batch)
+
+    def check(self) -> None:
+        """Raises `PlanError` with every value that is none."""
         problems = [
             Problem(path=flag(name), value=value, rule="must be a whole number of at least 1")
             for name, value in self.given().items()
@@ -69,7 +76,6 @@ class PlanOptions:
             problems += [replace(p, path=flag(p.path)) for p in error.problems]
         if problems:
             raise PlanError("the options cannot be used", problems)
-        return resolve_degrees(self.wish(), world_size, global_batch=self.global_batch)
 
     def refuse_beside_plan(self) -> None:
         """A plan file has decided all of this already. Raises `InputError` naming the options."""

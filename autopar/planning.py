@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.runtime.parameters import Held
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
+Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimensions, axes and labels on that mesh
 
 
 def make_plan(
@@ -97,13 +98,14 @@ def label_plan(
     held: "Mapping[str, Held] | None" = None,
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
     cuts: tuple[int, ...] | None = None,
+    labelled: Labelled | None = None,
 ) -> Plan:
     """The plan that the labeller finds for a program whose parameters may be `held` already, in stages of a pipeline
-    where `stage_of` says so, or with `cuts` that are decided already.
+    where `stage_of` says so, or with `cuts` or labels that are decided already.
 
     Raises `PlanError` where a degree does not divide the model, `InfeasibleError` where the plan cannot fit a device.
     """
-    degrees, analysis, found = choose_labels(program, cluster, degrees, held=held)
+    degrees, analysis, found = labelled or choose_labels(program, cluster, degrees, held=held)
     cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of, cuts)
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, cuts)
     plan = Plan(
@@ -145,13 +147,21 @@ def _stages(
 
 
 def choose_labels(
-    program: Program, cluster: ClusterSpec, degrees: Degrees, *, held: "Mapping[str, Held] | None" = None
-) -> tuple[Degrees, Analysis, Labelling]:
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    *,
+    held: "Mapping[str, Held] | None" = None,
+    analysed: Analysis | None = None,
+) -> Labelled:
     """Labels, with the degrees and axes that they are for: `tp` becomes two mesh dimensions where heads want it.
+
+    `analysed` are the program's axes where they are known already: they are the same on every mesh with one tensor
+    dimension, which `degrees` then ask for.
 
     Raises `PlanError` where a degree does not divide the model, and `InfeasibleError` where the solver finds nothing.
     """
-    analysis = analyse(program, degrees.mesh)
+    analysis = analyse(program, degrees.mesh) if analysed is None else analysed
     free = degrees.tp_dims is None and held is None
     split = tensor_dims(program, analysis, degrees.tp) if free else None
     if split is not None:

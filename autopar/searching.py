@@ -4,6 +4,7 @@ The model is captured once without memory. Its blocks are labelled for every ten
 degrees are searched (`autopar.search.plan_search`), and what wins is labelled at its own micro-batch, as it will run.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,32 +14,42 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from autopar.cost_model.cluster_machine import cluster_machine, default_precision
+from autopar.block_graph import block_graph
+from autopar.cost_model.cluster_machine import default_precision
 from autopar.cost_model.device_profile import DeviceProfile
-from autopar.cost_model.engine import engine_named
-from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.pricing import ranks_per_core
 from autopar.cost_model.profile_file import load_profile
-from autopar.cost_model.program_works import ProgramWorks, program_works
-from autopar.errors import InputError, PlanError
+from autopar.cost_model.program_works import ProgramWorks
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planning import choose_labels, label_plan, program_for
+from autopar.options import TOP, TRIALS
+from autopar.planning import label_plan, program_for
+from autopar.search.beyond import contender_of, search_beyond
+from autopar.search.check_result import check_result
+from autopar.search.cuts import cuts_at
+from autopar.search.describe import details_of, points_of
+from autopar.search.details import Details
 from autopar.search.exact import Priced, priced
+from autopar.search.front import front_of
+from autopar.search.next_best import next_best
+from autopar.search.nothing_fits import Asked, closest, counted
+from autopar.search.objective import Goal, Part, goal_of, parts_of, sequences_of, why_worse
+from autopar.search.pinned import PINS, Pinned, blocks_asked_for
 from autopar.search.plan_search import Searched, search_degrees
-from autopar.search.result import Closest, Contender, Counted, SearchResult, degrees_in_plain, why_slower
+from autopar.search.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.screen import Machinery
-from autopar.search.space import Limits, divisors, wishes
-from autopar.trace.any_size import capture
+from autopar.search.space import Limits, Wishes, tensor_degrees, what_would_be_legal, wishes
+from autopar.search.study import keep_result, study_place
+from autopar.search.what_if import Base, what_if
+from autopar.search_labels import LABELLED, LABELLED_DP, SearchLabels
+from autopar.search_machinery import machinery_of
+from autopar.search_request import SearchRequest, question_of
+from autopar.trace.any_size import Capture, capture
 from autopar.trace.capture import Inputs, LossFunction
 
-ENGINE = "autopar"
-LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels are the same for any number above 1
 MOST_PRICED = 400
-TOP = 5
-TRIALS = 40  # of Optuna, where a pipeline is among the best
-MOST_TENSOR_RANKS = 64
+MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
 
 
 def plan(
@@ -46,7 +57,9 @@ def plan(
     cluster: ClusterSpec | str,
     *,
     example_inputs: Inputs,
-    global_batch: int,
+    global_batch: int | None = None,
+    local_batch: int | None = None,
+    objective: str = "time",
     loss_fn: LossFunction | None = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
@@ -54,106 +67,176 @@ def plan(
     trials: int = TRIALS,
     seed: int = 0,
     timeout_s: float | None = None,
+    study: str | Path | None = None,
+    what_if: bool = False,
     profile: DeviceProfile | str | Path | None = None,
     precision: str | None = None,
     name: str = "",
     say: Callable[[str], None] | None = None,
 ) -> SearchResult:
-    """Search the fastest plan for steps of `global_batch` sequences that fits the cluster's devices.
+    """Search the fastest plan for steps of `global_batch` sequences that fits the cluster's devices, or that which is
+    best for another `objective`: the least "cost", "energy" or "memory". Of cost and energy the plan may use fewer
+    devices. With a `local_batch` instead every data-parallel rank has so many sequences, and values are of one of them.
 
     A module may be on meta; of `example_inputs` the shapes count, not the batch. `fix` gives words of a plan's degrees
     the values that they must have, one or several (``{"tp": (4, 8)}``), `forbid` those that they must not have. `top`
     is how many other plans are explained; `trials` how many variations of stage cuts Optuna may try, seeded with
-    `seed`, where a pipeline is among the best. With `timeout_s` the search ends then with what it has, and a gap. `say`
-    is told what is being done.
+    `seed`, where a pipeline is among the best. With `timeout_s` the search ends then with what it has, and a gap.
+    `study` keeps the trials in a journal (``plan.log``) or a database (``plan.db``, ``sqlite:///plan.db``), which
+    several processes may share and the same search goes on with. With `what_if` also what autopar prices and does not
+    run is searched: context and expert parallelism, and the optimizer on the host; the best of that is
+    `SearchResult.beyond`. `say` is told what is being done.
 
     Raises `InputError`, `PlanError` where no plan is legal, `ClusterError` or `CaptureError`. Where nothing fits,
     `SearchResult.plan` is None.
     """
-    tell = say or (lambda _: None)
+    asked = SearchRequest(
+        global_batch=global_batch, local_batch=local_batch, objective=objective,
+        fix=fix or {}, forbid=forbid or {}, top=top, trials=trials, seed=seed,
+        timeout_s=timeout_s, study=None if study is None else str(study), what_if=what_if,
+        profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile, precision=precision,
+    )  # fmt: skip
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    wanted = wishes(fix, forbid)
-    own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        raise InputError(f"global_batch is {global_batch!r}; it must be a whole number of at least 1")
+    tell = say or (lambda _: None)
+    asked.check(spec.num_devices)
     tell("capturing")
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn)
-    program = program_for(captured, Degrees(dp_shard=LABELLED_DP, micro_batch=1))
+    return search_captured(captured, spec, asked, name=name or type(model).__name__, say=tell)
+
+
+def search_captured(
+    captured: Capture,
+    cluster: ClusterSpec,
+    asked: SearchRequest,
+    *,
+    name: str,
+    say: Callable[[str], None],
+    labels_folder: Path | None = None,
+) -> SearchResult:
+    """Search for a captured model; what `plan` does once it has captured. Labels are kept in `labels_folder`."""
     started = time.monotonic()
-    works_of = _works(program, spec)
-    on = _machinery(works_of(1), spec, own, precision)
-    deadline = np.inf if timeout_s is None else started + timeout_s
+    asked.check(cluster.num_devices)
+    program = program_for(captured, LABELLED)
+    wanted = wishes(asked.fix, asked.forbid)
+    pinned = _pinned(wanted, program)
+    labels = SearchLabels(program, cluster, pinned.degrees.get("sequence_parallel"), folder=labels_folder)
+    works_of = labels.works
+
+    def machinery(part: ClusterSpec) -> Machinery:
+        return machinery_of(part, asked.profile, asked.precision or _precision(works_of(1), cluster), pinned)
+
+    goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
+    on = goal.parts[cluster.num_devices].on
+    place = None if asked.study is None else study_place(asked.study, question_of(asked, program, cluster, on, name))
+    if place is not None:
+        place.check()
+    deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
+
+    def goes_on() -> bool:
+        return time.monotonic() < deadline
+
+    limits = _limits(program, works_of(1), goal, asked, pinned)
     found = search_degrees(
         works_of,
-        spec,
-        _limits(program, works_of(1), spec, global_batch),
+        cluster,
+        limits,
         wanted,
         on,
         most_exact=MOST_PRICED,
-        trials=trials,
-        seed=seed,
-        goes_on=lambda: time.monotonic() < deadline,
-        say=tell,
+        trials=asked.trials if pinned.cuts is None else 0,
+        seed=asked.seed,
+        place=place,
+        goes_on=goes_on,
+        say=say,
+        goal=goal,
     )
-    _refuse_without_candidates(found, spec, global_batch)
+    _refuse_without_candidates(found, limits, wanted)
     best = found.best
-    decided = None
-    if best is not None:
-        tell("labelling the best plan")
-        final = program_for(captured, best.degrees)
-        decided = label_plan(final, spec, best.degrees, name or type(model).__name__, cuts=best.cuts)
-    return replace(
-        _result(found, works_of, spec, on, program, global_batch, top),
-        model=name or type(model).__name__,
+    more = None
+    if asked.what_if:
+        more = search_beyond(works_of, cluster, limits, wanted, goal, most_exact=MOST_PRICED, goes_on=goes_on, say=say)
+    decided, nearest = None, None
+    if best is None:
+        say("looking for what would fit")
+        space = Asked(works_of=works_of, cluster=cluster, limits=limits, wanted=wanted, machinery=machinery)
+        until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
+        nearest = closest(space, lambda: time.monotonic() < until)
+    else:
+        final, decided = _as_it_runs(captured, labels, best, pinned, goal.part(best).cluster, name)
+        check_result(found, decided, works_of(best.degrees.tp), limits, wanted)
+    result = replace(
+        _result(found, works_of, cluster, on, program, asked),
+        model=name,
         plan=decided,
+        closest=nearest,
+        beyond=None if more is None else contender_of(more, best, cluster),
         seconds=time.monotonic() - started,
+        details=None if best is None else _details(best, works_of(best.degrees.tp), goal.part(best)),
+        points=points_of(found),
     )
+    if best is not None and decided is not None and asked.report:
+        say("asking what if")
+        base = Base(
+            best=best, part=goal.part(best), machinery=machinery, works_of=works_of, limits=limits, wanted=wanted,
+            global_batch=result.global_batch,
+        )  # fmt: skip
+        result = replace(result, what_if=what_if(base), block=block_graph(final, decided))
+    if asked.study is not None:
+        keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
+    return result
 
 
-def _refuse_without_candidates(found: Searched, cluster: ClusterSpec, global_batch: int) -> None:
+def _as_it_runs(
+    captured: Capture, labels: SearchLabels, best: Priced, pinned: Pinned, cluster: ClusterSpec, name: str
+) -> tuple[Program, Plan]:
+    """The program at the best plan's own batch, and the plan with the labels that it was priced with."""
+    degrees = replace(best.degrees, **pinned.degrees)
+    program = program_for(captured, degrees)
+    labelled = labels.of(program, degrees)
+    return program, label_plan(program, cluster, degrees, name, cuts=best.cuts, labelled=labelled)
+
+
+def _details(best: Priced, works: ProgramWorks, part: Part) -> Details:
+    return details_of(best, works, part.cluster, part.on)
+
+
+def _refuse_without_candidates(found: Searched, limits: Limits, wanted: Wishes) -> None:
     if not len(found.candidates):
+        batch = limits.global_batch or limits.local_batch
         raise PlanError(
-            f"no plan splits {global_batch} sequences over {cluster.num_devices} devices as asked; use a global_batch "
-            f"that data-parallel degrees of {cluster.num_devices} devices divide, or fix and forbid less"
+            f"no plan splits {batch} sequences over {limits.num_devices} devices as asked; "
+            f"{what_would_be_legal(limits, wanted)}"
         )
     if {int(tp) for tp in found.candidates.tp} <= set(found.refused):
         reasons = "; ".join(f"tensor degree {tp}: {why}" for tp, why in found.refused.items())
         raise PlanError(f"the model cannot be split as asked: {reasons}")
 
 
-def _works(program: Program, cluster: ClusterSpec) -> Callable[[int], ProgramWorks]:
-    """What blocks cost under the labels for a tensor degree, each found once."""
-    known: dict[int, ProgramWorks] = {}
-
-    def works_of(tp: int) -> ProgramWorks:
-        if tp not in known:
-            degrees, analysis, found = choose_labels(
-                program, cluster, Degrees(tp=tp, dp_shard=LABELLED_DP, micro_batch=1)
-            )
-            known[tp] = program_works(program, analysis, found.blocks, degrees.mesh)
-        return known[tp]
-
-    return works_of
-
-
-def _machinery(
-    works: ProgramWorks, cluster: ClusterSpec, profile: DeviceProfile | None, precision: str | None
-) -> Machinery:
-    engine, constants = engine_named(ENGINE), mechanisms()
+def _precision(works: ProgramWorks, cluster: ClusterSpec) -> str:
     of_dtype = {"bfloat16": "bf16", "float16": "fp16"}
-    wanted = precision or of_dtype.get(works.dtype) or default_precision(cluster)
-    machine = cluster_machine(cluster, engine, constants, precision=wanted, profile=profile)
-    sharing = ranks_per_core(machine, cluster)
-    return Machinery(machine=machine, engine=engine, mechanisms=constants, precision=wanted, ranks_per_core=sharing)
+    return of_dtype.get(works.dtype) or default_precision(cluster)
 
 
-def _limits(program: Program, works: ProgramWorks, cluster: ClusterSpec, global_batch: int) -> Limits:
+def _pinned(wanted: Wishes, program: Program) -> Pinned:
+    fix = {word: wanted.fix[word][0] for word in PINS if word in wanted.fix}
+    return Pinned(
+        recompute_blocks=blocks_asked_for(fix),
+        cuts=cuts_at(program, fix["cut_at"]) if "cut_at" in fix else None,  # type: ignore[arg-type]
+        degrees={word: value for word, value in fix.items() if not word.startswith("recompute")},
+    )
+
+
+def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequest, pinned: Pinned) -> Limits:
+    counts = sorted(goal.parts)
     return Limits(
-        num_devices=cluster.num_devices,
-        global_batch=global_batch,
+        num_devices=counts[-1],
+        fewer_devices=tuple(counts[:-1]),
+        global_batch=asked.global_batch,
+        local_batch=asked.local_batch,
         most_stages=sum(1 for role in works.calls if role),
-        tensor_degrees=tuple(tp for tp in divisors(cluster.num_devices) if tp <= MOST_TENSOR_RANKS),
-        accumulates=program.mixes_batch is None,
+        tensor_degrees=tensor_degrees(*counts),
+        accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
+        num_stages=None if pinned.cuts is None else len(pinned.cuts) + 1,
     )
 
 
@@ -163,21 +246,19 @@ def _result(
     cluster: ClusterSpec,
     on: Machinery,
     program: Program,
-    global_batch: int,
-    top: int,
+    asked: SearchRequest,
 ) -> SearchResult:
-    best, screened = found.best, found.screened
+    best, goal = found.best, found.goal
     names = {one.index: one.name for one in found.baselines}
-    capacity = on.capacity_bytes
 
     def contender(index: int, one: Priced) -> Contender:
         slower = 0.0 if best is None else one.seconds / best.seconds - 1
-        parts = {part: float(np.max(value)) for part, value in one.step.parts.items()}
         reason = ""
         if not one.fits:
-            reason = f"does not fit: {(one.needed_bytes - capacity) / 1e9:.1f} GB too much"
+            missing = one.needed_bytes - goal.part(one).on.capacity_bytes
+            reason = f"does not fit: {missing / 1e9:.1f} GB too much"
         elif best is not None and one is not best:
-            reason = why_slower({part: float(np.max(value)) for part, value in best.step.parts.items()}, parts)
+            reason = why_worse(goal, best, one)
         return Contender(
             degrees=degrees_in_plain(one.degrees, one.cuts),
             step_s=one.seconds,
@@ -185,7 +266,9 @@ def _result(
             fits=one.fits,
             slower=slower,
             reason=reason,
-            parts=parts,
+            parts=parts_of(one.step.parts),
+            value=goal.value(one),
+            num_devices=one.degrees.world_size,
             name=names.get(index, ""),
         )
 
@@ -195,60 +278,40 @@ def _result(
             return found.exact[index]
         if tp in found.refused:
             return None
-        return priced(works_of(tp), found.candidates.degrees(index), cluster, on)
+        degrees = found.candidates.degrees(index)
+        part = goal.parts[degrees.world_size]
+        try:
+            works = works_of(tp)
+        except AutoparError:  # a baseline that the model cannot be split for
+            return None
+        return priced(works, degrees, part.cluster, part.on, least_memory=goal.is_memory)
 
     baselines = [(one.index, price(one.index)) for one in found.baselines]
-    without_room = ~screened.fits
-    for_state = without_room & (screened.state_bytes > capacity)
     return SearchResult(
         model="",
         cluster=cluster.name,
         engine=on.engine.name,
         profile=on.machine.profile.name,
         precision=on.precision,
+        objective=goal.objective,
+        unit=goal.unit,
         num_devices=cluster.num_devices,
         sequence=program.sequence or 1,
-        global_batch=global_batch,
+        global_batch=asked.global_batch or (0 if best is None else sequences_of(best.degrees)),
         device_bytes=on.machine.memory_bytes,
         best=None if found.proof.best is None or best is None else contender(found.proof.best.index, best),
-        refined=len(found.refined),
-        others=tuple(contender(i, found.exact[i]) for i in _next_best(found, top)),
+        refined=len(found.refined.trials),
+        trials=found.refined.trials,
+        importance=found.refined.importance,
+        others=tuple(contender(i, one) for i, one in next_best(found, price, asked.top)),
         baselines=tuple(contender(i, one) for i, one in baselines if one is not None),
-        bound_s=None if best is None else found.proof.bound,
+        bound=None if best is None else found.proof.bound,
         gap=found.proof.gap,
         is_proven=found.proof.is_proven,
-        counted=Counted(
-            candidates=len(found.candidates),
-            no_room_for_state=int(np.sum(for_state)),
-            no_room_for_activations=int(np.sum(without_room & ~for_state)),
-            priced=len(found.exact),
-            refused=found.refused,
-        ),
-        closest=None if best is not None else _closest(found, on),
+        counted=counted(found, on.capacity_bytes),
+        front=front_of(found),
+        closest=None,
         seconds=0.0,
         notes=program.notes,
         assumptions=on.machine.assumptions,
-    )
-
-
-def _next_best(found: Searched, top: int) -> list[int]:
-    """The fastest exact price of each combination of stages, tensor degree and ZeRO stage, but the best one's."""
-    chosen: dict[tuple[int, ...], int] = {}
-    order = sorted((i for i, one in found.exact.items() if one.fits), key=lambda i: found.exact[i].seconds)
-    for index in order:
-        degrees = found.exact[index].degrees
-        chosen.setdefault((degrees.pp, degrees.tp, degrees.zero), index)
-    return list(chosen.values())[1 : top + 1]
-
-
-def _closest(found: Searched, on: Machinery) -> Closest:
-    """The candidate that needs least memory, and how many times the devices would do."""
-    needed = np.minimum(found.screened.without_bytes, found.screened.recomputed_bytes)
-    index = int(np.argmin(needed))
-    missing = float(needed[index]) - on.capacity_bytes
-    degrees = found.candidates.degrees(index, recompute=True)
-    times = int(np.ceil(float(needed[index]) / on.capacity_bytes))
-    remedy = f"about {times} times as many devices with the state sharded over all of them, or shorter sequences"
-    return Closest(
-        degrees=degrees_in_plain(degrees, ()), needed_bytes=float(needed[index]), missing_bytes=missing, remedy=remedy
     )

@@ -1,5 +1,6 @@
 """Captures that are kept: when a file is used, when it is not, and what a user is told."""
 
+import json
 import os
 import subprocess
 import sys
@@ -128,4 +129,18 @@ finally:
     ]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
     assert runs[1].stderr.strip().splitlines()[-1] == "[]"
-    assert runs[0].stdout == runs[1].stdout
+    plans = [json.loads(run.stdout)["plan"] for run in runs]
+    assert plans[0] == plans[1]
+
+
+def test_a_process_that_captured_nothing_reads_operators_of_our_own(tmp_path: Path) -> None:
+    """Experts are chosen by one output of `topk`, an operator that the capture has defined."""
+    options = {"layers": 1, "hidden": 64, "seq_len": 16}
+    made = captured_model("mixtral-8x7b", folder=tmp_path, **options)  # type: ignore[arg-type]
+    code = (
+        "from pathlib import Path; from autopar.capture_cache import captured_model; "
+        f"found = captured_model('mixtral-8x7b', folder=Path({str(tmp_path)!r}), **{options!r}); "
+        "print(found.capture.at(batch=6).fingerprint)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split()[-1] == made.capture.at(batch=6).fingerprint

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("transformers", "spmd_types", "matplotlib", "jinja2", "hypothesis")
+EXTRAS = ("transformers", "spmd_types", "matplotlib", "hypothesis")
 WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"  # importing one raises
 
 
@@ -53,8 +53,8 @@ def test_presets_say_which_extra_they_need() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_report_says_which_extra_it_needs(tmp_path: Path) -> None:
-    result = autopar("validate", "runs.csv", "--report", str(tmp_path / "report.html"))
+def test_a_chart_says_which_extra_it_needs(tmp_path: Path) -> None:
+    result = autopar("capacity", "h100", "--chart", str(tmp_path / "chart.svg"))
     assert result.returncode == 2
     assert "pip install 'autopar[report]'" in result.stderr
 

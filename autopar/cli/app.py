@@ -14,6 +14,7 @@ from autopar.cli.doctor import doctor
 from autopar.cli.estimate import estimate
 from autopar.cli.models import models
 from autopar.cli.plan import plan
+from autopar.cli.report import report
 from autopar.cli.trace import trace
 from autopar.cli.validate import validate
 from autopar.cli.verify import verify
@@ -43,7 +44,20 @@ def _root(
     """Exit status: 0 done; 1 verification failed, or a bug; 2 bad input; 3 no feasible plan."""
 
 
-for command in (plan, estimate, coverage, verify, trace, validate, doctor, calibrate, capacity, models, clusters):
+for command in (
+    plan,
+    report,
+    estimate,
+    coverage,
+    verify,
+    trace,
+    validate,
+    doctor,
+    calibrate,
+    capacity,
+    models,
+    clusters,
+):
     register(app, command)
 
 

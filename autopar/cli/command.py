@@ -11,12 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.errors import AutoparError, InfeasibleError, RankError, VerificationError
+from autopar.errors import AutoparError, InfeasibleError, RankError, SearchError, VerificationError
 from autopar.options import PlanOptions, flag
 
 FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
-_STATUS = ((InfeasibleError, INFEASIBLE), (RankError, FAILED), (VerificationError, FAILED), (AutoparError, BAD_INPUT))
+_STATUS = (
+    (InfeasibleError, INFEASIBLE),
+    (RankError, FAILED),
+    (VerificationError, FAILED),
+    (SearchError, FAILED),
+    (AutoparError, BAD_INPUT),
+)
 _PANEL = "What the plan should be"
+_SEARCHED = f"{_PANEL}: what is left out is searched, and has not the default named here"
 _Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised (or AUTOPAR_DEBUG=1).")]
 
 
@@ -29,7 +36,7 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
     takes_options = "options" in own
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in own.items() if name != "options"]
     if takes_options:
-        parameters += _option_parameters()
+        parameters += _option_parameters(_SEARCHED if "fix" in own else _PANEL)
     parameters.append(_parameter("traceback", _Traceback, False))
 
     def run(**given: Any) -> None:
@@ -45,13 +52,13 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
     app.command(name=function.__name__)(run)
 
 
-def _option_parameters() -> list[inspect.Parameter]:
+def _option_parameters(panel: str) -> list[inspect.Parameter]:
     found = []
     for field in fields(PlanOptions):
         names = [flag(field.name)]
         if "bool" in str(field.type):
             names = [f"{names[0]}/--no-{names[0][2:]}"]
-        option = typer.Option(*names, help=field.metadata["help"], rich_help_panel=_PANEL, show_default=False)
+        option = typer.Option(*names, help=field.metadata["help"], rich_help_panel=panel, show_default=False)
         found.append(_parameter(field.name, Annotated[field.type, option], None))
     return found
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
-from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.search_options import Precision, Profile
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
@@ -25,7 +26,6 @@ ExactMemory = Annotated[
         "--exact-memory", help="Count what a rank holds under autopar's engine, instead of formulas: seconds more."
     ),
 ]
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}
 
 
 def estimate(
@@ -37,16 +37,8 @@ def estimate(
     engine: Annotated[
         str, typer.Option(help="Whose mechanisms are priced: autopar, or a framework such as megatron or fsdp.")
     ] = "autopar",
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Device profile, as `autopar calibrate` writes. (default: the cluster's, else the one shipped)",
-            show_default=False,
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp8 or fp32. (default: bf16; fp32 on CPUs)", show_default=False)
-    ] = None,
+    profile: Profile = None,
+    precision: Precision = None,
     cp: Annotated[int, typer.Option(help="Context-parallel degree: priced, not run.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert-parallel degree: priced, not run.")] = 1,
     tokens: Annotated[
@@ -78,7 +70,7 @@ def estimate(
 
         own = is_factory(model)
         batch = None if own else (degrees.micro_batch or 1) * degrees.num_micro_batches
-        dtype = None if own else _DTYPES[wanted]
+        dtype = None if own else DTYPES[wanted]
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
         from autopar.estimation import estimate as run
 

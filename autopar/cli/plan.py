@@ -1,18 +1,40 @@
-"""`autopar plan`: capture a model without memory, choose how to split it, explain and write the plan."""
+"""`autopar plan`: capture a model without memory, search how to split it, say why, and write the plan."""
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.capture_cache import CapturedModel, cache_folder, captured_model
-from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.output import console, print_json, print_sections, progress
+from autopar.cli.plan_result import result_sections
+from autopar.cli.plan_wishes import default_global_batch, narrowing
+from autopar.cli.search_options import (
+    Fix,
+    Forbid,
+    Objective,
+    Precision,
+    Profile,
+    Seed,
+    Study,
+    Timeout,
+    Top,
+    Trials,
+    WhatIf,
+)
+from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import sections
-from autopar.ir.plan import Degrees, Plan
-from autopar.options import PlanOptions
+from autopar.ir.plan import Plan
+from autopar.options import TOP, TRIALS, PlanOptions
+from autopar.search.words import nothing_fits
+
+if TYPE_CHECKING:
+    from autopar.search.result import SearchResult
+    from autopar.search_request import SearchRequest
 
 
 def plan(
@@ -21,39 +43,100 @@ def plan(
         str, typer.Option("--cluster", "-c", help="4xcpu, 8xh100, ..., a YAML file, or detect.", show_default=False)
     ],
     options: PlanOptions,
+    objective: Objective = "time",
+    fix: Fix = None,
+    forbid: Forbid = None,
+    top: Top = TOP,
+    trials: Trials = TRIALS,
+    timeout: Timeout = None,
+    seed: Seed = 0,
+    study: Study = None,
+    what_if: WhatIf = False,
+    precision: Precision = None,
+    profile: Profile = None,
     layers: Layers = None,
     hidden: Hidden = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan there as JSON.", show_default=False)
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a page about the search there, one HTML file.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Decide how to split MODEL over a cluster, and explain it. Needs no GPU and no memory for the weights."""
+    """Find the fastest way to split MODEL over a cluster, and explain it. Needs no GPU and no memory for the weights.
+
+    Every legal combination of degrees, ZeRO stage, micro-batch and pipeline schedule is compared; options fix what they
+    name. For example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --fix zero=1,3 -o plan.json
+    """
+    from autopar.cost_model.cluster_machine import checked_precision
+    from autopar.cost_model.profile_file import load_profile
+
     spec = ClusterSpec.parse(cluster)
-    degrees = options.degrees(spec.num_devices)
+    options.check()
+    fixed, forbidden = narrowing(options, fix or (), forbid or ())
+    wanted = checked_precision(precision, spec)
+    own_profile = None if profile is None else load_profile(profile)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"capturing {model} without memory") as say:
-        found = captured_model(model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len)
-        say("choosing labels")
-        decided = _decided(found, spec, degrees, options)
-    if out is not None:
-        decided.save(out)
+        from autopar.search_request import SearchRequest
+
+        def asked_for(local_batch: int | None) -> SearchRequest:
+            return SearchRequest(
+                global_batch=options.global_batch or default_global_batch(options, spec.num_devices, local_batch),
+                objective=objective,
+                fix=fixed,
+                forbid=forbidden,
+                top=top,
+                trials=trials,
+                seed=seed,
+                timeout_s=timeout,
+                study=study,
+                what_if=what_if,
+                report=report is not None,
+                profile=own_profile,
+                precision=None if precision is None and is_factory(model) else wanted,
+            )
+
+        asked_for(None).check(spec.num_devices)  # what is wrong is said before the model is captured
+        dtype = None if is_factory(model) else DTYPES[wanted]
+        captured = captured_model(
+            model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype
+        )
+        found = _searched(captured, spec, asked_for(captured.local_batch), say)
+    if out is not None and found.plan is not None:
+        found.plan.save(out)
+    if report is not None:
+        from autopar.report.write import write_report
+
+        write_report(found, report)
     if as_json:
-        print_json(decided.to_dict())
-        return
+        print_json(found.to_dict())
+    if found.plan is None:
+        raise InfeasibleError(nothing_fits(found))
+    if not as_json:
+        _show(found, found.plan, captured.notes, [path for path in (out, report) if path is not None])
+
+
+def _show(found: "SearchResult", decided: Plan, notes: Sequence[str], written: Sequence[Path]) -> None:
     stdout = console()
+    print_sections(result_sections(found), stdout)
     print_sections(sections(decided), stdout)
-    for note in (*found.notes, *(f"assumed: {assumption}" for assumption in spec.assumptions)):
+    for note in (*notes, *(f"assumed: {assumption}" for assumption in found.assumptions)):
         stdout.print(note, markup=False)
-    if out is not None:
-        stdout.print(f"written to {out}", markup=False)
+    for path in written:
+        stdout.print(f"written to {path}", markup=False)
 
 
-def _decided(found: CapturedModel, cluster: ClusterSpec, degrees: Degrees, options: PlanOptions) -> Plan:
-    from autopar.degrees import resolve_degrees
-    from autopar.planning import label_plan, program_for
+def _searched(
+    captured: CapturedModel, cluster: ClusterSpec, asked: "SearchRequest", say: Callable[[str], None]
+) -> "SearchResult":
+    """Searches of models that autopar builds itself are kept, as their captures are."""
+    if captured.local_batch is None:
+        from autopar.plan_cache import kept_search
 
-    if found.local_batch is not None:  # a factory's inputs are one rank's batch, and decide what the options leave open
-        wish, world = options.wish(), cluster.num_devices
-        degrees = resolve_degrees(wish, world, found.local_batch, global_batch=options.global_batch)
-    return label_plan(program_for(found.capture, degrees), cluster, degrees, found.name)
+        return kept_search(cache_folder(), captured.capture, cluster, asked, name=captured.name, say=say)
+    from autopar.searching import search_captured
+
+    return search_captured(captured.capture, cluster, asked, name=captured.name, say=say)

@@ -114,10 +114,6 @@ def _rows(runs: Path, tier: str) -> "list[Row]":
 
 def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
     """Refuse before any work what cannot be written in the end."""
-    if report is not None:
-        from autopar.cli.validate_report import check_jinja
-
-        check_jinja()
     named = [(option, path) for option, path in (("--out", out), ("--report", report)) if path is not None]
     for option, path in named:
         if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

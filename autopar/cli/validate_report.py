@@ -13,8 +13,6 @@ from importlib import resources
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import InputError
-
 if TYPE_CHECKING:
     from autopar.cost_model.validation import Compared, Validation
 
@@ -40,8 +38,7 @@ class Dot:
 
 
 def html_report(validation: Validation, *, title: str, subtitle: str) -> str:
-    """The whole page as text. Raises `InputError` where Jinja2 is not installed."""
-    check_jinja()
+    """The whole page as text."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -65,14 +62,6 @@ def html_report(validation: Validation, *, title: str, subtitle: str) -> str:
         picture=_picture(timed, worst) if timed else None,
         band=BAND,
     )
-
-
-def check_jinja() -> None:
-    """Raise `InputError` where Jinja2, which is an extra, is not installed."""
-    try:
-        import jinja2  # noqa: F401
-    except ImportError:
-        raise InputError("a report needs Jinja2: pip install 'autopar[report]', or leave --report out") from None
 
 
 def reasons(validation: Validation) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from autopar.errors import Problem, did_you_mean
-from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, in_unit, link_of_preset, si
+from autopar.ir.device import Device, HostGroup, HostShare, Link, Peaks, device_of_preset, in_unit, link_of_preset, si
 from autopar.ir.device_presets import DTYPES, DevicePreset, DeviceType, device_names, device_preset, known_range
 from autopar.ir.strict_model import StrictModel, join, validate
 from autopar.ir.strict_yaml import read_yaml
@@ -53,6 +53,12 @@ class PeaksEntry(StrictModel):
     float8: _Tflops | None = None
 
 
+class HostShareEntry(StrictModel):
+    link_gb_per_s: _GbPerS
+    memory_gb: _Gb
+    memory_gb_per_s: _GbPerS
+
+
 class DeviceEntry(StrictModel):
     name: _Text
     device_type: DeviceType = "cuda"
@@ -61,6 +67,7 @@ class DeviceEntry(StrictModel):
     memory_bandwidth_gb_per_s: _GbPerS
     power_w: _Watts | None = None
     source: _Text = "the cluster file"
+    host: HostShareEntry | None = None
 
 
 class GroupEntry(StrictModel):
@@ -287,6 +294,12 @@ def device_entry(device: Device) -> dict[str, Any]:
         entry["power_w"] = device.power_w
     if device.source:
         entry["source"] = device.source
+    if device.host is not None:
+        entry["host"] = {
+            "link_gb_per_s": in_unit(device.host.link_bytes_per_s, 1e9),
+            "memory_gb": in_unit(device.host.memory_bytes, 1e9),
+            "memory_gb_per_s": in_unit(device.host.memory_bytes_per_s, 1e9),
+        }
     return entry
 
 
@@ -300,6 +313,15 @@ def device_of_entry(entry: DeviceEntry) -> Device:
         memory_bandwidth_bytes_per_s=si(entry.memory_bandwidth_gb_per_s, 1e9),
         power_w=float(entry.power_w) if entry.power_w is not None else None,
         source=entry.source,
+        host=None if entry.host is None else _host_share(entry.host),
+    )
+
+
+def _host_share(entry: HostShareEntry) -> HostShare:
+    return HostShare(
+        link_bytes_per_s=si(entry.link_gb_per_s, 1e9),
+        memory_bytes=si(entry.memory_gb, 1e9),
+        memory_bytes_per_s=si(entry.memory_gb_per_s, 1e9),
     )
 
 

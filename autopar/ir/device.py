@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from autopar.errors import ClusterError, Problem, did_you_mean
 
 if TYPE_CHECKING:
-    from autopar.ir.device_presets import DevicePreset, PresetLink
+    from autopar.ir.device_presets import DevicePreset, PresetHost, PresetLink
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -43,11 +43,22 @@ class Peaks(Mapping[str, float]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """One device's part of its host: bytes/s of its link to it per direction, and of the host's memory its bytes and
+    bytes/s."""
+
+    link_bytes_per_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator, or one CPU process.
 
     `peak_flops_per_s`: dense peaks per dtype ("float32", "tf32", "bfloat16", "float16", "float8", "float64").
-    `source` says where the figures come from; a preset's file has the source of each.
+    `source` says where the figures come from; a preset's file has the source of each. `host` is what a device has of
+    its host, None where that is not known.
     """
 
     name: str
@@ -57,6 +68,7 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     power_w: float | None = None
     source: str = ""
+    host: HostShare | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.peak_flops_per_s, Peaks):
@@ -66,6 +78,8 @@ class Device:
         figures["memory_bandwidth_bytes_per_s"] = self.memory_bandwidth_bytes_per_s
         if self.power_w is not None:
             figures["power_w"] = self.power_w
+        if self.host is not None:
+            figures |= {f"host.{name}": getattr(self.host, name) for name in HostShare.__slots__}
         _require_positive(f"device {self.name!r}", figures)
 
     def peak(self, dtype: str) -> float:
@@ -128,6 +142,15 @@ def device_of_preset(preset: DevicePreset) -> Device:
         memory_bandwidth_bytes_per_s=si(preset.memory_bandwidth_gb_per_s.value, 1e9),
         power_w=float(preset.power_w.value) if preset.power_w is not None else None,
         source=f"preset {preset.name}: {preset.memory_gb.source}",
+        host=None if preset.host is None else host_of_preset(preset.host),
+    )
+
+
+def host_of_preset(host: PresetHost) -> HostShare:
+    return HostShare(
+        link_bytes_per_s=si(host.link_gb_per_s.value, 1e9),
+        memory_bytes=si(host.memory_gb.value, 1e9),
+        memory_bytes_per_s=si(host.memory_gb_per_s.value, 1e9),
     )
 
 

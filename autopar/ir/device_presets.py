@@ -19,7 +19,7 @@ from pydantic import Field
 
 from autopar.errors import ClusterError, Problem, did_you_mean
 from autopar.ir.strict_model import StrictModel, validate
-from autopar.ir.strict_yaml import read_yaml
+from autopar.ir.strict_yaml import files_naming, read_yaml
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 DeviceType = Literal["cuda", "cpu"]
@@ -43,6 +43,14 @@ class PresetLink(StrictModel):
     bandwidth_gb_per_s: Figure
     latency_us: Figure
     is_switched: bool = True  # any device reaches any other at the full bandwidth; else they are linked pair by pair
+
+
+class PresetHost(StrictModel):
+    """One device's part of its host: its link to it, per direction, and of the host's memory."""
+
+    link_gb_per_s: Figure
+    memory_gb: Figure
+    memory_gb_per_s: Figure
 
 
 class PresetPeaks(StrictModel):
@@ -71,6 +79,7 @@ class DevicePreset(StrictModel):
     devices_per_host: Figure
     in_host: PresetLink
     inter_host: PresetLink
+    host: PresetHost | None = None  # only offloading uses it, which says what of it is assumed
 
     def peaks(self) -> dict[str, Figure]:
         """Figure per dtype, for the dtypes that the device computes in."""
@@ -139,11 +148,22 @@ def device_names() -> tuple[str, ...]:
 
 def device_preset(name: str) -> DevicePreset:
     """The preset of that name or alias, case ignored. Raises ClusterError naming the nearest."""
-    wanted = name.lower().replace("_", "-")
-    for preset in device_presets().values():
-        if wanted == preset.name or wanted in preset.aliases:
-            return preset
-    raise ClusterError(f"unknown device {name[:80]!r}; {did_you_mean(name, device_names())}")
+    found = _preset_named(name.lower().replace("_", "-"))
+    if found is None:
+        raise ClusterError(f"unknown device {name[:80]!r}; {did_you_mean(name, device_names())}")
+    return found
+
+
+@functools.cache
+def _preset_named(wanted: str) -> DevicePreset | None:
+    with resources.as_file(resources.files("autopar.presets") / "devices") as folder:
+        for path in files_naming(Path(folder), wanted):
+            preset, problems = load_device_preset(path)
+            if problems:
+                raise ClusterError("the device presets are malformed", problems)
+            if preset is not None and wanted in (preset.name, *preset.aliases):
+                return preset
+    return None
 
 
 def device_preset_for_torch_name(torch_name: str) -> DevicePreset | None:

@@ -25,11 +25,12 @@ class Section:
     is_warning: bool = False
 
 
-def sections(plan: "Plan") -> list[Section]:
-    """What there is to say about a plan; operators without a rule come first."""
+def sections(plan: "Plan", *, with_order: bool = True) -> list[Section]:
+    """What there is to say about a plan; operators without a rule come first. The order of a pipeline's actions may
+    have to be asked of torch, which takes seconds to import."""
     found = [_header(plan)]
     if plan.summary is not None:
-        found = [_without_rule(plan.summary), *found, *_stages(plan), _parameters(plan), *_traffic(plan)]
+        found = [_without_rule(plan.summary), *found, *_stages(plan, with_order), _parameters(plan), *_traffic(plan)]
         found.append(_once_a_step(plan.summary))
     else:
         found.append(Section(title="Labels", lines=tuple(_bare(plan))))
@@ -137,7 +138,7 @@ def _counts(block: BlockSummary, dim: str, when: str) -> str:
 MAX_RANKS, MAX_ACTIONS = 8, 24  # whose order is shown, and how much of it
 
 
-def _stages(plan: "Plan") -> list[Section]:
+def _stages(plan: "Plan", with_order: bool) -> list[Section]:
     """The stages of a pipeline, and the order in which the ranks run them."""
     degrees = plan.degrees
     if plan.summary is None or degrees.pp == 1:
@@ -164,7 +165,7 @@ def _stages(plan: "Plan") -> list[Section]:
     lines = [f"schedule {degrees.schedule}, {degrees.micro_batches} micro-batches{recomputed}"]
     for rank, order in enumerate(
         actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
-        if degrees.pp <= MAX_RANKS
+        if with_order and degrees.pp <= MAX_RANKS
         else ()
     ):
         shown = " ".join(str(action) for action in order[:MAX_ACTIONS])

@@ -125,16 +125,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         data = asdict(self)
-        data["blocks"] = [
-            {
-                "name": b.name,
-                "signature": b.signature,
-                "ports": {k: [str(t) for t in v] for k, v in b.ports.items()},
-                "labels": {k: list(v) for k, v in b.labels.items()},
-                "results": {k: [str(t) for t in v] for k, v in b.results.items()},
-            }
-            for b in self.blocks
-        ]
+        data["blocks"] = [labels_to_dict(block) for block in self.blocks]
         for name in ("notes", "cuts", "recomputed"):
             data[name] = list(getattr(self, name))
         data["summary"] = None if self.summary is None else self.summary.to_dict()
@@ -199,7 +190,7 @@ class Plan:
                 fingerprint=data["fingerprint"],
                 model=data.get("model", ""),
                 degrees=degrees,
-                blocks=tuple(_block_from(block) for block in data["blocks"]),
+                blocks=tuple(labels_from_dict(block) for block in data["blocks"]),
                 regather=data.get("regather", True),
                 batch=data.get("batch"),
                 sequence=data.get("sequence"),
@@ -278,7 +269,19 @@ def _cuts(data: Sequence[Any], num_stages: int) -> tuple[int, ...]:
     return tuple(data)
 
 
-def _block_from(data: Mapping[str, Any]) -> BlockLabels:
+def labels_to_dict(block: BlockLabels) -> dict[str, Any]:
+    """Plain data for JSON."""
+    return {
+        "name": block.name,
+        "signature": block.signature,
+        "ports": {k: [str(t) for t in v] for k, v in block.ports.items()},
+        "labels": {k: list(v) for k, v in block.labels.items()},
+        "results": {k: [str(t) for t in v] for k, v in block.results.items()},
+    }
+
+
+def labels_from_dict(data: Mapping[str, Any]) -> BlockLabels:
+    """The inverse of `labels_to_dict`; raises what Python does on data of another form."""
     types = {part: {k: tuple(Type.parse(t) for t in v) for k, v in data[part].items()} for part in ("ports", "results")}
     labels = {str(k): tuple(str(x) for x in v) for k, v in data["labels"].items()}
     return BlockLabels(

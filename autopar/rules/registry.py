@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from autopar.errors import RuleError
@@ -123,6 +124,7 @@ def operator_of(target: Any) -> Any:
     return next(iter(found.values()))
 
 
+@cache
 def load_families() -> None:
     """Import every rule family once; a new file in this folder is found by itself."""
     import autopar.rules.families as package

@@ -5,6 +5,7 @@ loss first among its outputs, and a module path per node.
 """
 
 import contextlib
+import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,6 +135,18 @@ def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for reference cycles: an export makes millions of objects that live, and each search walks them all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call with these inputs."""
     if isinstance(example_inputs, Mapping):
@@ -260,7 +273,7 @@ def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
 
 def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
     args, kwargs = split_inputs(example_inputs)
-    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), quick_export():
+    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), quick_export(), _no_collection():
         warnings.simplefilter("ignore")
         return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
 

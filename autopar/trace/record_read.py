@@ -22,6 +22,8 @@ from autopar.ir.program import (
     Port,
     Program,
 )
+from autopar.rules.operators import output_of
+from autopar.rules.registry import load_families
 from autopar.rules.rule import TensorInfo
 from autopar.trace._torch_private import overloads_of
 from autopar.trace.analysis import analyse, described
@@ -254,11 +256,22 @@ def _operator(name: str) -> Callable[..., Any]:
     """An operator's overload by its full name, ``aten.add.Tensor``."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
+    if namespace == "autopar":
+        _define(packet, overload)
     found = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
     if str(found) != name or not overloads_of(found):
         raise BadRecord(f"there is no operator {name!r} here")
     operator: Callable[..., Any] = found  # type: ignore[assignment]
     return operator
+
+
+def _define(packet: str, overload: str) -> None:
+    """Make an operator of our own known: rules define theirs, outputs of others are defined when they are needed."""
+    load_families()
+    base, _, index = overload.rpartition("_")
+    source = getattr(getattr(torch.ops.aten, packet, None), base, None)
+    if index.isdigit() and overloads_of(source) and int(index) < len(source._schema.returns):  # type: ignore[union-attr]
+        output_of(source, int(index))
 
 
 def _hexadecimal(text: Any) -> float:

@@ -1,7 +1,9 @@
 """Help and listings: what they show, and that they do not wait for torch."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from run import autopar, json_of, refused
@@ -10,6 +12,7 @@ import autopar as package
 from autopar.ir.device_presets import device_presets
 from autopar.presets.models import model_presets
 
+EXAMPLES = Path(__file__).parent.parent / "report" / "examples"
 HEAVY = ("torch", "transformers", "sympy", "highspy", "optuna")
 LIGHT_COMMANDS = (
     ["--help"],
@@ -26,6 +29,8 @@ LIGHT_COMMANDS = (
     ["calibrate", "--help"],
     ["capacity", "--help"],
     ["calibrate", "--ranks", "0", "--minutes", "0"],
+    ["report", "--help"],
+    ["report", str(EXAMPLES / "pipeline.json"), "--perfetto", os.devnull + "/trace.json"],
     ["models"],
     ["clusters", "--json"],
     ["plan", "lama3-8b", "--cluster", "4xcpu"],
@@ -110,9 +115,10 @@ def test_clusters() -> None:
         (("plan", "gpt2", "-c", "12xh100"), "use 8 or 16"),
         (("plan", "nowhere/config.json", "-c", "4xcpu"), "nowhere"),
         (("plan", "no_such_module:factory", "-c", "4xcpu"), "no module named 'no_such_module'"),
-        (("plan", "gpt2", "-c", "4xcpu", "--tp", "3"), "tp: must divide the 4 ranks; got 3 (nearest: 2 or 4)"),
-        (("plan", "gpt2", "-c", "8xcpu", "--tp", "2", "--dp", "2"), "use dp_shard 4"),
-        (("plan", "gpt2", "-c", "4xcpu", "--tp", "2", "--global-batch", "7"), "nearest: 6 or 8"),
+        (("plan", "gpt2", "-c", "4xcpu", "--tp", "3"), "tp: must divide the 4 devices; got 3 (nearest: 2 or 4)"),
+        (("estimate", "gpt2", "-c", "4xcpu", "--tp", "3"), "tp: must divide the 4 ranks; got 3 (nearest: 2 or 4)"),
+        (("estimate", "gpt2", "-c", "8xcpu", "--tp", "2", "--dp", "2"), "use dp_shard 4"),
+        (("estimate", "gpt2", "-c", "4xcpu", "--tp", "2", "--global-batch", "7"), "nearest: 6 or 8"),
         (("verify", "gpt2", "-n", "4", "--plan", "missing.json"), "no plan file missing.json"),
         (("verify", "gpt2", "-n", "4", "--steps", "0"), "--steps: must be at least 1"),
         (("verify", "gpt2", "-n", "9999"), "at most 64 ranks"),
@@ -134,8 +140,10 @@ def test_all_violations_at_once() -> None:
     assert "--zero: must be 0, 1, 2 or 3; got 7" in message
     assert "--accumulate: must be at least 1" in message
     assert "--global-batch: must be a whole number of at least 1; got -1" in message
+    message = refused("plan", "gpt2", "-c", "4xcpu", "--tp", "3", "--dp", "3")
+    assert all(f"{name}: must divide" in message for name in ("tp", "dp_shard"))
     message = refused(
-        "plan", "gpt2", "-c", "4xcpu", "--tp", "3", "--dp", "3", "--accumulate", "5", "--global-batch", "10"
+        "estimate", "gpt2", "-c", "4xcpu", "--tp", "3", "--dp", "3", "--accumulate", "5", "--global-batch", "10"
     )
     assert all(f"{name}: must divide" in message for name in ("tp", "dp_shard"))
     assert "global_batch: must be divisible by the 3" in message

@@ -20,12 +20,13 @@ def in_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plan_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    shown = autopar("plan", "llama3-8b", "-c", "4xcpu", "--tp", "2", "--dp", "2", "--out", str(path), *SMALL)
+    wish = ("--tp", "2", "--dp", "2", "--zero", "3")
+    shown = autopar("plan", "llama3-8b", "-c", "4xcpu", *wish, "--out", str(path), *SMALL)
     assert shown.exit_code == 0, shown.stderr
     found = Plan.load(path)
     assert (found.degrees.tp, found.degrees.dp_shard, found.degrees.zero) == (2, 2, 3)
     assert Plan.from_dict(json.loads(found.to_json())) == found
-    assert shown.stdout.startswith("Every operator has a rule.")  # what has no rule comes first
+    assert "the best of" in shown.stdout.splitlines()[0]
     for words in ("tp 2 × dp_shard 2 = 4 ranks, ZeRO-3", "vocabulary-parallel", "column-parallel", "row-parallel"):
         assert words in shown.stdout
         assert words in found.explain()
@@ -39,10 +40,12 @@ def test_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_json_and_derived_sizes() -> None:
-    found = json_of("plan", "gpt2", "-c", "4xcpu", "--tp", "2", "--global-batch", "16", "--micro-batch", "2", *SMALL)
-    assert found["degrees"]["accumulate"] == 4
-    assert (found["batch"], found["sequence"]) == (4, 32)
-    assert Plan.from_dict(found).degrees.dp == 2
+    sizes = ("--global-batch", "16", "--micro-batch", "2", "--accumulate", "4")
+    found = json_of("plan", "gpt2", "-c", "4xcpu", "--tp", "2", *sizes, *SMALL)
+    plan = Plan.from_dict(found["plan"])
+    assert (plan.degrees.accumulate, plan.degrees.dp, plan.batch, plan.sequence) == (4, 2, 4, 32)
+    assert found["best"]["degrees"]["accumulate"] == 4
+    assert (found["global_batch"], found["num_devices"], found["precision"]) == (16, 4, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,77 @@ def test_indivisible_sizes_are_named(tmp_path: Path, arguments: tuple[str, ...],
     assert not out.exists()
 
 
-def test_a_plan_that_cannot_fit_is_refused() -> None:
-    message = refused("plan", "llama3-8b", "-c", "2xcpu", "--tp", "2", "--layers", "4", "--seq-len", "64", status=3)
-    assert "a device has 8 GB" in message and "split the state over more devices" in message
+def test_where_nothing_fits_the_closest_plan_is_named() -> None:
+    asked = ("plan", "llama3-8b", "-c", "2xcpu", "--tp", "2", "--layers", "4", "--seq-len", "64")
+    message = refused(*asked, status=3)
+    assert all(words in message for words in ("no plan fits", "a device that has 8 GB", "too much", "devices"))
+    shown = autopar(*asked, "--json")
+    data = json.loads(shown.stdout)
+    assert (shown.exit_code, data["plan"]) == (3, None)
+    assert data["closest"]["missing_bytes"] > 0
+
+
+def test_the_least_memory_is_told_in_bytes() -> None:
+    shown = autopar("plan", "gpt2", "-c", "4xcpu", "--objective", "memory", "--fix", "pp=1", "--top", "1", *SMALL)
+    assert shown.exit_code == 0, shown.stderr
+    value = next(line for line in shown.stdout.splitlines() if line.strip().startswith("memory "))
+    assert value.split()[-1] in ("MB", "GB")
+    assert "no candidate is better" in shown.stdout
+
+
+def test_what_if_is_marked_and_the_plan_still_runs() -> None:
+    fixed = ("--fix", "tp=1", "--fix", "pp=1", "--global-batch", "4")
+    shown = autopar("plan", "gpt2", "-c", "2xh100", "--what-if", *fixed, *SMALL)
+    assert shown.exit_code == 0, shown.stderr
+    _, _, rest = shown.stdout.partition("What if: the best plan of those that autopar prices and does not run")
+    assert "autopar" in rest.partition("What could not be a plan")[0]
+    found = json_of("plan", "gpt2", "-c", "2xh100", "--what-if", *fixed, *SMALL)
+    assert found["beyond"]["formula_only"]
+    assert found["plan"] is not None
+    assert "cp" not in found["best"]["degrees"]
+
+
+def test_what_comes_next_says_why_it_loses() -> None:
+    shown = autopar("plan", "gpt2", "-c", "4xcpu", "--forbid", "zero=0", "--top", "2", "--global-batch", "8", *SMALL)
+    assert shown.exit_code == 0, shown.stderr
+    _, _, rest = shown.stdout.partition("What comes next")
+    next_ones = [line for line in rest.partition("What could not be a plan")[0].splitlines() if "ZeRO-" in line]
+    assert len(next_ones) >= 2
+    assert all(line.strip().startswith("+") for line in next_ones)
+    assert "ZeRO-0" not in rest.partition("How parameters")[0]
+    assert " more" in rest
+
+
+def test_a_search_can_be_narrowed(tmp_path: Path) -> None:
+    found = json_of("plan", "gpt2", "-c", "4xcpu", "--fix", "tp=1,2", "--fix", "zero=3", "--forbid", "dp=4", *SMALL)
+    assert found["plan"]["degrees"]["dp_shard"] != 4
+    assert found["plan"]["degrees"]["zero"] == 3
+    assert found["is_proven"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--fix", "tpp=2"), "did you mean 'tp'?"),
+        (("--fix", "tp"), "must be word=value, such as tp=8"),
+        (("--fix", "tp=2", "--fix", "tp=4"), "names tp again"),
+        (("--tp", "2", "--fix", "tp=4"), "--tp and --fix tp=... are the same wish"),
+        (("--forbid", "zero=9"), "must be 0, 1, 2 or 3"),
+        (("--pp", "2", "--accumulate", "2"), "give --micro-batches"),
+        (("--trials", "-1"), "trials: must be a whole number of at least 0"),
+        (("--timeout", "nan"), "timeout_s: must be a number of seconds"),
+        (("--precision", "bf17"), "did you mean 'bf16'?"),
+        (("--profile", "no_such.json"), "no_such.json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_search_that_cannot_be_narrowed_like_this(arguments: tuple[str, ...], says: str) -> None:
+    assert says in refused("plan", "gpt2", "-c", "4xcpu", *arguments)
+
+
+def test_without_a_legal_plan_the_smallest_change_is_named() -> None:
+    message = refused("plan", "gpt2", "-c", "4xcpu", "--tp", "2", "--dp", "2", "--global-batch", "7", *SMALL)
+    assert "without fix dp_shard = 2 there are" in message
 
 
 def test_unwritable_target() -> None:
@@ -84,9 +155,8 @@ def test_model_that_does_not_export_names_module_and_line() -> None:
 
 @pytest.mark.usefixtures("in_this_folder")
 def test_operators_without_rule_come_first() -> None:
-    shown = autopar("plan", "cli_models:plain", "-c", "2xcpu", "--tp", "2").stdout
-    assert shown.startswith("No rule: computed whole on every rank")
-    first = shown.partition("Plan for")[0]
+    shown = autopar("plan", "cli_models:plain", "-c", "2xcpu", "--tp", "2", "--global-batch", "4").stdout
+    first = shown.partition("No rule: computed whole on every rank")[2].partition("Plan for")[0]
     row = next(line for line in first.splitlines() if "bessel_j0" in line)
     assert row.split()[-2:] == ["512", "bytes"]  # its input, kept for the backward pass
     assert row.split()[-3] in ("µs", "ms")
@@ -101,13 +171,13 @@ def test_factory_that_fails_and_sizes_for_a_factory() -> None:
 def test_bugs_are_short_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    import autopar.planning
+    import autopar.plan_cache
     from autopar.cli import app
 
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(autopar.planning, "program_for", fail)
+    monkeypatch.setattr(autopar.plan_cache, "kept_search", fail)
     short = CliRunner().invoke(app.app, ["plan", "gpt2", "-c", "2xcpu", *SMALL])
     assert (short.exit_code, "Traceback" in short.stderr) == (1, False)
     assert "unexpected ZeroDivisionError: planted" in short.stderr

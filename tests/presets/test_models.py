@@ -11,8 +11,8 @@ REQUIRED = (
     "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3-405b", "gpt2", "gpt2-medium",
     "gpt2-large", "gpt2-xl", "gpt3-175b", "mistral-7b", "qwen2-7b", "qwen3-8b", "gemma2-9b", "phi3-mini", "phi3-medium",
     "gpt-neox-20b", "falcon-7b", "falcon-40b", "mpt-7b", "opt-6.7b", "opt-66b", "bert-large", "roberta-large",
-    "vit-l-16", "clip-vit-l-14", "t5-large", "t5-11b", "whisper-large", "mixtral-8x7b", "qwen1.5-moe-a2.7b",
-    "qwen3-30b-a3b",
+    "vit-l-16", "clip-vit-l-14", "t5-large", "t5-11b", "whisper-large", "mixtral-8x7b",
+    "mixtral-8x22b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b",
 )  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""Plain data of JSON back to the frozen dataclasses that it was made from: the inverse of `dataclasses.asdict`.
+
+Types are those of the annotations: dataclasses, ``tuple[X, ...]`` and ``tuple[X, Y]``, ``Mapping[K, X]``, ``X | None``,
+numbers, text and ``Any``. Nothing is coerced but whole numbers to `float`; every deviation is a `Problem`.
+"""
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from autopar.errors import Problem, did_you_mean
+
+Reader = Callable[[Any], Any]
+_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number"}
+
+
+def read_plain(
+    kind: Any, data: Any, problems: list[Problem], *, path: str = "", readers: Mapping[Any, Reader] | None = None
+) -> Any:
+    """A value of `kind`, or None and entries in `problems`. `readers` make values of types of their own, and raise what
+    they like."""
+    own = (readers or {}).get(kind)
+    if own is not None:
+        return own(data)
+    if kind is Any:
+        return _finite(data, problems, path)
+    if is_dataclass(kind):
+        return _dataclass(kind, data, problems, path, readers)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if data is None and type(None) in arguments:
+            return None
+        inner = next(argument for argument in arguments if argument is not type(None))
+        return read_plain(inner, data, problems, path=path, readers=readers)
+    if origin is tuple:
+        return _tuple(arguments, data, problems, path, readers)
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(arguments, data, problems, path, readers)
+    return _scalar(kind, data, problems, path)
+
+
+def _dataclass(kind: Any, data: Any, problems: list[Problem], path: str, readers: Mapping[Any, Reader] | None) -> Any:
+    if not isinstance(data, Mapping):
+        problems.append(Problem(path=path, rule="must be an object", value=data))
+        return None
+    hints = get_type_hints(kind, localns={known.__name__: known for known in readers or {}})
+    before = len(problems)
+    for key in data:
+        if key not in hints:
+            rule = f"is not a known key; {did_you_mean(str(key), sorted(hints))}"
+            problems.append(Problem(path=_join(path, str(key)), rule=rule))
+    values = {}
+    for field in fields(kind):
+        here = _join(path, field.name)
+        if field.name in data:
+            values[field.name] = read_plain(hints[field.name], data[field.name], problems, path=here, readers=readers)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            problems.append(Problem(path=here, rule="is required"))
+    return kind(**values) if len(problems) == before else None
+
+
+def _tuple(
+    arguments: tuple[Any, ...], data: Any, problems: list[Problem], path: str, readers: Mapping[Any, Reader] | None
+) -> Any:
+    if not isinstance(data, (list, tuple)):
+        problems.append(Problem(path=path, rule="must be a list", value=data))
+        return None
+    if arguments[-1] is Ellipsis:
+        arguments = (arguments[0],) * len(data)
+    if len(arguments) != len(data):
+        problems.append(Problem(path=path, rule=f"must have {len(arguments)} entries, has {len(data)}"))
+        return None
+    pairs = enumerate(zip(arguments, data, strict=True))
+    return tuple(read_plain(kind, value, problems, path=f"{path}[{i}]", readers=readers) for i, (kind, value) in pairs)
+
+
+def _mapping(
+    arguments: tuple[Any, ...], data: Any, problems: list[Problem], path: str, readers: Mapping[Any, Reader] | None
+) -> Any:
+    if not isinstance(data, Mapping):
+        problems.append(Problem(path=path, rule="must be an object", value=data))
+        return None
+    found = {}
+    for key, value in data.items():
+        made: Any = key
+        if arguments[0] is int and isinstance(key, str):  # JSON has no other keys than text
+            made = int(key) if key.lstrip("-").isdecimal() else None
+        if not isinstance(made, arguments[0]):
+            problems.append(Problem(path=_join(path, str(key)), rule=f"its key must be {_WORDS[arguments[0]]}"))
+            continue
+        found[made] = read_plain(arguments[1], value, problems, path=_join(path, str(key)), readers=readers)
+    return found
+
+
+def _scalar(kind: Any, data: Any, problems: list[Problem], path: str) -> Any:
+    is_number = isinstance(data, (int, float)) and not isinstance(data, bool)
+    if kind is float and is_number and math.isfinite(data):
+        return float(data)
+    if kind is not float and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
+        return data
+    problems.append(Problem(path=path, rule=f"must be {_WORDS[kind]}", value="null" if data is None else data))
+    return None
+
+
+def _finite(data: Any, problems: list[Problem], path: str) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        problems.append(Problem(path=path, rule="must be a finite number", value=data))
+    return data
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

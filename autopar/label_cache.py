@@ -1,0 +1,70 @@
+"""Labels of the models that autopar builds itself, and what blocks cost under them, kept by what they depend on.
+
+A file's name is a hash of the program's fingerprint, the cluster, the degrees that labels were asked for and the
+versions and source of what chose them. A file that cannot be read is passed over and written anew.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from autopar.cost_model.expressions import Expr, Family, from_json, to_json
+from autopar.cost_model.program_works import ProgramWorks
+from autopar.errors import AutoparError, Problem
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plain_data import read_plain
+from autopar.ir.plan import BlockLabels, Degrees, degrees_from, labels_from_dict, labels_to_dict
+from autopar.ir.program import Program
+from autopar.kept_files import keep, used, versions
+from autopar.search.labels import Labelling
+
+Chosen = tuple[Degrees, Labelling, ProgramWorks]
+_READERS = {
+    BlockLabels: labels_from_dict,
+    Family[Expr]: lambda data: from_json(json.dumps(data)),
+    Degrees: degrees_from,
+}
+
+
+def labels_file(folder: Path, program: Program, cluster: ClusterSpec, wanted: Degrees) -> Path:
+    """Where labels for `wanted` degrees are kept."""
+    asked = [program.fingerprint, cluster.to_dict(), asdict(wanted), versions()]
+    return folder / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:40]}.json"
+
+
+def kept_labels(path: Path) -> Chosen | None:
+    """What was kept there, if anything that can be read."""
+    problems: list[Problem] = []
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kinds: tuple[Any, ...] = (Degrees, Labelling, ProgramWorks)
+        degrees, labelling, works = (
+            read_plain(kind, data[kind.__name__], problems, readers=_READERS) for kind in kinds
+        )
+        used(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AutoparError):
+        return None
+    return None if problems else (degrees, labelling, works)
+
+
+def keep_labels(path: Path, chosen: Chosen) -> None:
+    """Keep labels for the next time."""
+    degrees, labelling, works = chosen
+    data = {
+        "Degrees": asdict(degrees),
+        "Labelling": _plain(labelling) | {"blocks": [labels_to_dict(block) for block in labelling.blocks]},
+        "ProgramWorks": _plain(works) | {"family": json.loads(to_json(works.family))},
+    }
+    keep(path, json.dumps(data, separators=(",", ":")))  # blocks in their order
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass but those that are written in another way."""
+    names = [each.name for each in fields(value) if each.name not in ("blocks", "family")]
+    return {name: _of(getattr(value, name)) for name in names}
+
+
+def _of(value: Any) -> Any:
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else value

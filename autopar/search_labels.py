@@ -1,0 +1,97 @@
+"""Labels of a search: one choice per tensor degree, which prices candidates and goes into the plan that wins.
+
+What was priced is what runs: a plan's labels are not chosen anew for its own micro-batch and data-parallel degree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.cost_model.block_autograd import NodeRun
+from autopar.cost_model.block_export import block_runs
+from autopar.cost_model.program_works import ProgramWorks, program_works
+from autopar.errors import PlanError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.program import Program
+from autopar.ir.sharding import I, Mesh
+from autopar.label_cache import Chosen, keep_labels, kept_labels, labels_file
+from autopar.planning import Labelled, choose_labels
+from autopar.search.labels_check import check
+from autopar.trace.analysis import Analysis, analyse
+
+LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels hold for any number
+LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
+
+
+class SearchLabels:
+    """Labels for tensor degrees, each chosen when it is first asked for, and what blocks cost under them."""
+
+    def __init__(
+        self,
+        program: Program,
+        cluster: ClusterSpec,
+        sequence_parallel: bool | None = None,
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        self.program, self.cluster, self.folder = program, cluster, folder
+        self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
+        self.chosen: dict[int, Chosen] = {}
+        self.analysis: Analysis | None = None  # on meshes with one tensor dimension
+        self.runs: tuple[Mapping[str, NodeRun], ...] | None = None  # of blocks under autograd, whatever their labels
+
+    def works(self, tp: int) -> ProgramWorks:
+        """What blocks cost. Raises `PlanError` where the degree does not divide the model, and `InfeasibleError`."""
+        if tp not in self.chosen:
+            wanted = replace(self.wanted, tp=tp)
+            path = None if self.folder is None else labels_file(self.folder, self.program, self.cluster, wanted)
+            found = None if path is None else kept_labels(path)
+            if found is None:
+                found = self._choose(wanted)
+                if path is not None:
+                    keep_labels(path, found)
+            self.chosen[tp] = found
+        return self.chosen[tp][2]
+
+    def _choose(self, wanted: Degrees) -> Chosen:
+        self.analysis = self.analysis or analyse(self.program, wanted.mesh)
+        degrees, analysis, found = choose_labels(self.program, self.cluster, wanted, analysed=self.analysis)
+        if self.runs is None:
+            self.runs = block_runs(self.program, analysis)
+        return degrees, found, program_works(self.program, analysis, found.blocks, degrees.mesh, runs=self.runs)
+
+    def of(self, program: Program, degrees: Degrees) -> Labelled | None:
+        """The labels of a tensor degree for another batch of the program; None where its blocks are not those of the
+        search."""
+        self.works(degrees.tp)
+        searched, found, _ = self.chosen[degrees.tp]
+        own = replace(degrees, tp_dims=searched.tp_dims)
+        if len(program.blocks) != len(found.blocks):
+            return None
+        blocks = tuple(
+            replace(_on(own.mesh, labels), name=block.name, signature=block.signature)
+            for block, labels in zip(program.blocks, found.blocks, strict=True)
+        )
+        analysis = analyse(program, own.mesh)
+        try:
+            check(program, analysis, blocks, own.mesh)
+        except PlanError:
+            return None
+        return own, analysis, replace(found, mesh=own.mesh, blocks=blocks)
+
+
+def _on(mesh: Mesh, labels: BlockLabels) -> BlockLabels:
+    """Labels where mesh dimensions of one rank split nothing."""
+    is_split = [degree > 1 for degree in mesh.degrees]
+    return replace(
+        labels,
+        ports={n: tuple(t if on else I for t, on in zip(ts, is_split, strict=True)) for n, ts in labels.ports.items()},
+        labels={
+            key: tuple(one if on else "I" for one, on in zip(ones, is_split, strict=True))
+            for key, ones in labels.labels.items()
+        },
+        results={
+            n: tuple(t if on else I for t, on in zip(ts, is_split, strict=True)) for n, ts in labels.results.items()
+        },
+    )
