@@ -1,6 +1,7 @@
 """What ranks run in integration tests; `Ranks.run("integration_ranks:name", ...)` imports it in every rank."""
 
 import os
+import resource
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -155,6 +156,7 @@ def plant(model: Any, fault: str) -> None:
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "abort":
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.abort()
         raise ValueError("a planted fault")
 
