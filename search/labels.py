@@ -19,7 +19,7 @@ from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Mesh, Type
 from autopar.search import labels_legal as legal
-from autopar.search.labels_milp import Solution
+from autopar.search.labels_network import Solution
 from autopar.search.labels_prices import prices_of
 from autopar.search.labels_problem import DimProblem
 from autopar.search.labels_space import (
@@ -50,8 +50,8 @@ class LabelOptions:
 class Labelling:
     """Labels of every distinct block, and how good they are.
 
-    `objective` (in units of the largest all-reduce between blocks, at the reference workload) and `size` (columns and
-    rows) are per mesh dimension solved; `gap` is the largest relative gap to a proven bound; `notes` say what stayed
+    `objective` (in units of the largest all-reduce between blocks, at the reference workload) and `size` (choices and
+    values) are per mesh dimension solved; `gap` is the largest relative gap to a proven bound; `notes` say what stayed
     whole and how prices were scaled.
     """
 
@@ -172,7 +172,7 @@ class _Turn:
             accumulate=self.degrees.num_micro_batches,
         )
         found = problem.solve(self.options.time_limit_s)
-        self.size = (problem.milp.num_columns, problem.milp.num_rows)
+        self.size = (problem.network.num_choices, len(problem.network.values))
         if found is None:
             name = self.mesh.names[self.index]
             raise InfeasibleError(
