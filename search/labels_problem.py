@@ -197,25 +197,28 @@ class DimProblem:
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
         source, made = self._source(index, name, info.differentiable)
         is_kept = any(use.kept for use in uses) and role not in ("parameter", "constant", "buffer")
-        regathers = is_kept and self.regather
+        types = tuple(dict.fromkeys((*made, *(t for use in uses for t in use.wanted), I)))
+        number = {t: k for k, t in enumerate(types)}
+        again = ("S", "R") if is_kept and self.regather else None
         alike = self._conversions_of_neighbour(index, name)
-        number = {t: k for k, t in enumerate(dict.fromkeys((*made, *(t for use in uses for t in use.wanted), I)))}
-        convert = np.full((len(number), len(number)), inf)
-        regathered = np.zeros(convert.shape, dtype=np.bool_)
+        convert = np.full((len(types), len(types)), inf)
         np.fill_diagonal(convert, 0.0)
+        costs: dict[tuple[str, str], float] = {}  # by kinds: which axis a shard is of makes no difference
         for start in dict.fromkeys(made):
-            for target in dict.fromkeys(t for use in uses for t in use.wanted):
-                if start == target or (role == "parameter" and start.kind == "S"):
-                    continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
-                together = (start.kind, target.kind) in alike
-                size = whole / alike[start.kind, target.kind] if together else whole
-                cost = self._convert(start, target, info.differentiable, role, size)
-                cost -= SENT_TOGETHER * PER_COLLECTIVE * together
-                if regathers and (start.kind, target.kind) == ("S", "R"):
-                    regathered[number[start], number[target]] = True
-                    cost += self.prices.saved_byte_s / self.prices.unit_s * whole / self.space.degree
-                convert[number[start], number[target]] = calls * cost
-        saved = self.prices.saved_byte_s / self.prices.unit_s * whole * calls
+            if role == "parameter" and start.kind == "S":
+                continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
+            for target in types:
+                kinds = start.kind, target.kind
+                if start == target:
+                    continue
+                if kinds not in costs:
+                    size = whole / alike.get(kinds, 1)
+                    cost = self._convert(start, target, info.differentiable, role, size)
+                    cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
+                    cost += self._saved(whole, start) * (kinds == again)
+                    costs[kinds] = calls * cost
+                convert[number[start], number[target]] = costs[kinds]
+        regathered = [[(start.kind, target.kind) == again for target in types] for start in types]
         return Value(
             source=source,
             made=_numbers(number, made),
@@ -224,10 +227,13 @@ class DimProblem:
                 for use in uses
             ),
             convert=convert,
-            forms=_numbers(number, [I if t.kind == "R" else t for t in number]),
-            keep=np.array([saved * self._part(t) for t in number]),
-            regathered=regathered,
+            forms=_numbers(number, [I if t.kind == "R" else t for t in types]),
+            keep=np.array([calls * self._saved(whole, t) for t in types]),
+            regathered=np.array(regathered),
         )
+
+    def _saved(self, whole: float, form: Type) -> float:
+        return self.prices.saved_byte_s / self.prices.unit_s * whole * self._part(form)
 
     def _conversions_of_neighbour(self, index: int, name: str) -> dict[tuple[str, str], int]:
         """Conversions of a value on the tensor mesh dimension before this one, and by how much they shrink it.
