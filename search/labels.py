@@ -1,7 +1,7 @@
 """The labeller: how to split a program over a mesh whose degrees are given.
 
-`label` solves one integer program per mesh dimension of size > 1 over the *folded* program: each distinct block once,
-costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh dimensions
+`label` solves one network of choices per mesh dimension of size > 1 over the *folded* program: each distinct block
+once, costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh dimensions
 are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels_space`), so solving them in
 turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
 
@@ -38,7 +38,7 @@ from autopar.trace.analysis import Analysis
 class LabelOptions:
     """`hidden_axes`: also split the residual stream's hidden axes. `regather`: gathered values are gathered again in
     backward instead of kept. `pinned` gives parameters that are held already their types, one per mesh dimension.
-    `time_limit_s` bounds the solver on each mesh dimension."""
+    `time_limit_s` bounds HiGHS on a mesh dimension that needs it."""
 
     hidden_axes: bool = False
     regather: bool = True

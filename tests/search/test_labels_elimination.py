@@ -1,15 +1,24 @@
-"""The least cost of a network: elimination against every combination of choices, and against the integer program."""
+"""The least cost of a network: elimination against every combination of choices, and against the integer program on
+drawn networks and on models."""
 
 import random
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+from label_cases import program_of
 
+from autopar.capture_cache import captured_model
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.ir.program import Program
+from autopar.planning import choose_labels, program_for
 from autopar.search import labels_elimination
 from autopar.search.labels_elimination import eliminated, elimination_order
 from autopar.search.labels_milp import solved
 from autopar.search.labels_network import Network, Use, Value
+from autopar.search_labels import LABELLED
 
 KINDS = 4  # of types in a drawn network
 
@@ -141,3 +150,33 @@ def test_the_smallest_table_first() -> None:
     order, entries = elimination_order([2, 8, 3, 4], [(0, 1), (1, 2), (2, 3)])
     assert order == [3, 0, 1, 2]
     assert entries == pytest.approx(12 + 16 + 24 + 3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("degrees", [Degrees(tp=2), Degrees(tp=4, dp_shard=2), Degrees(tp=8)], ids=str)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "mixtral"])
+def test_models_are_labelled_as_by_the_integer_program(
+    model: str, degrees: Degrees, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama's key heads make two mesh dimensions of 8 ranks."""
+    program, cluster = the_program(model), ClusterSpec.preset("8xh100")
+
+    def fail(*_: object) -> None:
+        raise AssertionError("left to the integer program")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("autopar.search.labels_problem.solved_in_time", fail)
+        _, _, found = choose_labels(program, cluster, degrees)
+    monkeypatch.setattr("autopar.search.labels_problem.eliminated", lambda _: None)
+    _, _, other = choose_labels(program, cluster, degrees)
+    assert found.gap == 0.0
+    assert other.gap < 1e-6
+    assert found.objective == pytest.approx(other.objective, rel=1e-6)
+    assert found.blocks == other.blocks
+
+
+def the_program(model: str) -> Program:
+    if model != "mixtral":
+        return program_of(model)
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "seq_len": 16, "dtype": "bfloat16"}
+    return program_for(captured_model("mixtral-8x7b", folder=None, **sizes).capture, LABELLED)
