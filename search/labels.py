@@ -1,9 +1,9 @@
 """The labeller: how to split a program over a mesh whose degrees are given.
 
 `label` solves one network of choices per mesh dimension of size > 1 over the *folded* program: each distinct block
-once, costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh dimensions
-are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels_space`), so solving them in
-turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
+once, costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh
+dimensions are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels_space`), so solving
+them in turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
 
 `check` verifies a labelling without looking at how it was found.
 """
