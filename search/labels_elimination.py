@@ -8,7 +8,8 @@ method.
 """
 
 from collections.abc import Iterator, Sequence
-from math import log2, prod
+from heapq import heapify, heappop, heappush
+from math import inf, log2, prod
 
 import numpy as np
 
@@ -45,19 +46,24 @@ def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> 
     for variable, others in enumerate(neighbours):
         others.discard(variable)
     table_bits = [bits[v] + sum(bits[u] for u in sorted(others)) for v, others in enumerate(neighbours)]
-    left = dict.fromkeys(range(len(sizes)))
-    order, entries = [], 0.0
-    while left:
-        variable = min(left, key=table_bits.__getitem__)
-        del left[variable]
+    smallest = [(size, variable) for variable, size in enumerate(table_bits)]
+    heapify(smallest)
+    order: list[int] = []
+    entries = 0.0
+    while len(order) < len(sizes):
+        size, variable = heappop(smallest)
+        if size != table_bits[variable]:
+            continue  # changed since: it is in the heap again
         order.append(variable)
-        entries += 2 ** min(table_bits[variable], 64.0)
+        entries += 2 ** min(size, 64.0)
+        table_bits[variable] = inf
         joined = neighbours[variable]
         for other in joined:
             neighbours[other] |= joined
             neighbours[other] -= {variable, other}
         for other in joined:
             table_bits[other] = bits[other] + sum(bits[u] for u in sorted(neighbours[other]))
+            heappush(smallest, (table_bits[other], other))
     return order, entries
 
 

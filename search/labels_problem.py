@@ -130,14 +130,14 @@ class DimProblem:
         calls = len(self.program.uses_of_block(index))
         bounds = self.analysis.bounds[index]
         for place, (node, bound) in enumerate(bounds.items()):
-            costs = []
+            costs, moves_data = [], not is_view(self.analysis.calls[index][node])
             for rank, variant in enumerate(self.space.variants[index, node]):
-                seconds, collectives = self._work((index, node), bound, variant)
+                seconds, collectives = self._work((index, node), bound, variant, moves_data)
                 cost = calls * (seconds / self.prices.unit_s + PER_COLLECTIVE * collectives)
                 costs.append(cost + PER_RANK * rank * (1 + place / len(bounds)))
             self.operators[index, node] = self._variable(costs)
 
-    def _work(self, key: NodeKey, bound: Bound, variant: Variant) -> tuple[float, int]:
+    def _work(self, key: NodeKey, bound: Bound, variant: Variant, moves_data: bool) -> tuple[float, int]:
         """Seconds of an operator on one rank, forward and backward, and the collectives inside it."""
         call = self.analysis.calls[key[0]][key[1]]
         chosen = [(s.variants[key], s.degree) for s in self.solved] + [(variant, self.space.degree)]
@@ -148,7 +148,7 @@ class DimProblem:
                 degrees[v.factor] = degrees.get(v.factor, 1.0) * size / chunk(size, degree)
         passes = PASSES if call.output.differentiable else 1.0
         seconds = passes * local_flops(bound.rule, degrees) * self.prices.flop_s[str(call.output.dtype)]
-        if not is_view(call):
+        if moves_data:
             touched = 0.0
             for k, info in enumerate((*call.operands, call.output)):
                 types = [(v.operands[k] if k < len(call.operands) else v.output, degree) for v, degree in chosen]
