@@ -3,7 +3,7 @@
 What was priced is what runs: a plan's labels are not chosen anew for its own micro-batch and data-parallel degree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +74,19 @@ class SearchLabels:
                 return on_mesh(works, self.program, mesh)
         return None
 
+    def hold(self, chosen: int, tp: int) -> bool:
+        """Whether the labels of a tensor degree are legal for another one too, and split axes into even parts there."""
+        self.works(chosen)
+        degrees, found, _ = self.chosen[chosen]
+        if degrees.tp_dims is not None:
+            return False
+        self.analysis = self.analysis or analyse(self.program, degrees.mesh)
+        try:
+            check(self.program, self.analysis, found.blocks, replace(degrees, tp=tp).mesh)
+        except PlanError:
+            return False
+        return all(size % tp == 0 for size in _split_sizes(self.program, self.analysis, found.blocks, degrees.mesh))
+
     def of(self, program: Program, degrees: Degrees) -> Labelled | None:
         """The labels of a tensor degree for another batch of the program; None where its blocks are not those of the
         search."""
@@ -96,6 +109,17 @@ class SearchLabels:
 
 def _is_split(mesh: Mesh) -> list[bool]:
     return [degree > 1 for degree in mesh.degrees]
+
+
+def _split_sizes(program: Program, analysis: Analysis, blocks: Sequence[BlockLabels], mesh: Mesh) -> Iterator[int]:
+    """The sizes of the axes that labels split over tensor ranks."""
+    tensor = mesh.names.index("tp")
+    for block, bounds, labels in zip(program.blocks, analysis.bounds, blocks, strict=True):
+        for node in block.graph.nodes:
+            if node.op == "call_function":
+                factor, _, axis = labels.labels[node.meta["key"]][tensor].rpartition(".")
+                if factor:
+                    yield bounds[node.name].factors[factor][int(axis)][1]
 
 
 def _on(mesh: Mesh, labels: BlockLabels) -> BlockLabels:

@@ -6,7 +6,7 @@ degrees are searched (`autopar.search.plan_search`), and what wins is labelled a
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from autopar.search.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.screen import Machinery
 from autopar.search.space import Limits, Wishes, tensor_degrees, what_would_be_legal, wishes
 from autopar.search.study import keep_result, study_place
+from autopar.search.together import NONE
 from autopar.search.what_if import Base, what_if
 from autopar.search_labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.search_machinery import machinery_of
@@ -165,7 +166,7 @@ def search_captured(
         final, decided = _as_it_runs(captured, labels, best, pinned, goal.part(best).cluster, name)
         check_result(found, decided, works_of(best.degrees.tp), limits, wanted)
     result = replace(
-        _result(found, works_of, cluster, on, program, asked),
+        _result(found, labels, cluster, on, program, asked),
         model=name,
         plan=decided,
         closest=nearest,
@@ -235,9 +236,33 @@ def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequ
     )
 
 
+def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
+    together = found.together
+    return next_best(found, together.priced, top, ahead=lambda likely: together.price([(i, NONE) for i in likely]))
+
+
+def _priced_baselines(found: Searched, labels: SearchLabels) -> Iterator[tuple[int, Priced, int]]:
+    """Baselines that the model can be split for, by their candidates; and of which tensor degree the labels are where
+    none were chosen for a baseline's own, as its bound is too far from the best."""
+    split = min((tp for tp in found.labelled if tp > 1), default=0)
+    for index in (one.index for one in found.baselines):
+        tp = int(found.candidates.tp[index])
+        if tp in found.labelled:
+            yield index, found.together.priced(index), 0
+        elif tp not in found.refused:
+            borrowed = split if split and labels.hold(split, tp) else 0
+            try:
+                works = labels.works(borrowed or tp)
+            except AutoparError:
+                continue
+            degrees = found.candidates.degrees(index)
+            part = found.goal.parts[degrees.world_size]
+            yield index, priced(works, degrees, part.cluster, part.on, least_memory=found.goal.is_memory), borrowed
+
+
 def _result(
     found: Searched,
-    works_of: Callable[[int], ProgramWorks],
+    labels: SearchLabels,
     cluster: ClusterSpec,
     on: Machinery,
     program: Program,
@@ -246,7 +271,7 @@ def _result(
     best, goal = found.best, found.goal
     names = {one.index: one.name for one in found.baselines}
 
-    def contender(index: int, one: Priced) -> Contender:
+    def contender(index: int, one: Priced, borrowed: int = 0) -> Contender:
         slower = 0.0 if best is None else one.seconds / best.seconds - 1
         reason = ""
         if not one.fits:
@@ -254,6 +279,8 @@ def _result(
             reason = f"does not fit: {missing / 1e9:.1f} GB too much"
         elif best is not None and one is not best:
             reason = why_worse(goal, best, one)
+        if borrowed:
+            reason += f" (with the labels of tensor degree {borrowed})"
         return Contender(
             degrees=degrees_in_plain(one.degrees, one.cuts),
             step_s=one.seconds,
@@ -267,21 +294,6 @@ def _result(
             name=names.get(index, ""),
         )
 
-    def price(index: int) -> Priced | None:
-        tp = int(found.candidates.tp[index])
-        if index in found.exact:
-            return found.exact[index]
-        if tp in found.refused:
-            return None
-        degrees = found.candidates.degrees(index)
-        part = goal.parts[degrees.world_size]
-        try:
-            works = works_of(tp)
-        except AutoparError:  # a baseline that the model cannot be split for
-            return None
-        return priced(works, degrees, part.cluster, part.on, least_memory=goal.is_memory)
-
-    baselines = [(one.index, price(one.index)) for one in found.baselines]
     return SearchResult(
         model="",
         cluster=cluster.name,
@@ -298,8 +310,8 @@ def _result(
         refined=len(found.refined.trials),
         trials=found.refined.trials,
         importance=found.refined.importance,
-        others=tuple(contender(i, one) for i, one in next_best(found, price, asked.top)),
-        baselines=tuple(contender(i, one) for i, one in baselines if one is not None),
+        others=tuple(contender(i, one) for i, one in _next_best(found, asked.top)),
+        baselines=tuple(contender(*one) for one in _priced_baselines(found, labels)),
         bound=None if best is None else found.proof.bound,
         gap=found.proof.gap,
         is_proven=found.proof.is_proven,
@@ -308,5 +320,5 @@ def _result(
         closest=None,
         seconds=0.0,
         notes=program.notes,
-        assumptions=(*on.machine.assumptions, *dtype_assumptions(works_of(1).dtype, on.precision, cluster)),
+        assumptions=(*on.machine.assumptions, *dtype_assumptions(labels.works(1).dtype, on.precision, cluster)),
     )

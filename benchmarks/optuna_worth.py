@@ -26,6 +26,7 @@ import optuna
 from search_problem import Problem
 
 from autopar.search.exact import Priced, priced
+from autopar.search.next_best import raised_seconds
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.refine import MISSING, MOST_MOVED, STARTUP
 from autopar.search.space import NAMES, Candidates, Wishes, candidates, wishes
@@ -90,14 +91,16 @@ def refining(one: Case) -> dict[str, Curve]:
     assert found.proof.best is not None
     exact = {index: price.seconds if price.fits else np.inf for index, price in found.exact.items()}
     best = found.proof.best.index
-    starts = starts_of(found.candidates, found.screened.seconds, exact, best, found.baselines)
+    bounds = raised_seconds(found)
+    bounds[list(exact)] = list(exact.values())
+    starts = starts_of(found.candidates, bounds, lambda ones: values(found, ones), best, found.baselines)
     moves = range(-MOST_MOVED, MOST_MOVED + 1)
     prices: dict[Point, Priced] = {}
     for start in starts:
         degrees = found.candidates.degrees(start.index)
         works = problem.works(degrees.tp)
         for moved in ((a, b) for a in moves for b in moves):
-            seen = prices.get((start.text, 0, 0)) if not start.has_stages else None
+            seen = prices.get((start.text, 0, 0)) if not start.is_varied else None
             point = (start.text, *moved)
             prices[point] = seen or priced(works, degrees, problem.spec, problem.on, moved=moved)
     space = {
@@ -113,6 +116,11 @@ def refining(one: Case) -> dict[str, Curve]:
         return curve(sampler, space, lambda point: prices[point], named, optimum, capacity, REFINING_TRIALS)
 
     return over_seeds(sampled) | {"screening alone": [exact[best] / optimum - 1] * REFINING_TRIALS}
+
+
+def values(found: Searched, indices: Sequence[int]) -> list[float]:
+    """Exact seconds of candidates, as the search prices those that it might vary."""
+    return [found.together.priced(index).seconds for index in indices]
 
 
 def whole(one: Case) -> dict[str, Curve]:

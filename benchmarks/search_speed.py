@@ -27,7 +27,7 @@ from autopar.capture_cache import cache_folder, captured_model
 from autopar.search.objective import Goal, Part
 from autopar.search.result import SearchResult
 from autopar.search.space import candidates, wishes
-from autopar.search.together import Together
+from autopar.search.together import NONE, Together
 from autopar.search_request import SearchRequest
 from autopar.searching import search_captured
 from autopar.trace.any_size import Capture
@@ -95,7 +95,7 @@ def enumeration_s(problem: Problem) -> float:
     prices = Together(found, works, Goal(objective="time", parts={problem.spec.num_devices: part}))
     start = time.process_time()
     for at in range(0, len(sample), GROUP):
-        prices.price(sample[at : at + GROUP])
+        prices.price([(index, NONE) for index in sample[at : at + GROUP]])
     return (time.process_time() - start) / len(sample) * len(found)
 
 

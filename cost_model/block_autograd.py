@@ -1,6 +1,6 @@
 """What torch's autograd does with every operator of a block: kernels launched, tensors kept for the backward pass.
 
-A block's graph is run node by node under fake tensors (shapes, strides and storages, no numbers), forward and
+A block's graph is run node by node on tensors without numbers (the meta device: shapes, strides, storages), forward and
 backward: the kernels are those that reach torch's dispatcher and do not merely look at an operand in another way, the
 tensors kept are those that `torch.autograd.graph.saved_tensors_hooks` is shown. Two operators are run as a GPU runs
 them, whatever device is at hand: dropout keeps its mask (`native_dropout`), and attention is one kernel that keeps
@@ -19,10 +19,11 @@ from torch import fx
 from autopar.cost_model.compute import operator_name, saved_operands
 from autopar.ir.program import Block
 from autopar.rules.rule import Rule
-from autopar.trace._torch_private import fake_tensors, watch_operators
+from autopar.trace._torch_private import takes_device, watch_operators
 from autopar.trace.analysis import Analysis
 
 aten = torch.ops.aten
+META = torch.device("meta")
 ATTENTION = "scaled_dot_product_attention"
 NAMESPACES = ("aten", "autopar", "prims")
 STATISTICS = ("layer_norm", "group_norm")  # on a GPU their mean and deviation are float32 whatever the input is
@@ -67,15 +68,14 @@ class NodeRun:
 def run_block(block: Block, index: int, analysis: Analysis) -> Mapping[str, NodeRun]:
     """Every operator of a block by name."""
     found: dict[str, NodeRun] = {}
-    with fake_tensors():
-        run = _Run(analysis, index)
-        for node in block.graph.nodes:
-            if node.op == "placeholder" and "info" in node.meta:
-                run.port(node)
-            elif node.op == "placeholder":
-                run.values[node.name] = 1.0  # a number that differs between calls of the block
-            elif node.op == "call_function":
-                found[node.name] = run.node(node)
+    run = _Run(analysis, index)
+    for node in block.graph.nodes:
+        if node.op == "placeholder" and "info" in node.meta:
+            run.port(node)
+        elif node.op == "placeholder":
+            run.values[node.name] = 1.0  # a number that differs between calls of the block
+        elif node.op == "call_function":
+            found[node.name] = run.node(node)
     return found
 
 
@@ -90,7 +90,7 @@ class _Run:
 
     def port(self, node: fx.Node) -> None:
         info = node.meta["info"]
-        self.values[node.name] = torch.empty(info.shape, dtype=info.dtype)
+        self.values[node.name] = torch.empty(info.shape, dtype=info.dtype, device=META)
         self.owner[_storage(self.values[node.name])] = node.name
 
     def node(self, node: fx.Node) -> NodeRun:
@@ -108,7 +108,7 @@ class _Run:
             with _recording(saved), _watching(kernels):
                 out = _attention_output(node) if attention else _call(node, leaves, self.values)
         except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule says what is kept
-            out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype), []
+            out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype, device=META), []
             kept = self._kept_by_rule(node, rule)
             kernels[:] = [_pieces([*leaves.values(), out])]
         else:
@@ -123,6 +123,8 @@ class _Run:
             backward = [(*_pieces([*leaves.values(), out, out, *wanted]), _lse(out))] if wanted else []
         else:
             backward = _backward(out, wanted)
+        if operator_name(node.target) in STATISTICS and len({info.dtype for info in call.operands}) == 1:
+            kernels, backward = (_with_narrow_statistics(each, out.dtype.itemsize) for each in (kernels, backward))
         return NodeRun(tuple(kernels), tuple(backward), tuple(kept), self.owner[storage])
 
     def _kept(self, node: fx.Node, names: Sequence[str], out: Any, saved: Sequence[Any]) -> list[Kept]:
@@ -159,15 +161,22 @@ class _Run:
         return self.owner[_storage(self.values[name])]
 
 
+def _with_narrow_statistics(kernels: Sequence[tuple[Piece, ...]], itemsize: int) -> list[tuple[Piece, ...]]:
+    """Kernels that move statistics in the width of the input, as on a CPU, where the exported blocks were captured."""
+    return [tuple(replace(p, itemsize=itemsize) if p.shape[-1:] == (1,) else p for p in kernel) for kernel in kernels]
+
+
 def _call(node: fx.Node, leaves: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     def tensor(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return leaves.get(value.name, values.get(value.name))
         if isinstance(value, (list, tuple)):
             return type(value)(tensor(each) for each in value)
-        return torch.device("cpu") if isinstance(value, torch.device) else value
+        return META if isinstance(value, torch.device) else value
 
     args, kwargs = tensor(node.args), {name: tensor(value) for name, value in node.kwargs.items()}
+    if not leaves and takes_device(node.target):  # it makes a tensor, with numbers if not told otherwise
+        kwargs["device"] = META
     if node.target is aten.dropout.default and args[2] and args[1] > 0.0:
         return aten.native_dropout.default(args[0], args[1], True)[0]
     assert callable(node.target)
@@ -178,9 +187,9 @@ def _attention_output(node: fx.Node) -> Any:
     """Contiguous as (batch, queries, heads, width), as the kernels write it."""
     info = node.meta["info"]
     if len(info.shape) < 3:
-        return torch.empty(info.shape, dtype=info.dtype)
+        return torch.empty(info.shape, dtype=info.dtype, device=META)
     *before, heads, queries, width = info.shape
-    return torch.empty((*before, queries, heads, width), dtype=info.dtype).transpose(-3, -2)
+    return torch.empty((*before, queries, heads, width), dtype=info.dtype, device=META).transpose(-3, -2)
 
 
 def _lse(out: Any) -> Piece:

@@ -9,6 +9,7 @@ the sequence, their number is the symbol S, which context parallelism makes larg
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 from autopar.cost_model.block_autograd import NodeRun, run_block
@@ -148,6 +149,7 @@ def _work(flow: Flow, role: str) -> Work:
     )
 
 
+@cache
 def _zero() -> Expr:
     return symbol("b") * 0
 

@@ -1,7 +1,8 @@
 """Sizes of a block's values as expressions: symbols of axes, divided by the degrees that split them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -31,8 +32,9 @@ class Naming:
     mesh: Mesh
     by_size: Mapping[int, Expr]
     sequence: Mapping[int, Expr]
+    known: dict[object, Any] = field(default_factory=dict, repr=False)  # what was asked for: operators share sizes
 
-    @property
+    @cached_property
     def degrees(self) -> tuple[Expr, ...]:
         """One symbol per mesh dimension of degree above 1: t for `tp`, else its own name; 1 where nothing is split."""
         import sympy
@@ -44,6 +46,31 @@ class Naming:
 
     def axis(self, atom: int, size: int) -> Expr:
         """The size of an axis over all ranks."""
+        return self._once(("axis", atom, size), lambda: self._axis(atom, size))
+
+    def whole(self, dims: Dims) -> Expr:
+        """Elements of a value over all ranks."""
+        return self._once(("whole", dims), lambda: self._whole(dims))
+
+    def divisor(self, types: Types) -> Expr:
+        """By how much types divide the elements of one rank."""
+        return self._once(("divisor", types), lambda: self._divisor(types))
+
+    def local(self, dims: Dims, types: Types) -> Expr:
+        """Elements of a value on one rank."""
+        return self._once(("local", dims, types), lambda: self.whole(dims) / self.divisor(types))
+
+    def axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
+        """Every axis of every dimension of a value: which, its captured size, its size on one rank."""
+        found: list[list[tuple[int, int, Expr]]] = self._once(("axes", dims, types), lambda: self._axes(dims, types))
+        return found
+
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def _axis(self, atom: int, size: int) -> Expr:
         import sympy
 
         if atom in self.analysis.batch_axes:
@@ -52,26 +79,19 @@ class Naming:
             return self.by_size[size]
         return self.sequence.get(atom, sympy.Integer(size))
 
-    def whole(self, dims: Dims) -> Expr:
-        """Elements of a value over all ranks."""
+    def _whole(self, dims: Dims) -> Expr:
         import sympy
 
         pairs = (pair for d in range(len(dims.sizes)) for pair in zip(dims.axes[d], dims.sizes[d], strict=True))
         return prod((self.axis(atom, size) for atom, size in pairs), start=sympy.Integer(1))
 
-    def divisor(self, types: Types) -> Expr:
-        """By how much types divide the elements of one rank."""
+    def _divisor(self, types: Types) -> Expr:
         import sympy
 
         shards = (d for t, d in zip(types, self.degrees, strict=True) if t.kind == "S")
         return prod(shards, start=sympy.Integer(1))
 
-    def local(self, dims: Dims, types: Types) -> Expr:
-        """Elements of a value on one rank."""
-        return self.whole(dims) / self.divisor(types)
-
-    def axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
-        """Every axis of every dimension of a value: which, its captured size, its size on one rank."""
+    def _axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
         found: list[list[tuple[int, int, Expr]]] = []
         for d, (sizes, axes) in enumerate(zip(dims.sizes, dims.axes, strict=True)):
             found.append([])
@@ -102,6 +122,7 @@ class NodeSizes:
     bound: Bound
     chosen: tuple[Variant, ...]
     dims: tuple[Dims, ...]  # of its operands, and of its output behind them
+    known: dict[Piece, Expr] = field(default_factory=dict, repr=False)  # bytes that were asked for
 
     def types(self, k: int) -> Types:
         """Types of operand k, or of the output for -1."""
@@ -125,7 +146,9 @@ class NodeSizes:
 
     def piece_bytes(self, piece: Piece) -> Expr:
         """Bytes of a tensor inside the operator, by the operand, output or product of axes that has its size."""
-        return self._piece_elements(piece) * piece.itemsize
+        if piece not in self.known:
+            self.known[piece] = self._piece_elements(piece) * piece.itemsize
+        return self.known[piece]
 
     def _piece_elements(self, piece: Piece) -> Expr:
         import sympy

@@ -182,6 +182,7 @@ def _expression(found: tuple[Term, ...]) -> Expr:
     return sympy.Add(*products)
 
 
+@functools.cache
 def symbol(name: str) -> Expr:
     """The positive symbol of a name."""
     import sympy
@@ -193,7 +194,18 @@ def canonical(value: Expr | float) -> Expr:
     """An expression as a sum of monomials with rational coefficients."""
     import sympy
 
-    return expression(terms(sympy.sympify(value)))
+    found = sympy.sympify(value)
+    return found if all(_is_monomial(term) for term in sympy.Add.make_args(found)) else expression(terms(found))
+
+
+def _is_monomial(term: Expr) -> bool:
+    """Whether sympy keeps a term as `expression` makes it."""
+    import sympy
+
+    return all(
+        factor.is_Rational or factor.is_Symbol or (factor.is_Pow and factor.base.is_Symbol and factor.exp.is_Integer)
+        for factor in sympy.Mul.make_args(term)
+    )
 
 
 # ---- values ----

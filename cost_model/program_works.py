@@ -64,12 +64,11 @@ def program_works(
         else:
             used.setdefault(role, [works[block]])
     renamed = {role: _name(role, found, i) for i, (role, found) in enumerate(used.items())}
+    merged = {role: _merged(renamed[role], found) for role, found in used.items()}
     family = Family(
         name=name or "captured",
         source=_source(program, mesh),
-        blocks=tuple(
-            (renamed[role], tuple((v, _merged(renamed[role], found)) for v in VARIANTS)) for role, found in used.items()
-        ),
+        blocks=tuple((renamed[role], tuple((v, work) for v in VARIANTS)) for role, work in merged.items()),
     )
     ends = ("first", "last")  # several calls of an end are priced with the first of them
     calls = tuple("" if role in ends and role in roles[:i] else renamed[role] for i, role in enumerate(roles))

@@ -44,7 +44,10 @@ class ScreenedModel:
 def model_of_program(works: ProgramWorks) -> ScreenedModel:
     """A captured program, for layouts of the tensor degree that it is labelled for."""
     bare = parameters_only(works.family)
-    names, of_parameters = free_symbols(works.family), free_symbols(bare)
+    # all variants of a role are one work
+    names, of_parameters = (
+        free_symbols(tuple(one.block(role, "tp") for role in one.roles)) for one in (works.family, bare)
+    )
     degrees = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
     return ScreenedModel(
         name=works.family.name,

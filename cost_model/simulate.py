@@ -349,6 +349,29 @@ def replayed(
     )
 
 
+def run_seconds(
+    replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
+) -> tuple[float, NDArray[np.float64]]:
+    """Seconds of a replay, and those of every rank in sends that block; as `replayed`, which keeps all times."""
+    lasting = [*seconds.forward_s, *seconds.backward_s, *seconds.input_s, *seconds.weight_s]
+    lasts = [*seconds.forward_message_s, 0.0, *seconds.backward_message_s]
+    there, num_ranks, blocks = [0.0] * replay.num_cells, len(replay.orders), messages == "blocking"
+    free, port, sending = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
+    for rank, which, needs, gives, message in replay.rows:
+        start, arrived = free[rank], there[needs]
+        end = (arrived if arrived > start else start) + lasting[which]
+        free[rank] = end
+        if message < 0:
+            there[gives] = end
+        else:
+            begin = port[rank]
+            there[gives] = port[rank] = arrives = (end if end > begin else begin) + lasts[message]
+            if blocks:
+                sending[rank] += arrives - end
+                free[rank] = arrives
+    return max(free, default=0.0), np.array(sending)
+
+
 def _by_rank(replay: Replay, times: Sequence[float]) -> list[list[float]]:
     """Times of rows as those of every rank's actions."""
     found: list[list[float]] = [[] for _ in replay.orders]

@@ -9,7 +9,7 @@ forward to its backward pass, and the state of the parameters that its calls tak
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from autopar.cost_model.engine import Engine
 from autopar.cost_model.expressions import Family
 from autopar.cost_model.layout import Layouts, Shape
 from autopar.cost_model.pipelines import blocking_message_s, live_stage_micro_batches, unequal_step_s
-from autopar.cost_model.simulate import StageSeconds, most_held, replay_of, replayed, shared_step_s
+from autopar.cost_model.simulate import StageSeconds, most_held, replay_of, replayed, run_seconds, shared_step_s
 from autopar.cost_model.step_assembly import Pipeline, Pipelined
 from autopar.cost_model.step_basis import Passes
 from autopar.cost_model.step_memory import (
@@ -192,8 +192,11 @@ def _seconds(
         return shared + waited, np.full(stages.pp, waited)
     seconds = stage_seconds(forward, backward, weight, message)
     replay = replay_of(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
-    found = replayed(replay, seconds, messages="overlapped" if is_overlapped else "blocking")
-    return shared_step_s(found, ranks_per_core) if ranks_per_core > 1 else found.step_s, found.sending_s
+    messages: Literal["overlapped", "blocking"] = "overlapped" if is_overlapped else "blocking"
+    if ranks_per_core == 1:
+        return run_seconds(replay, seconds, messages=messages)
+    found = replayed(replay, seconds, messages=messages)
+    return shared_step_s(found, ranks_per_core), found.sending_s
 
 
 def stage_seconds(forward: Floats, backward: Floats, weight: Floats, message: float) -> StageSeconds:

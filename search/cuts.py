@@ -9,6 +9,7 @@ too. Every stage holds a parameter that is trained, or its backward pass would h
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_model.compute import is_view, local_flops, memory_bytes_per_s, peak_flops_per_s
 from autopar.cost_model.coverage import works_of
@@ -60,28 +61,50 @@ def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bo
     (2,)
     """
     count = len(weights)
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     anchors = np.concatenate([[0], np.cumsum(can_be_alone if can_be_alone is not None else [True] * count)])
-    part = sums[None, :] - sums[:, None]  # part[i, j] is the weight of elements i to j - 1
-    legal = anchors[None, :] - anchors[:, None] > 0
-    largest = np.where(legal[0], part[0], np.inf)
-    squares = np.where(legal[0], part[0] ** 2, np.inf)
-    starts = []
-    for _ in range(1, parts):
-        worst = np.where(legal, np.maximum(largest[:, None], part), np.inf)
-        best = worst.min(axis=0)
-        with np.errstate(invalid="ignore"):
-            spread = np.where(worst <= best * (1 + 1e-12), squares[:, None] + part**2, np.inf)
-        start = spread.argmin(axis=0)
-        starts.append(start)
-        largest, squares = best, spread.min(axis=0)
-    if not np.isfinite(largest[count]):
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    starts = _starts(sums, anchors, parts, _longest(weights, parts)) or _starts(sums, anchors, parts, count)
+    if starts is None:
         raise PlanError(f"{count} calls cannot be cut into {parts} stages")
     cuts, stop = [], count
     for start in reversed(starts):
         stop = int(start[stop])
         cuts.append(stop)
     return tuple(reversed(cuts))
+
+
+def _longest(weights: Sequence[float], parts: int) -> int:
+    """Elements that a part of the best partition has at most: it is no larger than an equal share and the largest
+    element together, where elements below zero count as nothing and may make room for others."""
+    above = np.maximum(np.asarray(weights, dtype=np.float64), 0.0)
+    sums = np.concatenate([[0.0], np.cumsum(above)])
+    room = float(np.sum(above - weights))
+    most = (sums[-1] / parts + above.max()) * (1 + 1e-9) + room
+    found = np.searchsorted(sums, sums + most, side="right") - 1 - np.arange(len(sums))
+    return max(1, min(int(found.max()), len(above)))
+
+
+def _starts(
+    sums: NDArray[np.float64], anchors: NDArray[np.int64], parts: int, longest: int
+) -> list[NDArray[np.int64]] | None:
+    """Where the last part begins, for every number of parts above 1 and of elements; parts have `longest` elements at
+    most. None where there is no such partition. `sums` and `anchors` are those of the elements before each position."""
+    stops = np.arange(len(sums))
+    begins = stops[:, None] - np.arange(longest, 0, -1)[None, :]  # [i, k]: where the k-th longest part before i begins
+    inside = np.maximum(begins, 0)
+    part = sums[stops][:, None] - sums[inside]
+    legal = (begins >= 0) & (anchors[stops][:, None] > anchors[inside])
+    square = part**2
+    first = np.where((stops <= longest) & (anchors > 0), sums, np.inf)
+    largest, squares, found = first, first**2, []
+    for _ in range(1, parts):
+        worst = np.where(legal, np.maximum(largest[inside], part), np.inf)
+        best = worst.min(axis=1)
+        even = np.where(worst <= (best * (1 + 1e-12))[:, None], squares[inside] + square, np.inf)
+        at = even.argmin(axis=1)
+        found.append(inside[stops, at])
+        largest, squares = best, even[stops, at]
+    return found if np.isfinite(largest[-1]) else None
 
 
 def cuts_at(program: Program, paths: Sequence[str]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from autopar.search.screen import Machinery, Screened, screen
 from autopar.search.space import Candidates, Limits, Wishes, candidates
 from autopar.search.starts import starts_of
 from autopar.search.study import StudyPlace
-from autopar.search.together import Together
+from autopar.search.together import NONE, Together
 from autopar.search.words import readable_value
 
 Floats = NDArray[np.float64]
@@ -53,6 +53,8 @@ class Searched:
     refused: Mapping[int, str] = field(hash=False)
     labelled: tuple[int, ...]
     goal: Goal
+    classes: NDArray[np.int64] = field(hash=False, compare=False)  # of candidates whose pipelines run the same
+    together: Together = field(hash=False, compare=False)  # which prices more of them, of tensor degrees with labels
 
     @property
     def best(self) -> Priced | None:
@@ -135,6 +137,7 @@ class _Search:
                 self.machinery[at] = (part.on, self.machinery[at][1] | mine)
         self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screened.__slots__}
         self.exact: dict[int, Priced] = {}
+        self.classes = classes_of(self.candidates, goal)
         self.together = Together(self.candidates, self.works, goal)
         degrees = sorted({int(tp) for tp in self.candidates.tp})
         self.unlabelled = degrees
@@ -187,25 +190,25 @@ class _Search:
         known = [*self.exact, *(one.index for one in self.baselines if not needs_labels[one.index])]
         return best_first(
             bounds,
-            classes_of(self.candidates, self.goal),
+            self.classes,
             price,
             first=known,
             most=most,
             goes_on=lambda: goes_on() and not stopped,
             ties=self.columns["seconds"],
             ahead=lambda likely: self.together.price(
-                [i for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
+                [(i, NONE) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
             ),
-            added=self.added,
+            added=lambda index, alike: self.added(bounds, index, alike),
             tell=tell,
         )
 
-    def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
+    def added(self, bounds: Floats, index: int, alike: NDArray[np.int64]) -> Floats:
         """What an exact price adds to the bounds of others of its class."""
         if index not in self.exact:
             return np.zeros(len(alike))
         screened = Screened(**self.columns)
-        worth = self.bounds()[alike] / np.maximum(screened.seconds[alike], 1e-300)  # of a second
+        worth = bounds[alike] / np.maximum(screened.seconds[alike], 1e-300)  # of a second
         return np.asarray(added_seconds(screened, index, self.exact[index], alike) * worth)
 
     def bounds(self) -> Floats:
@@ -229,20 +232,25 @@ class _Search:
         say: Callable[[str], None],
     ) -> Refined:
         """Moved cuts of the fastest candidates with several stages, where they could be faster than the best."""
-        if proof.best is None:
+        if proof.best is None or not trials:
             return Refined()
         can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
+
+        def values(indices: Sequence[int]) -> list[float]:
+            self.together.price([(index, NONE) for index in indices])
+            return [value(self.together.priced(index)) for index in indices]
+
         starts = starts_of(
             self.candidates,
-            np.where(can_be_priced, self.bounds(), np.inf),
-            {index: value(one) if one.fits else np.inf for index, one in self.exact.items()},
+            np.where(can_be_priced, self.raised(), np.inf),
+            values,
             proof.best.index,
             [one for one in self.baselines if can_be_priced[one.index]],
         )
-        if not trials or (place is None and not any(one.has_stages for one in starts)):
+        if place is None and not any(one.is_varied for one in starts):
             return Refined()
 
-        say(f"moving cuts of {sum(one.has_stages for one in starts)} plans")
+        say(f"moving cuts of {sum(one.is_varied for one in starts)} plans")
         return refine(
             starts,
             self.together.priced,
@@ -253,7 +261,20 @@ class _Search:
             index_of=self.candidates.index_of,
             place=place,
             goes_on=goes_on,
+            ahead=self.together.price,
         )
+
+    def raised(self) -> Floats:
+        """Bounds, raised by what exact prices add to those of their class; values where they are known, infinite where
+        they do not fit."""
+        bounds = self.bounds()
+        found = bounds.copy()
+        for index in self.exact:
+            alike = np.flatnonzero((self.classes == self.classes[index]) & np.isfinite(bounds))
+            found[alike] = np.maximum(found[alike], bounds[alike] + self.added(bounds, index, alike))
+        for index, one in self.exact.items():
+            found[index] = self.goal.value(one) if one.fits else np.inf
+        return found
 
     def result(self, proof: Proof, refined: Refined) -> Searched:
         return Searched(
@@ -266,4 +287,6 @@ class _Search:
             refused=self.refused,
             labelled=tuple(self.works),
             goal=self.goal,
+            classes=self.classes,
+            together=self.together,
         )

@@ -5,6 +5,9 @@ activations, so that fewer blocks are recomputed, and schedules feel unequal sta
 of the best candidates (which differ in schedule, stages, micro-batch, degrees) with some blocks moved, priced by
 replaying its action list. Trials that do not fit are told to the sampler by how many bytes they miss.
 
+Where all variations are no more than the trials that are asked for, all are tried, in one order, and priced together;
+else Optuna's sampler chooses.
+
 Several processes may share a study. What another one told is not priced again, and its trials count: a search of a
 study that has its trials already adds none. Each process seeds its sampler by the number of its first trial.
 """
@@ -12,6 +15,7 @@ study that has its trials already adds none. Each process seeds its sampler by t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from autopar.search.result import Trial
@@ -24,22 +28,31 @@ if TYPE_CHECKING:
 
 MOST_MOVED = 1  # out of an end; 2 gained nothing more, and made the sampler miss what 1 gains (docs/search.md)
 MISSING = "missing_bytes"  # a trial's constraint: what it is over the device's capacity, at most 0 where it fits
-SOURCE = "source"  # of an enqueued trial: what is tried
+SOURCE = "source"  # of a trial that no sampler chose: why it is tried
 STARTUP = 10  # trials before the sampler has enough to go by
 STALE_S = 60.0  # a trial takes milliseconds: one that has run so long was left by a process that died
 NONE = (0, 0)
+MOVES = range(-MOST_MOVED, MOST_MOVED + 1)
 
 Variation = tuple[str, tuple[int, int]]  # a candidate's text, and the blocks moved out of its ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A candidate that trials vary. `text` names it in the study; one with a `name` is tried as it is."""
+    """A candidate of trials. `text` names it in the study; one with a `name` is tried as it is, and one that
+    `is_varied` with blocks moved."""
 
     index: int
     text: str
     name: str = ""
-    has_stages: bool = True
+    is_varied: bool = True
+
+    @property
+    def variations(self) -> Sequence[Variation]:
+        """All of them, as it is first."""
+        if not self.is_varied:
+            return [(self.text, NONE)]
+        return [(self.text, moved) for moved in sorted(product(MOVES, MOVES), key=lambda one: one != NONE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +80,11 @@ def refine(
     index_of: Callable[[str], int] | None = None,
     place: StudyPlace | None = None,
     goes_on: Callable[[], bool] = lambda: True,
+    ahead: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
 ) -> Refined:
-    """Vary the candidates in `starts` until the study has `trials` different trials; those with a name come first, as
-    they are.
+    """Vary the candidates in `starts` until the study has `trials` different trials, or all that there are; those with
+    a name come first, as they are. `ahead` is told what `price` will be asked for, as it is cheaper to price some
+    together.
 
     A study at a `place` goes on where others left it, among the candidates that it was made with; `index_of` finds
     those that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
@@ -77,8 +92,11 @@ def refine(
     study, choices = _study(place, starts)
     found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
     found.enqueue()
-    is_varied = any(one.has_stages for one in starts)
-    most = trials if is_varied else min(trials, sum(bool(one.name) for one in starts))
+    every = [(one, variation) for one in starts for variation in one.variations]
+    if len(every) <= trials:
+        ahead([(one.index, moved) for one, (_, moved) in every])
+        found.enumerate([variation for _, variation in every])
+    most = min(trials, len(every))
     while goes_on() and not found.is_spent(most):
         found.one_trial(seed, most)
     return found.result()
@@ -110,7 +128,7 @@ class _Refining:
         self.study, self.starts, self.price, self.value = study, starts, price, value
         self.capacity_bytes, self.index_of = capacity_bytes, index_of
         self.start = {one.text: one for one in starts}
-        moves = IntDistribution(-MOST_MOVED, MOST_MOVED)
+        moves = IntDistribution(MOVES[0], MOVES[-1])
         self.space: dict[str, Any] = {
             "candidate": CategoricalDistribution(list(choices)),
             "out_of_first": moves,
@@ -124,9 +142,19 @@ class _Refining:
     def enqueue(self) -> None:
         """What has a name is tried as it is, once in a study."""
         for one in self.starts:
-            if one.name and one.text in self.choices:
-                params = {"candidate": one.text, "out_of_first": 0, "out_of_last": 0}
-                self.study.enqueue_trial(params, user_attrs={SOURCE: f"enqueued: {one.name}"}, skip_if_exists=True)
+            if one.name:
+                self._enqueue((one.text, NONE), f"enqueued: {one.name}")
+
+    def enumerate(self, every: Sequence[Variation]) -> None:
+        """Every variation is tried, once in a study."""
+        for one in every:
+            self._enqueue(one, "enumerated")
+
+    def _enqueue(self, wanted: Variation, source: str) -> None:
+        text, moved = wanted
+        if text in self.choices:
+            params = {"candidate": text, "out_of_first": moved[0], "out_of_last": moved[1]}
+            self.study.enqueue_trial(params, user_attrs={SOURCE: source}, skip_if_exists=True)
 
     def is_spent(self, trials: int) -> bool:
         """Whether as many different variations were told or are being priced; samplers may repeat theirs."""
@@ -153,11 +181,11 @@ class _Refining:
         self.study.tell(trial, told[0])
 
     def variation(self, params: Mapping[str, Any]) -> Variation:
-        """What a trial tries; without stages there is nothing to move."""
+        """What a trial tries; of what is not varied nothing is moved."""
         text = str(params["candidate"])
         start = self.start.get(text)
         moved = (int(params["out_of_first"]), int(params["out_of_last"]))
-        return text, moved if start is None or start.has_stages else NONE
+        return text, moved if start is None or start.is_varied else NONE
 
     def index(self, text: str) -> int:
         if text in self.start or self.index_of is None:

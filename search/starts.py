@@ -1,10 +1,11 @@
-"""Which candidates Optuna varies: the best, the baselines, and what may be nearly as fast as the best.
+"""Which candidates Optuna varies: the best, the baselines, and what is nearly as fast as the best.
 
 Of every kind of pipeline (degrees, schedule, stages, micro-batch) there is one, the fastest by its exact price or,
-where it has none, by its bound: those that differ in how state is held alone gain the same from the same cuts.
+where it has none, by its bound: those that differ in how state is held alone gain the same from the same cuts. Bounds
+choose which are priced exactly, and exact prices which of these are varied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,26 +22,29 @@ BEST = "best of screening"
 def starts_of(
     found: Candidates,
     bounds: NDArray[np.float64],
-    exact: Mapping[int, float],
+    values: Callable[[Sequence[int]], Sequence[float]],
     best: int,
     baselines: Sequence[Baseline],
 ) -> list[Start]:
-    """The best candidate and baselines by name, which are tried as they are, then the others.
+    """The best candidate and baselines by name, which are tried as they are, then the others that are varied.
 
-    `bounds` are seconds, infinite for what cannot be priced; `exact` prices by candidate, infinite where one does not
-    fit.
+    `bounds` are those of values, or values where they are known; infinite for what cannot be priced. `values` gives
+    exact ones, whether a candidate fits as it is or not.
     """
     names = {best: BEST}
     for one in baselines:
         names.setdefault(one.index, one.name)
-    seconds = bounds.copy()
-    seconds[list(exact)] = list(exact.values())
-    near = np.flatnonzero((seconds <= exact[best] * (1 + NEARLY)) & (found.pp > 1))
+    most = values([best])[0] * (1 + NEARLY)
+    near = np.flatnonzero((bounds <= most) & (found.pp > 1))
     kinds: dict[tuple[int, ...], int] = {}
     columns = (found.tp, found.pp, found.schedule, found.virtual, found.micro_batch)
-    for index in near[np.argsort(seconds[near], kind="stable")].tolist():
+    for index in near[np.argsort(bounds[near], kind="stable")].tolist():
         kinds.setdefault(tuple(int(column[index]) for column in columns), index)
+        if len(kinds) == MOST:
+            break
+    likely = list(kinds.values())
+    varied = [index for index, value in zip(likely, values(likely), strict=True) if value <= most]
     return [
-        Start(index=i, text=found.text(i), name=names.get(i, ""), has_stages=bool(found.pp[i] > 1))
-        for i in dict.fromkeys([*names, *list(kinds.values())[:MOST]])
+        Start(index=i, text=found.text(i), name=names.get(i, ""), is_varied=i in varied)
+        for i in dict.fromkeys([*names, *varied])
     ]

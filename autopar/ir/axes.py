@@ -60,6 +60,10 @@ class Axes:
 
     def atoms(self, variables: Variable | Iterable[Variable]) -> tuple[Atom, ...]:
         """The ordered atoms of a product of variables; atoms of size 1 are left out."""
+        if isinstance(variables, int):
+            root = self._find(variables)
+            if self._children[root] is None:
+                return (root,) if self._size[root] != 1 else ()
         stack = [variables] if isinstance(variables, int) else list(variables)
         found: list[Atom] = []
         stack.reverse()
@@ -82,6 +86,14 @@ class Axes:
 
     def unify(self, left: Sequence[Variable], right: Sequence[Variable]) -> bool:
         """State that two products are the same dimension(s); False, and nothing done, where they cross."""
+        if len(left) == len(right) == 1:  # most are single atoms
+            a, b = self._find(left[0]), self._find(right[0])
+            if a == b:
+                return True
+            if self._children[a] is None and self._children[b] is None and self._size[a] == self._size[b]:
+                if self._size[a] != 1:
+                    self._parent[b] = a
+                return True
         sizes = common_cuts([self._size[a] for a in self.atoms(left)], [self._size[a] for a in self.atoms(right)])
         if sizes is None:
             return False

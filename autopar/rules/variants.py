@@ -1,6 +1,6 @@
 """Variants: the ways in which one operator can run on one mesh dimension, as types of its operands and output."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.sharding import Dims, I, P, R, S, Type, chunk
@@ -49,7 +49,11 @@ class Bound:
 
 def split_variants(bound: Bound, degree: int) -> list[Variant]:
     """Every variant that splits one axis of one factor over `degree` ranks."""
-    rule, found = bound.rule, []
+    return list(_splits(bound, degree))
+
+
+def _splits(bound: Bound, degree: int) -> Iterator[Variant]:
+    rule = bound.rule
     for factor, atoms in bound.factors.items():
         if factor in rule.whole:
             continue
@@ -60,8 +64,7 @@ def split_variants(bound: Bound, degree: int) -> list[Variant]:
             where = bound.position(rule.output, factor, axis)
             output = S(*where) if where else (I if factor in rule.invariant else P)
             share = chunk(size, degree) / size
-            found.append(Variant(f"{factor}.{axis}", operands, output, share, factor, axis))
-    return found
+            yield Variant(f"{factor}.{axis}", operands, output, share, factor, axis)
 
 
 def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]) -> bool:
@@ -115,14 +118,17 @@ def whole_variants(bound: Bound) -> list[Variant]:
     return found
 
 
-def variants(bound: Bound, degree: int) -> list[Variant]:
-    """All variants of a bound rule on a mesh dimension of the given degree."""
-    return whole_variants(bound) + split_variants(bound, degree)
+def variants(bound: Bound, degree: int) -> Iterator[Variant]:
+    """All variants of a bound rule on a mesh dimension of the given degree, each made when it is asked for."""
+    yield from whole_variants(bound)
+    yield from _splits(bound, degree)
 
 
-def by_label(found: Sequence[Variant], label: str) -> Variant:
+def by_label(found: Iterable[Variant], label: str) -> Variant:
     """The variant with a label. Raises `KeyError` naming the legal ones."""
+    others = []
     for variant in found:
         if variant.label == label:
             return variant
-    raise KeyError(f"no variant {label!r}; there are {[v.label for v in found]}")
+        others.append(variant.label)
+    raise KeyError(f"no variant {label!r}; there are {others}")

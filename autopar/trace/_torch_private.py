@@ -262,6 +262,12 @@ def watch_operators(namespaces: Sequence[str], seen: Callable[[str, dict[str, An
     return _Watch(namespaces, seen)
 
 
+def takes_device(operator: Any) -> bool:
+    """Whether an operator has an argument `device`."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
 def fake_tensors() -> AbstractContextManager[Any]:
     """A context of tensors with shapes, strides, dtypes, storages and autograd, but without numbers."""
     return FakeTensorMode()

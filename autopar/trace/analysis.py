@@ -169,13 +169,14 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     crossing = {r for call in program.calls for r in call.results}
     hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence
     zero_padded = [_zero_padded(b, state.rules[i], state.operands[i]) for i, b in enumerate(program.blocks)]
+    dims = tuple({n: state.dims(v) for n, v in block.items()} for block in state.values)
     bounds = tuple(
         {
             name: Bound(
                 rule,
                 {f: tuple((a, axes.size(a)) for a in axes.atoms(v)) for f, v in factors.items()},
-                tuple(state.dims(state.values[i][n]) for n in state.operands[i][name]),
-                state.dims(state.values[i][name]),
+                tuple(dims[i][n] for n in state.operands[i][name]),
+                dims[i][name],
                 frozenset(k for k, n in enumerate(state.operands[i][name]) if n in zero_padded[i]),
             )
             for name, (rule, factors) in rules.items()
@@ -183,7 +184,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         for i, rules in enumerate(state.rules)
     )
     return Analysis(
-        dims=tuple({n: state.dims(v) for n, v in block.items()} for block in state.values),
+        dims=dims,
         bounds=bounds,
         calls=tuple(state.calls),
         operands=tuple(state.operands),

@@ -2,6 +2,7 @@
 
 import random
 from time import process_time
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,7 +17,16 @@ from autopar.cost_model.pipelines import (
     unequal_step_s,
     warm_up_passes,
 )
-from autopar.cost_model.simulate import Orders, StageSeconds, equal_stages, peak_held_bytes, simulate
+from autopar.cost_model.simulate import (
+    Orders,
+    StageSeconds,
+    equal_stages,
+    peak_held_bytes,
+    replay_of,
+    replayed,
+    run_seconds,
+    simulate,
+)
 from autopar.errors import PlanError
 from autopar.ir.schedules import SCHEDULES, Action, actions, rank_of_stage, schedule_problems
 
@@ -38,6 +48,23 @@ def closed_form_is_exact(schedule: str, p: int, v: int, n: int, balanced: bool) 
     if schedule == "interleaved-zero-bubble":
         return n >= p or v == 1
     return schedule != "zbv-zero-bubble" or n >= 2 * p - 1 or balanced
+
+
+@pytest.mark.parametrize("messages", ["overlapped", "blocking"])
+@pytest.mark.parametrize("schedule, p, v, n", CASES[::7])
+def test_seconds_alone_are_those_of_the_replay(
+    schedule: str, p: int, v: int, n: int, messages: Literal["overlapped", "blocking"]
+) -> None:
+    draw = random.Random(p * v * n)
+    passes, messages_s = ([[draw.random() for _ in range(p * v - less)] for _ in range(4)] for less in (0, 1))
+    given = StageSeconds(
+        forward_s=passes[0], backward_s=passes[1], input_s=passes[2], weight_s=passes[3],
+        forward_message_s=messages_s[0], backward_message_s=messages_s[1],
+    )  # fmt: skip
+    replay = replay_of(schedule, p, v, n)
+    whole, sending = run_seconds(replay, given, messages=messages)
+    found = replayed(replay, given, messages=messages)
+    assert (whole, sending.tolist()) == (found.step_s, found.sending_s.tolist())
 
 
 @pytest.mark.parametrize("schedule, p, v, n", CASES)

@@ -1,5 +1,6 @@
 """Moved cuts: never slower than what they started from, the same for the same seed, and worth their trials."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -68,19 +69,20 @@ def test_no_trials_without_a_pipeline() -> None:
 
 
 def test_what_does_not_fit_is_told_as_a_constraint() -> None:
-    """Moves of the second candidate never fit: the sampler keeps to the first, and nothing unfit is the best."""
+    """Moves of all but the first candidate never fit: the sampler keeps to it, and nothing unfit is the best."""
     base = searched(30).best
     assert base is not None
     capacity = base.needed_bytes
 
     def price(index: int, moved: tuple[int, int]) -> Priced:
         slower = 1 + 0.01 * (abs(moved[0] - 1) + abs(moved[1]))
-        needed = capacity + (1e6 if index == 1 else 0.0)
+        needed = capacity + (1e6 if index else 0.0)
         fake: dict[str, Any] = {name: getattr(base, name) for name in Priced.__slots__}
-        fake |= {"seconds": base.seconds * slower * (0.5 if index == 1 else 1.0), "needed_bytes": needed}
+        fake |= {"seconds": base.seconds * slower * (0.5 if index else 1.0), "needed_bytes": needed}
         return Priced(**fake | {"fits": index == 0})
 
-    starts = [Start(index=0, text="fits", name=BEST), Start(index=1, text="does not")]
+    others = [Start(index=index, text=f"does not {index}") for index in range(1, 5)]  # more than can all be tried
+    starts = [Start(index=0, text="fits", name=BEST), *others]
     found: Refined = refine(starts, price, trials=40, capacity_bytes=capacity, seed=1)
     fitting = [one for one in found.trials if one.missing_bytes == 0]
     assert len(fitting) < len(found.trials)
@@ -89,3 +91,24 @@ def test_what_does_not_fit_is_told_as_a_constraint() -> None:
     assert found.best.fits
     assert found.best.seconds <= base.seconds * 1.01
     assert sum(found.importance.values()) == 0 or abs(sum(found.importance.values()) - 1) < 1e-9
+
+
+def test_few_variations_are_all_tried_once_and_priced_together() -> None:
+    base = searched(30).best
+    assert base is not None
+    told: list[tuple[int, tuple[int, int]]] = []
+    asked: list[tuple[int, tuple[int, int]]] = []
+
+    def price(index: int, moved: tuple[int, int]) -> Priced:
+        asked.append((index, moved))
+        return replace(base, seconds=base.seconds * (1.5 + index - 0.1 * moved[0] + 0.01 * moved[1]))
+
+    starts = [Start(index=0, text="first", name=BEST), Start(index=1, text="as it is", name="FSDP", is_varied=False)]
+    found = refine(starts, price, trials=40, capacity_bytes=base.needed_bytes, seed=1, ahead=told.extend)
+    assert len(found.trials) == 10
+    assert (
+        sorted(told) == sorted(asked) == sorted([(1, (0, 0)), *((0, (a, b)) for a in (-1, 0, 1) for b in (-1, 0, 1))])
+    )
+    assert [one.source for one in found.trials[:3]] == [f"enqueued: {BEST}", "enqueued: FSDP", "enumerated"]
+    assert found.best is not None
+    assert found.best.seconds == min(one.value or 0.0 for one in found.trials) == base.seconds * (1.5 - 0.1 - 0.01)
