@@ -10,7 +10,7 @@ distinct block count as often as it is called. A value without a cotangent knows
 Ties are broken by tiny terms: fewer collectives first, then the order of variants and nodes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -70,6 +70,7 @@ class DimProblem:
     ) -> None:
         self.program, self.analysis, self.boundary, self.space = program, analysis, boundary, space
         self.solved, self.prices, self.regather, self.accumulate = solved, prices, regather, accumulate
+        self.calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
         self.operators: dict[NodeKey, int] = {}  # the variables of operators and of boundary classes
         self.classes: dict[str, int] = {}
         self.costs: list[FloatArray] = []
@@ -106,28 +107,26 @@ class DimProblem:
             if not candidates:
                 continue
             c = self.boundary.classes[name]
-            costs = [self._state(c, t) / self.prices.unit_s + PER_RANK * k for k, t in enumerate(candidates)]
+            states = self._states(c, candidates) if c.role == "parameter" else [0.0] * len(candidates)
+            costs = [state / self.prices.unit_s + PER_RANK * k for k, state in enumerate(states)]
             self.classes[name] = self._variable(costs)
 
-    def _state(self, c: BoundaryClass, t: Type) -> float:
+    def _states(self, c: BoundaryClass, candidates: Sequence[Type]) -> Iterator[float]:
         """Memory of a parameter's state, and of its gradient's sum once per step where it is replicated."""
-        if c.role != "parameter":
-            return 0.0
         infos = [self.program.parameters[m] for m in c.members]
         share = 1 / prod(s.degree for s in self.solved if s.types[c.name].kind == "S")
         elements = share * sum(info.num_elements for info in infos)
         held = elements * parameter_state_bytes([info.dtype for info in infos])
-        cost = self.prices.state_byte_s * held * self._part(t)
-        if t.kind == "R" and c.differentiable:
-            summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize, latency=False)
-            cost += summed / self.accumulate
-        return cost
+        summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize, latency=False) / self.accumulate
+        for t in candidates:
+            is_summed = t.kind == "R" and c.differentiable
+            yield self.prices.state_byte_s * held * self._part(t) + is_summed * summed
 
     def _part(self, t: Type) -> float:
         return 1 / self.space.degree if t.kind == "S" else 1.0
 
     def _operators(self, index: int) -> None:
-        calls = len(self.program.uses_of_block(index))
+        calls = self.calls[index]
         bounds = self.analysis.bounds[index]
         for place, (node, bound) in enumerate(bounds.items()):
             costs, moves_data = [], not is_view(self.analysis.calls[index][node])
@@ -193,7 +192,7 @@ class DimProblem:
 
     def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> Value:
         """Conversions of one value, shared by all uses that want the same type, and what is kept of it."""
-        calls = len(self.program.uses_of_block(index))
+        calls = self.calls[index]
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
         source, made = self._source(index, name, info.differentiable)
         is_kept = any(use.kept for use in uses) and role not in ("parameter", "constant", "buffer")
