@@ -1,5 +1,6 @@
 """The `autopar` command: its commands, one per file, and what holds for all of them."""
 
+import gc
 from typing import Annotated
 
 import typer
@@ -18,6 +19,8 @@ from autopar.cli.report import report
 from autopar.cli.trace import trace
 from autopar.cli.validate import validate
 from autopar.cli.verify import verify
+
+OBJECTS_PER_COLLECTION = 100_000  # imports and captures make millions that stay, which Python would walk each 700
 
 app = typer.Typer(
     name="autopar",
@@ -63,4 +66,5 @@ for command in (
 
 def main() -> None:
     """Run the command line."""
+    gc.set_threshold(OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
     app()

@@ -8,6 +8,7 @@ big. Size, depth and node count are bounded *before* anything is constructed, so
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,12 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
 
 
 def files_naming(folder: Path, word: str) -> list[Path]:
-    """The folder's YAML files in which a word stands, the one of that name first: what one of them says is known
-    without parsing all, which takes long."""
-    found = [path for path in sorted(folder.glob("*.yaml")) if path.stem == word or word in path.read_text("utf-8")]
-    return sorted(found, key=lambda path: path.stem != word)
+    """The folder's YAML files in which a word stands, the one of that name first, then those in which it stands by
+    itself: what one of them says is known without parsing all, which takes long."""
+    texts = {path: path.read_text("utf-8") for path in sorted(folder.glob("*.yaml"))}
+    alone = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
+    found = [path for path, text in texts.items() if path.stem == word or word in text]
+    return sorted(found, key=lambda path: (path.stem != word, not alone.search(texts[path])))
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:

@@ -1,0 +1,45 @@
+"""`autopar plan` from a kept capture imports nothing that it does not need."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SLOW = ("transformers", "torch._dynamo", "torch._inductor", "torch.distributed.pipelining", "torch.distributed.tensor")
+MODEL = ["plan", "gpt2", "--layers", "4", "--hidden", "64", "--seq-len", "64", "--global-batch", "64", "-c", "16xh100"]
+PROGRAM = """
+import sys
+from autopar.cli import main
+unwanted = set(sys.argv.pop(1).split())
+try:
+    main()
+finally:
+    print("imported", *sorted(unwanted & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def imported(folder: Path, unwanted: tuple[str, ...], *options: str) -> str:
+    """Which of some modules a plan in a process of its own imports."""
+    command = [sys.executable, "-c", PROGRAM, " ".join(unwanted), *MODEL, *options]
+    environment = os.environ | {"AUTOPAR_CACHE_DIR": str(folder)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "options, unwanted",
+    [
+        (("--fix", "pp=2", "--fix", "schedule=interleaved-zero-bubble,zbv-zero-bubble"), SLOW),
+        (("--fix", "pp=2", "--trials", "0"), (*SLOW, "optuna", "sqlalchemy")),
+        (("--fix", "pp=1"), (*SLOW, "optuna", "sqlalchemy")),
+    ],
+    ids=["zero-bubble", "no-trials", "no-pipeline"],
+)
+def test_from_a_kept_capture(tmp_path: Path, options: tuple[str, ...], unwanted: tuple[str, ...]) -> None:
+    assert "transformers" in imported(tmp_path, ("transformers",), *options)
+    shutil.rmtree(tmp_path / "plans")
+    assert imported(tmp_path, unwanted, *options) == "imported"
