@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.cost_model.cluster_machine import default_precision
+from autopar.cost_model.cluster_machine import precision_of
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import Engine, engine_named
 from autopar.cost_model.estimate import Estimate, estimate_works
@@ -71,10 +71,11 @@ def estimate(
     `autopar.parallelize`. A captured `Program` (`autopar.trace`) is priced again without another capture. `plan` is a
     `Plan`, the path of one, or wished degrees such as ``{"tp": 8, "dp": 4, "zero": 1}``; without it FSDP over all
     devices. `engine` is a framework whose mechanisms are priced (``cost_model/engines``), `profile` a device profile or
-    its file, for the shipped one. `precision` is bf16, fp16, fp8 or fp32 (by default that of the model where it is 16
-    bits wide, else of its devices); bytes are those of the module's own dtype. `cp` and `ep` are degrees of context and
-    expert parallelism, which are priced and not run. With `exact_memory` bytes are counted as a rank holds them under
-    autopar's own engine, which takes seconds for a large model. `say` is told what is being done.
+    its file, for the shipped one. `precision` of products is bf16, fp16, fp8 or fp32 (by default that of the module's
+    dtype, as it runs); bytes are those of the module's own dtype, and `assumptions` says where the two differ. `cp` and
+    `ep` are degrees of context and expert parallelism, which are priced and not run. With `exact_memory` bytes are
+    counted as a rank holds them under autopar's own engine, which takes seconds for a large model. `say` is told what
+    is being done.
 
     Raises `InputError`, `PlanError`, `ClusterError` or `CaptureError`; a plan that does not fit the devices' memory is
     priced all the same (`Estimate.fits`).
@@ -110,7 +111,7 @@ def estimate(
         cluster=spec,
         degrees=priceable.degrees,
         engine=found,
-        precision=precision or _precision(priceable.works, spec),
+        precision=precision or precision_of(priceable.works.dtype, spec),
         profile=own,
         cuts=priceable.cuts,
         cp=cp,
@@ -198,8 +199,3 @@ def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, gl
         dp = resolve_degrees({**given, "micro_batch": 2}, world).dp
         given["micro_batch"] = max(1, (program.batch or 1) // dp)
     return resolve_degrees(given, world, global_batch=global_batch)
-
-
-def _precision(works: ProgramWorks, cluster: ClusterSpec) -> str:
-    of_dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    return of_dtype.get(works.dtype, default_precision(cluster))

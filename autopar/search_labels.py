@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autopar.cost_model.block_autograd import NodeRun
 from autopar.cost_model.block_export import block_runs
-from autopar.cost_model.program_works import ProgramWorks, program_works
+from autopar.cost_model.program_works import ProgramWorks, on_mesh, program_works
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
@@ -17,6 +17,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
 from autopar.label_cache import Chosen, keep_labels, kept_labels, labels_file
 from autopar.planning import Labelled, choose_labels
+from autopar.search.labels import Labelling
 from autopar.search.labels_check import check
 from autopar.trace.analysis import Analysis, analyse
 
@@ -59,7 +60,19 @@ class SearchLabels:
         degrees, analysis, found = choose_labels(self.program, self.cluster, wanted, analysed=self.analysis)
         if self.runs is None:
             self.runs = block_runs(self.program, analysis)
-        return degrees, found, program_works(self.program, analysis, found.blocks, degrees.mesh, runs=self.runs)
+        works = self._works_of_same_labels(found)
+        if works is None:
+            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=self.runs)
+        return degrees, found, works
+
+    def _works_of_same_labels(self, found: Labelling) -> ProgramWorks | None:
+        """What blocks cost where another degree has the same labels. On two tensor dimensions it depends on degrees."""
+        mesh = found.mesh
+        for _, other, works in self.chosen.values():
+            alike = other.mesh.names == mesh.names and _is_split(other.mesh) == _is_split(mesh)
+            if alike and len(mesh.names) == 2 and other.blocks == found.blocks:
+                return on_mesh(works, self.program, mesh)
+        return None
 
     def hold(self, chosen: int, tp: int) -> bool:
         """Whether the labels of a tensor degree are legal for another one too, and split axes into even parts there."""
@@ -94,6 +107,10 @@ class SearchLabels:
         return own, analysis, replace(found, mesh=own.mesh, blocks=blocks)
 
 
+def _is_split(mesh: Mesh) -> list[bool]:
+    return [degree > 1 for degree in mesh.degrees]
+
+
 def _split_sizes(program: Program, analysis: Analysis, blocks: Sequence[BlockLabels], mesh: Mesh) -> Iterator[int]:
     """The sizes of the axes that labels split over tensor ranks."""
     tensor = mesh.names.index("tp")
@@ -107,7 +124,7 @@ def _split_sizes(program: Program, analysis: Analysis, blocks: Sequence[BlockLab
 
 def _on(mesh: Mesh, labels: BlockLabels) -> BlockLabels:
     """Labels where mesh dimensions of one rank split nothing."""
-    is_split = [degree > 1 for degree in mesh.degrees]
+    is_split = _is_split(mesh)
     return replace(
         labels,
         ports={n: tuple(t if on else I for t, on in zip(ts, is_split, strict=True)) for n, ts in labels.ports.items()},

@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from autopar.block_graph import block_graph
-from autopar.cost_model.cluster_machine import default_precision
+from autopar.cost_model.cluster_machine import dtype_assumptions, precision_of
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.profile_file import load_profile
 from autopar.cost_model.program_works import ProgramWorks
@@ -124,7 +124,7 @@ def search_captured(
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
-        return machinery_of(part, asked.profile, asked.precision or _precision(works_of(1), cluster), pinned)
+        return machinery_of(part, asked.profile, asked.precision or precision_of(works_of(1).dtype, cluster), pinned)
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
@@ -211,11 +211,6 @@ def _refuse_without_candidates(found: Searched, limits: Limits, wanted: Wishes) 
     if {int(tp) for tp in found.candidates.tp} <= set(found.refused):
         reasons = "; ".join(f"tensor degree {tp}: {why}" for tp, why in found.refused.items())
         raise PlanError(f"the model cannot be split as asked: {reasons}")
-
-
-def _precision(works: ProgramWorks, cluster: ClusterSpec) -> str:
-    of_dtype = {"bfloat16": "bf16", "float16": "fp16"}
-    return of_dtype.get(works.dtype) or default_precision(cluster)
 
 
 def _pinned(wanted: Wishes, program: Program) -> Pinned:
@@ -325,5 +320,5 @@ def _result(
         closest=None,
         seconds=0.0,
         notes=program.notes,
-        assumptions=on.machine.assumptions,
+        assumptions=(*on.machine.assumptions, *dtype_assumptions(labels.works(1).dtype, on.precision, cluster)),
     )

@@ -14,6 +14,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link
 
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "fp32": "float32"}
+_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # no message crosses these: a host of one device, a cluster of one host
 _NO_LINK = Link(bytes_per_s=1e12, latency_s=1e-6, name="none")
 
@@ -35,6 +36,25 @@ def default_precision(cluster: ClusterSpec) -> str:
     if cluster.device_type == "cpu":
         return "fp32"
     return "bf16" if all("bfloat16" in device.peak_flops_per_s for device in cluster.devices) else "fp16"
+
+
+def precision_of(dtype: str, cluster: ClusterSpec) -> str:
+    """The precision that a model of `dtype` is priced in where none is asked for: its own, for that is how it runs. Of
+    a dtype without a precision (float64) the devices' default."""
+    return _OF_DTYPE.get(dtype) or default_precision(cluster)
+
+
+def dtype_assumptions(dtype: str, precision: str, cluster: ClusterSpec) -> tuple[str, ...]:
+    """What is to be said of a model of `dtype` that is priced in `precision`, where that is not what one expects."""
+    if precision == "fp8":  # marked as priced and not run
+        return ()
+    if PRECISIONS[precision] != dtype:
+        priced = PRECISIONS[precision]
+        return (f"the model is {dtype}: products are priced in {priced}, weights, activations and messages in {dtype}",)
+    if precision == "fp32" and cluster.device_type != "cpu":
+        faster = PRECISIONS[default_precision(cluster)]
+        return (f"the model is float32: products are priced without TF32, as it runs; in {faster} they are faster",)
+    return ()
 
 
 def checked_precision(precision: str | None, cluster: ClusterSpec) -> str:

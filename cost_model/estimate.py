@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.cluster_machine import cluster_machine, default_precision
+from autopar.cost_model.cluster_machine import cluster_machine, default_precision, dtype_assumptions
 from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.pricing import Pricing, Question, layouts_of, without_data_parallelism
 from autopar.cost_model.row_estimate import FULL
@@ -201,7 +201,7 @@ def estimate_works(
         least_devices=devices // degrees.dp,
         run=None if tokens is None else run_cost(cluster, tokens, per_step, seconds, grams_co2_per_kwh),
         formula_only=formula_only(question, precision),
-        assumptions=machine.assumptions,
+        assumptions=(*machine.assumptions, *dtype_assumptions(works.dtype, precision, cluster)),
     )
 
 

@@ -7,7 +7,7 @@ are split over tensor ranks, so that both variants of a role are the same work.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost_model.block_autograd import NodeRun
@@ -67,7 +67,7 @@ def program_works(
     merged = {role: _merged(renamed[role], found) for role, found in used.items()}
     family = Family(
         name=name or "captured",
-        source=f"{program.fingerprint[:12]}, labelled on {dict(mesh.as_dict())}",
+        source=_source(program, mesh),
         blocks=tuple((renamed[role], tuple((v, work) for v in VARIANTS)) for role, work in merged.items()),
     )
     ends = ("first", "last")  # several calls of an end are priced with the first of them
@@ -90,6 +90,15 @@ def program_works(
         is_tied=_is_tied(program, roles),
         sequence_parallel=_is_split(program, roles, labels, mesh),
     )
+
+
+def on_mesh(works: ProgramWorks, program: Program, mesh: Mesh) -> ProgramWorks:
+    """The work of a program on a mesh of other degrees, where labels are those of `works`: degrees are symbols."""
+    return replace(works, mesh=mesh, family=replace(works.family, source=_source(program, mesh)))
+
+
+def _source(program: Program, mesh: Mesh) -> str:
+    return f"{program.fingerprint[:12]}, labelled on {dict(mesh.as_dict())}"
 
 
 def _roles(program: Program) -> list[str]:

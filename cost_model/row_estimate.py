@@ -32,7 +32,7 @@ from autopar.cost_model.row_family import (
     shape_of,
     with_chosen_parameters,
 )
-from autopar.cost_model.row_machine import FLOAT8, RowMachine, machine_for, machine_of
+from autopar.cost_model.row_machine import FLOAT8, RowMachine, machine_for, machine_of, memory_bytes_of
 from autopar.cost_model.step import StepSeconds, step_seconds
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.errors import ClusterError
@@ -154,7 +154,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
     works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
     family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
-    memory_bytes = (first.row.gpu_mem_gb or first.machine.preset.memory_gb.value) * 1e9
+    memory_bytes = memory_bytes_of(first.machine.preset, first.row.gpu_mem_gb)
     unstated = np.array([case.row.recompute is None for case in cases])
 
     def memory_of(layouts: Layouts) -> StepMemory:

@@ -53,6 +53,14 @@ def preset_of(gpu_type: str) -> DevicePreset:
     return device_preset(names[-1])
 
 
+def memory_bytes_of(preset: DevicePreset, stated_gb: float | None) -> float:
+    """Bytes of a row's device. What a row states is the size that a device is sold with; of another size than the
+    preset's no more is known."""
+    if stated_gb is None or stated_gb == preset.memory_gb.value:
+        return preset.total_memory_gb.value * 1e9
+    return stated_gb * 1e9
+
+
 def inter_host_bytes_per_s(text: str | None, devices_per_host: float) -> float | None:
     """Bytes/s of one device between hosts as a row's ``inter_link`` states them, or None."""
     found = _RATE.search(text or "")

@@ -54,9 +54,11 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: boo
 
     level = "DETAIL" if checked else "OFF"
     os.environ.update(TORCH_DISTRIBUTED_DEBUG=level, RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps a Python stack of every collective, which nobody reads
     torch.set_num_threads(1)
     stack = os.open(stack_file(os.path.dirname(store), rank), os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.enable(file=stack)  # a fatal signal leaves the stacks of all threads
     threading.Thread(target=_answer, args=(asked, threading.get_ident()), daemon=True).start()
     try:
         dist.init_process_group(
@@ -92,6 +94,11 @@ def _answer(asked: Any, thread: int) -> None:
         from autopar.runtime.whereabouts import frames_of_thread, whereabouts  # a step has imported it already
 
         asked.send(whereabouts(frames_of_thread(thread)))
+
+
+def _signal(code: int | None) -> str:
+    """The signal that an exit code stands for, in words."""
+    return f" ({signal.Signals(-code).name})" if code is not None and -code in set(signal.Signals) else ""
 
 
 def stack_file(folder: str, rank: int) -> str:
@@ -162,8 +169,9 @@ class Ranks:
             return str(kind), value
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(GRACE_S)
-            code = self._processes[rank].exitcode
-            return "failed", (DIED, "bug", f"the process ended with exit code {code}", "", "")
+            code, path = self._processes[rank].exitcode, stack_file(self._folder.name, rank)
+            stacks = Path(path).read_text() if os.path.exists(path) else ""
+            return "failed", (DIED, "bug", f"the process ended with exit code {code}{_signal(code)}", "", stacks)
 
     def _failures(self, rank: int, value: Failure, waiting: Collection[int]) -> dict[int, Failure]:
         """A failing rank breaks the connections of others: all failures that arrive together."""

@@ -1,9 +1,9 @@
 """The labeller: how to split a program over a mesh whose degrees are given.
 
-`label` solves one integer program per mesh dimension of size > 1 over the *folded* program: each distinct block once,
-costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh dimensions
-are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels_space`), so solving them in
-turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
+`label` solves one network of choices per mesh dimension of size > 1 over the *folded* program: each distinct block
+once, costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh
+dimensions are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels_space`), so solving
+them in turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
 
 `check` verifies a labelling without looking at how it was found.
 """
@@ -19,7 +19,7 @@ from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Mesh, Type
 from autopar.search import labels_legal as legal
-from autopar.search.labels_milp import Solution
+from autopar.search.labels_network import Solution
 from autopar.search.labels_prices import prices_of
 from autopar.search.labels_problem import DimProblem
 from autopar.search.labels_space import (
@@ -38,7 +38,7 @@ from autopar.trace.analysis import Analysis
 class LabelOptions:
     """`hidden_axes`: also split the residual stream's hidden axes. `regather`: gathered values are gathered again in
     backward instead of kept. `pinned` gives parameters that are held already their types, one per mesh dimension.
-    `time_limit_s` bounds the solver on each mesh dimension."""
+    `time_limit_s` bounds HiGHS on a mesh dimension that needs it."""
 
     hidden_axes: bool = False
     regather: bool = True
@@ -50,8 +50,8 @@ class LabelOptions:
 class Labelling:
     """Labels of every distinct block, and how good they are.
 
-    `objective` (in units of the largest all-reduce between blocks, at the reference workload) and `size` (columns and
-    rows) are per mesh dimension solved; `gap` is the largest relative gap to a proven bound; `notes` say what stayed
+    `objective` (in units of the largest all-reduce between blocks, at the reference workload) and `size` (choices and
+    values) are per mesh dimension solved; `gap` is the largest relative gap to a proven bound; `notes` say what stayed
     whole and how prices were scaled.
     """
 
@@ -172,7 +172,7 @@ class _Turn:
             accumulate=self.degrees.num_micro_batches,
         )
         found = problem.solve(self.options.time_limit_s)
-        self.size = (problem.milp.num_columns, problem.milp.num_rows)
+        self.size = (problem.network.num_choices, len(problem.network.values))
         if found is None:
             name = self.mesh.names[self.index]
             raise InfeasibleError(

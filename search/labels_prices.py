@@ -85,7 +85,8 @@ def prices_of(
     dtypes = {str(c.output.dtype): c.output.dtype for calls in analysis.calls for c in calls.values()}
     peaks = {name: peak_flops_per_s(cluster, dtype) for name, dtype in dtypes.items()}
     per_element, per_parameter, item = intensity(program, analysis)
-    peak = max((peaks[str(p.dtype)] for p in program.parameters.values() if str(p.dtype) in peaks), default=1e12)
+    held = {str(dtype) for dtype in {p.dtype for p in program.parameters.values()}}
+    peak = max((peaks[name] for name in held if name in peaks), default=1e12)
     wanted = BALANCE * item * peak / ring.bytes_per_s
     compute_scale = max(1.0, wanted / per_element) if per_element else 1.0
     flop_s = {name: compute_scale / peak_ for name, peak_ in peaks.items()}

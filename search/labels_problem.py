@@ -1,24 +1,20 @@
-"""The integer program of one mesh dimension.
+"""The network of one mesh dimension: what its variables, values and costs are.
 
-    minimise   Σ x[n,v]·work(n,v) + Σ z[u,σ,τ]·wire(u,σ,τ) + Σ y[c,τ]·state(c,τ) + Σ w[u,k]·saved(u,k)
+    minimise   Σ work(n, v) + Σ state(c, τ) + Σ wire(u, σ, τ) + Σ saved(u, k)
 
-    Σ_v x[n,v] = 1                        every operator n has one variant v                      (`_operators`)
-    Σ_τ y[c,τ] = 1                        every boundary class c has one type τ                   (`_classes`)
-    use(u,i,τ) ≤ source(u,τ) + Σ_σ z[u,σ,τ]    use i of value u in type τ is met or converted     (`_value`)
-    z[u,σ,τ] ≤ source(u,σ)                a conversion starts at the type the value has           (`_value`)
-    use(u,i,k) ≤ w[u,k] + Σ_σ z[u,σ,R]    what is kept for backward, once per form k; a gathered
-                                          value is gathered again instead of kept                 (`_kept`)
-
-`source(u,τ)` is the sum of the variants of u's operator that yield τ, or u's boundary class being τ. Costs of a
-distinct block count as often as it is called. x and y are binary; with them integral, z and w are so by themselves.
-A value without a cotangent knows no difference between I and R.
+over a variant v for every operator n (`_operators`) and a type τ for every boundary class c (`_classes`). A value u
+that its source yields as σ is converted to every other type τ that a use wants, once for all of them, and what is kept
+for the backward pass is kept once per form k; a gathered value is gathered again instead of kept (`_value`). Costs of a
+distinct block count as often as it is called. A value without a cotangent knows no difference between I and R.
 
 Ties are broken by tiny terms: fewer collectives first, then the order of variants and nodes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
+
+import numpy as np
 
 from autopar.cost_model.compute import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.cost_model.conversions import Wire, wire
@@ -26,7 +22,9 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Type, chunk
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
-from autopar.search.labels_milp import Milp, Solution
+from autopar.search.labels_elimination import eliminated
+from autopar.search.labels_milp import solved as solved_in_time
+from autopar.search.labels_network import FloatArray, IntArray, Network, Solution, Use, Value
 from autopar.search.labels_prices import Prices
 from autopar.search.labels_space import (
     Boundary,
@@ -44,14 +42,14 @@ SENT_TOGETHER = 0.5  # of it less where a neighbouring mesh dimension converts l
 PER_MOVE = 1e-4
 PER_RANK = 1e-5
 GATHERED_BATCH = 1.0  # gathering along the batch undoes data parallelism; only what has no other way does it
-Columns = Mapping[Type, Sequence[int]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Use:
-    """One use of a value: the columns that want each type, and whether the backward pass needs the value."""
+    """One use of a value: the type that every choice of a variable wants, and whether the backward pass needs it."""
 
-    wanted: dict[Type, list[int]]
+    variable: int
+    wanted: list[Type]
     kept: bool
 
 
@@ -72,24 +70,24 @@ class DimProblem:
     ) -> None:
         self.program, self.analysis, self.boundary, self.space = program, analysis, boundary, space
         self.solved, self.prices, self.regather, self.accumulate = solved, prices, regather, accumulate
-        self.milp = Milp()
-        self.x: dict[NodeKey, dict[str, int]] = {}
-        self.y: dict[str, dict[Type, int]] = {}
+        self.calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
+        self.operators: dict[NodeKey, int] = {}  # the variables of operators and of boundary classes
+        self.classes: dict[str, int] = {}
+        self.costs: list[FloatArray] = []
+        self.values: list[Value] = []
         self._classes()
         for index in range(len(program.blocks)):
             self._operators(index)
             self._values(index)
+        self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
 
     def solve(self, time_limit_s: float) -> tuple[Solved, Solution] | None:
-        """The best labels of this mesh dimension, None where none was found in time."""
-        solution = self.milp.solve(time_limit_s)
-        if solution is None:
+        """The best labels of this mesh dimension, None where there are none, or none was found in time."""
+        solution = eliminated(self.network) or solved_in_time(self.network, time_limit_s)
+        if solution is None or solution.objective == inf:
             return None
-        chosen = {
-            key: next(v for v in self.space.variants[key] if solution.chosen(columns[v.label]))
-            for key, columns in self.x.items()
-        }
-        types = {name: next(t for t, c in columns.items() if solution.chosen(c)) for name, columns in self.y.items()}
+        chosen = {key: self.space.variants[key][solution.choices[at]] for key, at in self.operators.items()}
+        types = {name: self.space.types[name][solution.choices[at]] for name, at in self.classes.items()}
         for (block, node), name in self.boundary.results.items():
             if self.boundary.classes[name].free:  # dropped in training: leaves as it is, but never partial
                 made = chosen[block, node].output
@@ -100,45 +98,45 @@ class DimProblem:
 
     # ---- variables ----
 
+    def _variable(self, costs: list[float]) -> int:
+        self.costs.append(np.array(costs))
+        return len(self.costs) - 1
+
     def _classes(self) -> None:
         for name, candidates in self.space.types.items():
             if not candidates:
                 continue
             c = self.boundary.classes[name]
-            costs = [self._state(c, t) / self.prices.unit_s + PER_RANK * k for k, t in enumerate(candidates)]
-            self.y[name] = {t: self.milp.binary(cost) for t, cost in zip(candidates, costs, strict=True)}
-            self.milp.equal(((column, 1.0) for column in self.y[name].values()), 1.0)
+            states = self._states(c, candidates) if c.role == "parameter" else [0.0] * len(candidates)
+            costs = [state / self.prices.unit_s + PER_RANK * k for k, state in enumerate(states)]
+            self.classes[name] = self._variable(costs)
 
-    def _state(self, c: BoundaryClass, t: Type) -> float:
+    def _states(self, c: BoundaryClass, candidates: Sequence[Type]) -> Iterator[float]:
         """Memory of a parameter's state, and of its gradient's sum once per step where it is replicated."""
-        if c.role != "parameter":
-            return 0.0
         infos = [self.program.parameters[m] for m in c.members]
         share = 1 / prod(s.degree for s in self.solved if s.types[c.name].kind == "S")
         elements = share * sum(info.num_elements for info in infos)
         held = elements * parameter_state_bytes([info.dtype for info in infos])
-        cost = self.prices.state_byte_s * held * self._part(t)
-        if t.kind == "R" and c.differentiable:
-            summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize, latency=False)
-            cost += summed / self.accumulate
-        return cost
+        summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize, latency=False) / self.accumulate
+        for t in candidates:
+            is_summed = t.kind == "R" and c.differentiable
+            yield self.prices.state_byte_s * held * self._part(t) + is_summed * summed
 
     def _part(self, t: Type) -> float:
         return 1 / self.space.degree if t.kind == "S" else 1.0
 
     def _operators(self, index: int) -> None:
-        calls = len(self.program.uses_of_block(index))
+        calls = self.calls[index]
         bounds = self.analysis.bounds[index]
         for place, (node, bound) in enumerate(bounds.items()):
-            columns = {}
+            costs, moves_data = [], not is_view(self.analysis.calls[index][node])
             for rank, variant in enumerate(self.space.variants[index, node]):
-                seconds, collectives = self._work((index, node), bound, variant)
+                seconds, collectives = self._work((index, node), bound, variant, moves_data)
                 cost = calls * (seconds / self.prices.unit_s + PER_COLLECTIVE * collectives)
-                columns[variant.label] = self.milp.binary(cost + PER_RANK * rank * (1 + place / len(bounds)))
-            self.x[index, node] = columns
-            self.milp.equal(((column, 1.0) for column in columns.values()), 1.0)
+                costs.append(cost + PER_RANK * rank * (1 + place / len(bounds)))
+            self.operators[index, node] = self._variable(costs)
 
-    def _work(self, key: NodeKey, bound: Bound, variant: Variant) -> tuple[float, int]:
+    def _work(self, key: NodeKey, bound: Bound, variant: Variant, moves_data: bool) -> tuple[float, int]:
         """Seconds of an operator on one rank, forward and backward, and the collectives inside it."""
         call = self.analysis.calls[key[0]][key[1]]
         chosen = [(s.variants[key], s.degree) for s in self.solved] + [(variant, self.space.degree)]
@@ -149,7 +147,7 @@ class DimProblem:
                 degrees[v.factor] = degrees.get(v.factor, 1.0) * size / chunk(size, degree)
         passes = PASSES if call.output.differentiable else 1.0
         seconds = passes * local_flops(bound.rule, degrees) * self.prices.flop_s[str(call.output.dtype)]
-        if not is_view(call):
+        if moves_data:
             touched = 0.0
             for k, info in enumerate((*call.operands, call.output)):
                 types = [(v.operands[k] if k < len(call.operands) else v.output, degree) for v, degree in chosen]
@@ -165,70 +163,76 @@ class DimProblem:
 
     def _values(self, index: int) -> None:
         block = self.program.blocks[index]
+        infos = {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}
         uses: dict[str, list[_Use]] = {}
-        for node in self.analysis.bounds[index]:
-            call, bound = self.analysis.calls[index][node], self.analysis.bounds[index][node]
+        for node, bound in self.analysis.bounds[index].items():
+            call, variable = self.analysis.calls[index][node], self.operators[index, node]
             kept = saved_operands(call, bound.rule)
             for k, name in enumerate(self.analysis.operands[index][node]):
-                wanted: dict[Type, list[int]] = {}
-                for variant in self.space.variants[index, node]:
-                    flows = call.operands[k].differentiable
-                    wanted.setdefault(_plain(variant.operands[k], flows), []).append(self.x[index, node][variant.label])
-                uses.setdefault(name, []).append(_Use(wanted, k in kept))
-        infos = {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}
+                flows = call.operands[k].differentiable
+                wanted = [_plain(variant.operands[k], flows) for variant in self.space.variants[index, node]]
+                uses.setdefault(name, []).append(_Use(variable, wanted, k in kept))
         for name in block.outputs:
-            columns = self.y.get(self.boundary.results[index, name], {})
-            wanted = {}
-            for t, column in columns.items():
-                wanted.setdefault(_plain(t, infos[name].differentiable), []).append(column)
-            if wanted:
-                uses.setdefault(name, []).append(_Use(wanted, False))
+            leaves_as = self.boundary.results[index, name]
+            if leaves_as in self.classes:
+                wanted = [_plain(t, infos[name].differentiable) for t in self.space.types[leaves_as]]
+                uses.setdefault(name, []).append(_Use(self.classes[leaves_as], wanted, False))
         roles = {port.name: str(port.role) for port in block.ports}
         roles |= dict.fromkeys(parameter_values(self.program, self.analysis, index), "parameter")
         for name, found in uses.items():
-            role = roles.get(name, "value")
-            self._value(index, name, role, infos[name], found)
+            self.values.append(self._value(index, name, roles.get(name, "value"), infos[name], found))
 
-    def _source(self, index: int, name: str, flows: bool) -> dict[Type, list[int]]:
-        source: dict[Type, list[int]] = {}
-        if (index, name) in self.x:
-            for variant in self.space.variants[index, name]:
-                column = self.x[index, name][variant.label]
-                source.setdefault(_plain(variant.output, flows), []).append(column)
-        else:
-            for t, column in self.y[self.boundary.ports[index, name]].items():
-                source.setdefault(_plain(t, flows), []).append(column)
-        return source
+    def _source(self, index: int, name: str, flows: bool) -> tuple[int, list[Type]]:
+        """The variable that makes a value, and the type of each of its choices."""
+        if (index, name) in self.operators:
+            variants = self.space.variants[index, name]
+            return self.operators[index, name], [_plain(variant.output, flows) for variant in variants]
+        bound_to = self.boundary.ports[index, name]
+        return self.classes[bound_to], [_plain(t, flows) for t in self.space.types[bound_to]]
 
-    def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> None:
-        """Conversions of one value, shared by all uses that want the same type."""
-        milp, calls = self.milp, len(self.program.uses_of_block(index))
+    def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> Value:
+        """Conversions of one value, shared by all uses that want the same type, and what is kept of it."""
+        calls = self.calls[index]
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
-        source = self._source(index, name, info.differentiable)
-        kept = [use for use in uses if use.kept] if role not in ("parameter", "constant", "buffer") else []
+        source, made = self._source(index, name, info.differentiable)
+        is_kept = any(use.kept for use in uses) and role not in ("parameter", "constant", "buffer")
+        types = tuple(dict.fromkeys((*made, *(t for use in uses for t in use.wanted), I)))
+        number = {t: k for k, t in enumerate(types)}
+        again = ("S", "R") if is_kept and self.regather else None
         alike = self._conversions_of_neighbour(index, name)
-        converted: dict[Type, dict[Type, int]] = {}
-        for target in {t: None for use in uses for t in use.wanted}:
-            converted[target] = {}
-            for start, columns in source.items():
-                if start == target or (role == "parameter" and start.kind == "S"):
-                    continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
-                together = (start.kind, target.kind) in alike
-                size = whole / alike[start.kind, target.kind] if together else whole
-                cost = self._convert(start, target, info.differentiable, role, size)
-                cost -= SENT_TOGETHER * PER_COLLECTIVE * together
-                if kept and self.regather and (start.kind, target.kind) == ("S", "R"):
-                    cost += self.prices.saved_byte_s / self.prices.unit_s * whole / self.space.degree
-                column = milp.continuous(calls * cost)
-                converted[target][start] = column
-                if len(source) > 1:
-                    milp.at_most([(column, 1.0), *((c, -1.0) for c in columns)], 0.0)
-            for use in uses:
-                if target in use.wanted:
-                    ready = [(c, -1.0) for c in source.get(target, ())]
-                    moved = [(c, -1.0) for c in converted[target].values()]
-                    milp.at_most([*((c, 1.0) for c in use.wanted[target]), *ready, *moved], 0.0)
-        self._kept(kept, converted, whole, calls)
+        convert = np.full((len(types), len(types)), inf)
+        np.fill_diagonal(convert, 0.0)
+        costs: dict[tuple[str, str], float] = {}  # by kinds: which axis a shard is of makes no difference
+        for start in dict.fromkeys(made):
+            if role == "parameter" and start.kind == "S":
+                continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
+            for target in types:
+                kinds = start.kind, target.kind
+                if start == target:
+                    continue
+                if kinds not in costs:
+                    size = whole / alike.get(kinds, 1)
+                    cost = self._convert(start, target, info.differentiable, role, size)
+                    cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
+                    cost += self._saved(whole, start) * (kinds == again)
+                    costs[kinds] = calls * cost
+                convert[number[start], number[target]] = costs[kinds]
+        regathered = [[(start.kind, target.kind) == again for target in types] for start in types]
+        return Value(
+            source=source,
+            made=_numbers(number, made),
+            uses=tuple(
+                Use(variable=use.variable, wanted=_numbers(number, use.wanted), kept=use.kept and is_kept)
+                for use in uses
+            ),
+            convert=convert,
+            forms=_numbers(number, [I if t.kind == "R" else t for t in types]),
+            keep=np.array([calls * self._saved(whole, t) for t in types]),
+            regathered=np.array(regathered),
+        )
+
+    def _saved(self, whole: float, form: Type) -> float:
+        return self.prices.saved_byte_s / self.prices.unit_s * whole * self._part(form)
 
     def _conversions_of_neighbour(self, index: int, name: str) -> dict[tuple[str, str], int]:
         """Conversions of a value on the tensor mesh dimension before this one, and by how much they shrink it.
@@ -250,20 +254,6 @@ class DimProblem:
             wanted.append(before.types[self.boundary.results[index, name]])
         # a shard is priced as a part already
         return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
-
-    def _kept(
-        self, uses: Sequence[_Use], converted: Mapping[Type, Mapping[Type, int]], whole: float, calls: int
-    ) -> None:
-        forms: dict[Type, int] = {}
-        for use in uses:
-            for target, columns in use.wanted.items():
-                form = I if target.kind == "R" else target
-                if form not in forms:
-                    cost = self.prices.saved_byte_s * whole * self._part(form) / self.prices.unit_s
-                    forms[form] = self.milp.continuous(calls * cost)
-                gathered = [c for s, c in converted[target].items() if s.kind == "S" and target.kind == "R"]
-                again = [(c, -1.0) for c in gathered] if self.regather else []
-                self.milp.at_most([*((c, 1.0) for c in columns), (forms[form], -1.0), *again], 0.0)
 
     def _convert(self, source: Type, target: Type, differentiable: bool, role: str, whole: float) -> float:
         """Cost of one conversion in units; the sum of a parameter's gradient has no latency of its own."""
@@ -291,3 +281,7 @@ class DimProblem:
 def _plain(t: Type, differentiable: bool) -> Type:
     """Without a cotangent R is I."""
     return I if t.kind == "R" and not differentiable else t
+
+
+def _numbers(number: Mapping[Type, int], types: Sequence[Type]) -> IntArray:
+    return np.array([number[t] for t in types], dtype=np.intp)

@@ -172,12 +172,12 @@ def paddable_axes(program: Program, analysis: Analysis, degree: int) -> frozense
 
     Heads, widths and vocabularies; batch and sequence are the user's to choose.
     """
-    found: set[int] = set()
-    for name in program.parameters:
-        dims = analysis.outer[name]
+    pairs: set[tuple[int, int]] = set()
+    for dims in {analysis.outer[name] for name in program.parameters}:
         for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
-            found |= {axis for axis, size in zip(axes, sizes, strict=True) if is_paddable(size, degree)}
-    return frozenset(found) - analysis.batch_axes - analysis.sequence_axes
+            pairs.update(zip(axes, sizes, strict=True))
+    found = frozenset(axis for axis, size in pairs if is_paddable(size, degree))
+    return found - analysis.batch_axes - analysis.sequence_axes
 
 
 def all_axes(analysis: Analysis) -> frozenset[int]:

@@ -207,9 +207,11 @@ def _memory(everything: Sequence[Compared]) -> str:
             kinds.setdefault((one.row.mem_kind or "").partition(";")[0], []).append(one)
     lines = [(kind, *_errors(errors(one.memory_error for one in part))) for kind, part in sorted(kinds.items())]
     return (
-        "## Memory by how it was measured\n\nSizes are read as GiB, as torch and nvidia-smi count. Of "
-        f"{oom.oom_rows} rows that ran out of memory {oom.oom_predicted} are predicted not to fit; of {oom.ok_rows} "
-        f"that ran, {oom.ok_predicted_oom}.\n\n{_table(('memory is', 'rows', *ERRORS), lines)}"
+        "## Memory by how it was measured\n\n"
+        "Sizes are read as GiB, as torch and nvidia-smi count. A device has what torch reports as its `total_memory`.\n"
+        f"Of {oom.oom_rows} rows that ran out of memory {oom.oom_predicted} are predicted not to fit, the other "
+        f"{oom.oom_rows - oom.oom_predicted} to fit;\nof {oom.ok_rows} that ran, {oom.ok_predicted_oom} are predicted "
+        f"not to fit.\n\n{_table(('memory is', 'rows', *ERRORS), lines)}"
     )
 
 

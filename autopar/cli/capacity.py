@@ -48,7 +48,7 @@ def capacity(
     from autopar.ir.device_presets import device_preset
 
     preset = device_preset(device)
-    memory_bytes = preset.memory_gb.value * 1e9
+    memory_bytes = preset.total_memory_gb.value * 1e9
     found = largest(
         counts,
         memory_bytes=memory_bytes,

@@ -11,11 +11,20 @@ def clusters(as_json: Json = False) -> None:
     if as_json:
         print_json([_entry(preset) for preset in presets])
         return
-    columns = ("device", "also", "memory GB", "bfloat16 TFLOP/s", "per host", "in-host GB/s", "inter-host GB/s")
+    columns = (
+        "device",
+        "also",
+        "sold as GB",
+        "torch says GB",
+        "bfloat16 TFLOP/s",
+        "per host",
+        "in-host GB/s",
+        "inter-host GB/s",
+    )
     rows = []
     for preset in presets:
         bfloat16 = preset.peak_tflops.bfloat16
-        figures = (preset.memory_gb, bfloat16, preset.devices_per_host)
+        figures = (preset.memory_gb, preset.total_memory_gb, bfloat16, preset.devices_per_host)
         links = (preset.in_host.bandwidth_gb_per_s, preset.inter_host.bandwidth_gb_per_s)
         cells = ["-" if figure is None else f"{figure.value:g}" for figure in (*figures, *links)]
         rows.append((preset.name, ", ".join(preset.aliases), *cells))

@@ -83,7 +83,8 @@ def _gpu(torch_name: str, memory_bytes: int) -> tuple[Device, Link, Link, list[s
         device = replace(
             device_of_preset(preset), memory_bytes=memory_bytes, source=f"preset {preset.name}; memory from the driver"
         )
-        assumed = [text for text in preset.assumptions() if "_host" not in text.partition("=")[0]]
+        found = ("_host", "total_memory_gb")  # links are told of below, memory is the driver's
+        assumed = [a for a in preset.assumptions() if not any(path in a.partition("=")[0] for path in found)]
         return device, link_of_preset(preset.in_host), link_of_preset(preset.inter_host), assumed
     peaks = {dtype: _slowest(f"peak_tflops.{dtype}") for dtype in _UNKNOWN_DTYPES}
     device = Device(

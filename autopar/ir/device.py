@@ -138,10 +138,10 @@ def device_of_preset(preset: DevicePreset) -> Device:
         name=preset.name,
         device_type=preset.device_type,
         peak_flops_per_s=Peaks({dtype: si(figure.value, 1e12) for dtype, figure in preset.peaks().items()}),
-        memory_bytes=round(preset.memory_gb.value * 1e9),
+        memory_bytes=round(preset.total_memory_gb.value * 1e9),
         memory_bandwidth_bytes_per_s=si(preset.memory_bandwidth_gb_per_s.value, 1e9),
         power_w=float(preset.power_w.value) if preset.power_w is not None else None,
-        source=f"preset {preset.name}: {preset.memory_gb.source}",
+        source=f"preset {preset.name}: {preset.total_memory_gb.source}",
         host=None if preset.host is None else host_of_preset(preset.host),
     )
 

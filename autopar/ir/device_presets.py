@@ -2,9 +2,9 @@
 
 Adding a device is adding a file; its name is the file's. Peaks are dense (without structured sparsity) and of the unit
 that a matrix product uses, in 10^12 FLOP/s; GB are decimal (10^9 bytes); bandwidths are per device and *per direction*;
-latencies are per hop of a collective. Memory is the datasheet's figure read as decimal GB, which is a few per cent less
-than what a driver reports: `ClusterSpec.detect` takes the driver's. "assumed" opens the source of every number that is
-nobody's publication.
+latencies are per hop of a collective. `memory_gb` is the size that a device is sold with, `total_memory_gb` what torch
+says that it has (``total_memory``, mostly 5 to 7 % more): that is what plans have to fit in. "assumed" opens the source
+of every number that is nobody's publication.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class DevicePreset(StrictModel):
     torch_names: list[str]  # what torch.cuda.get_device_properties(i).name says
     peak_tflops: PresetPeaks
     memory_gb: Figure
+    total_memory_gb: Figure
     memory_bandwidth_gb_per_s: Figure
     power_w: Figure | None = None
     devices_per_host: Figure
@@ -89,7 +90,8 @@ class DevicePreset(StrictModel):
     def figures(self) -> dict[str, Figure]:
         """Every number of the file by its path."""
         flat = {f"peak_tflops.{dtype}": figure for dtype, figure in self.peaks().items()}
-        flat |= {"memory_gb": self.memory_gb, "memory_bandwidth_gb_per_s": self.memory_bandwidth_gb_per_s}
+        flat |= {"memory_gb": self.memory_gb, "total_memory_gb": self.total_memory_gb}
+        flat["memory_bandwidth_gb_per_s"] = self.memory_bandwidth_gb_per_s
         if self.power_w is not None:
             flat["power_w"] = self.power_w
         flat["devices_per_host"] = self.devices_per_host

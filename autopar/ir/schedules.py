@@ -1,8 +1,9 @@
 """Pipeline schedules as data: which stage runs which pass of which micro-batch, in order, on every pipeline rank.
 
-The order is that of torch.distributed.pipelining's own schedule of the name; what is listed here is what runs, and
-what a simulator replays. An action prints as torch prints it: ``0F1`` is stage 0, forward, micro-batch 1; ``B`` is the
-whole backward pass, ``I`` the part for a stage's inputs, ``W`` the part for its weights.
+The order is that of torch.distributed.pipelining's own schedule of the name, which takes a second to import; a test
+compares the two. What is listed here is what runs, and what a simulator replays. An action prints as torch prints it:
+``0F1`` is stage 0, forward, micro-batch 1; ``B`` is the whole backward pass, ``I`` the part for a stage's inputs,
+``W`` the part for its weights.
 
 | schedule               | stages of a rank | source                                                           |
 |------------------------|------------------|------------------------------------------------------------------|
@@ -14,11 +15,11 @@ whole backward pass, ``I`` the part for a stage's inputs, ``W`` the part for its
 | dualpipev              | 2                | DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1                   |
 """
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from autopar.errors import Problem
 
@@ -53,8 +54,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One pass of one micro-batch through one stage."""
 
     stage: int
@@ -108,19 +108,24 @@ def _rounds_fit(pp: int, micro_batches: int) -> bool:
 
 @lru_cache(maxsize=64)
 def actions(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Per pipeline rank, its actions in the order in which they run. Needs no process group."""
-    if schedule == "gpipe":
-        return tuple(_one_stage(rank, micro_batches, micro_batches) for rank in range(pp))
-    if schedule == "1f1b":
-        return tuple(_one_stage(rank, pp - rank, micro_batches) for rank in range(pp))
-    found = []
-    for _, order in sorted(_torch_order(schedule, pp, virtual_stages, micro_batches).items()):
-        parts = [part for action in order if action is not None for part in (action.sub_actions or (action,))]
-        found.append(tuple(Action(p.stage_index, p.computation_type.value, p.microbatch_index) for p in parts))
-    return tuple(found)
+    """Per pipeline rank, its actions in the order in which they run. Sizes are those that `schedule_problems` takes."""
+    return tuple(tuple(_of_rank(schedule, rank, pp, virtual_stages, micro_batches)) for rank in range(pp))
 
 
-def _one_stage(stage: int, ahead: int, micro_batches: int) -> tuple[Action, ...]:
+def _of_rank(schedule: str, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+    match schedule:
+        case "gpipe":
+            return _one_stage(rank, micro_batches, micro_batches)
+        case "1f1b":
+            return _one_stage(rank, pp - rank, micro_batches)
+        case "zbv-zero-bubble":
+            return _zbv(rank, pp, micro_batches)
+        case "dualpipev":
+            return _dualpipev(rank, pp, micro_batches)
+    return _interleaved(rank, pp, virtual_stages, micro_batches, splits=SCHEDULES[schedule].splits_backward)
+
+
+def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
     """The order of a rank with one stage that runs at most `ahead` forward passes before the backward of the first.
 
     torch's class runs so too, but the order that it publishes counts micro-batches from 1 on the last rank.
@@ -131,36 +136,111 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> tuple[Action, ...]
             order.append(Action(stage, "F", micro_batch))
         if ahead <= micro_batch + 1 <= micro_batches + ahead - 1:
             order.append(Action(stage, "B", micro_batch + 1 - ahead))
-    return tuple(order)
+    return order
 
 
-def _torch_order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> dict[int, list[Any]]:
-    """torch's own action lists by rank, None where a rank waits."""
-    import torch
-    from torch.distributed.pipelining.schedules import get_schedule_class
+def _interleaved(rank: int, pp: int, virtual_stages: int, micro_batches: int, *, splits: bool) -> list[Action]:
+    """Rounds of about `pp` micro-batches through each of the rank's stages in turn; backward in the other direction.
 
-    num_stages = pp * virtual_stages
-    stages = [
-        SimpleNamespace(
-            stage_index=stage,
-            num_stages=num_stages,
-            is_first=stage == 0,
-            is_last=stage == num_stages - 1,
-            group_rank=0,
-            group_size=pp,
-            has_backward=True,
-            device=torch.device("cpu"),
-            submod=torch.nn.Module(),
-            stage_index_to_group_rank={},
-        )
-        for stage in range(num_stages)
-        if rank_of_stage(schedule, pp, stage) == 0
-    ]
-    found: Any = get_schedule_class(SCHEDULES[schedule].torch_name)
-    # messages are inserted when the runtime takes the order; here that would be nearly all of the time
-    bare = type(found.__name__, (found,), {"_prepare_schedule_with_comms": lambda self, *given, **options: None})
-    made: Any = bare(stages, micro_batches, scale_grads=False)
-    order: dict[int, list[Any]] = made.pipeline_order
+    Where the backward pass is split, a weight's part comes `rank` passes after that of the inputs.
+    """
+    round_size = micro_batches // max(1, micro_batches // pp)
+    total = virtual_stages * micro_batches
+    ahead = (virtual_stages - 1) * round_size + (1 if splits else 2) * (pp - 1 - rank)
+    warm_up = min(ahead, total)
+    delay = rank if splits else 0
+
+    def numbered(kind: Pass, number: int) -> Action:
+        turn, within = divmod(number, round_size)
+        rounds, stage = divmod(turn, virtual_stages)
+        own = stage if kind == "F" else virtual_stages - 1 - stage
+        return Action(own * pp + rank, kind, rounds * round_size + within)
+
+    order: list[Action] = []
+    for step in range(total + warm_up + delay):
+        if step < total:
+            order.append(numbered("F", step))
+        if warm_up <= step < warm_up + total:
+            order.append(numbered("I" if splits else "B", step - warm_up))
+        if splits and step >= warm_up + delay:
+            order.append(numbered("W", step - warm_up - delay))
+    return order
+
+
+def _zbv(rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """torch plans for at least ``2·pp - 1`` micro-batches and leaves out those that are not there."""
+    first, second = rank, 2 * pp - 1 - rank
+    planned = max(2 * pp - 1, micro_batches)
+    order: list[Action] = []
+    done: Counter[tuple[int, Pass]] = Counter()
+
+    def run(stage: int, *passes: Pass) -> None:
+        for kind in passes:
+            order.append(Action(stage, kind, done[stage, kind]))
+            done[stage, kind] += 1
+
+    for _ in range(2 * (pp - rank) - 1):
+        run(first, "F")
+    for _ in range(rank):
+        run(second, "F")
+        run(first, "F")
+    for _ in range(pp - rank):
+        run(second, "F", "I", "W")
+    while done[second, "F"] < planned:
+        if done[first, "F"] < planned:
+            run(first, "F")
+        run(first, "I", "W")
+        run(second, "F", "I", "W")
+    for _ in range(rank):
+        run(first, "I")
+        run(second, "I")
+    for _ in range(pp - rank):
+        run(first, "I", "W")
+    for stage in (second, first):
+        while done[stage, "W"] < planned:
+            run(stage, "W")
+    return [action for action in order if action.micro_batch < micro_batches]
+
+
+def _dualpipev(rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """The eight steps of DeepSeek's own DualPipeV; a forward and a backward pass that overlap there stand in a row."""
+    first, second = rank, 2 * pp - 1 - rank
+    order: list[Action] = []
+    done: Counter[tuple[int, bool]] = Counter()  # by stage and whether forward
+    weights: deque[Action] = deque()
+
+    def run(stage: int, kind: Pass) -> None:
+        order.append(Action(stage, kind, done[stage, kind == "F"]))
+        done[stage, kind == "F"] += 1
+        if kind == "I":
+            weights.append(order[-1]._replace(kind="W"))
+
+    def run_weights() -> None:
+        if weights:
+            order.append(weights.popleft())
+
+    def run_all(*passes: tuple[int, Pass], times: int) -> None:
+        for _ in range(times):
+            for stage, kind in passes:
+                run(stage, kind)
+
+    run_all((first, "F"), times=2 * (pp - rank - 1))
+    run_all((first, "F"), (second, "F"), times=rank + 1)
+    for _ in range(pp - rank - 1):
+        run(second, "I")
+        run_weights()
+        run(second, "F")
+    run_all((first, "F"), (second, "B"), (second, "F"), (first, "B"), times=micro_batches - 2 * pp + rank + 1)
+    run_all((second, "B"), (second, "F"), (first, "B"), times=pp - rank - 1)
+    whole = (rank + 1) // 2  # of the last passes, those whose backward is not split: one more of the second stage
+    for step in range(rank + 1):
+        run(second, "B" if step < whole + (rank + 1) % 2 else "I")
+        run(first, "B" if step < whole else "I")
+    for _ in range(pp - rank - 1):
+        run_weights()
+        run(first, "I")
+    while weights:
+        run_weights()
     return order
 
 

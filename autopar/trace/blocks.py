@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ir.program import Block, CallSite, Port, Role
 from autopar.trace.nodes import operator_name
 
-_INDEXED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
+INDEXED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
 
 
 def module_path(node: fx.Node) -> str:
@@ -41,7 +41,7 @@ def repeated_prefixes(nodes: Sequence[fx.Node]) -> set[str]:
     """Prefixes such as ``model.layers`` under which at least two numbered children stand, outermost only."""
     children: dict[str, set[str]] = defaultdict(set)
     for path in {module_path(n) for n in nodes}:
-        match = _INDEXED.match(path)
+        match = INDEXED.match(path)
         if match:
             children[match.group(1)].add(match.group(2))
     return {prefix for prefix, indices in children.items() if len(indices) > 1}
@@ -52,7 +52,7 @@ def cut_into_segments(nodes: Sequence[fx.Node]) -> list[Segment]:
     prefixes = repeated_prefixes(nodes)
     segments: list[Segment] = []
     for node in nodes:
-        match = _INDEXED.match(module_path(node))
+        match = INDEXED.match(module_path(node))
         path = f"{match.group(1)}.{match.group(2)}" if match and match.group(1) in prefixes else ""
         if not segments or segments[-1].path != path:
             segments.append(Segment(path, []))

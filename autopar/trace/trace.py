@@ -1,5 +1,6 @@
 """`trace`: module and example inputs to a folded, analysed `Program`."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from autopar.trace.constants import (
     merge_equal,
     recognise_causal,
 )
+from autopar.trace.fewer_layers import layers_to_take_out, with_fewer_layers
 from autopar.trace.forms import Sizes
 from autopar.trace.micro_batches import loss_over_micro_batches
 from autopar.trace.nodes import operator_name, output_nodes
@@ -93,7 +95,7 @@ def trace_twice(
     big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *first))
     flat = _captured(model, big, loss_fn, training)
     wanted = _small_sizes(named, sizes, first[0])
-    small, sequence_varies = _small_capture(model, example_inputs, sizes, wanted, flat, loss_fn, training)
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, wanted, flat, big, loss_fn, training)
     causal: frozenset[str] = frozenset()
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
@@ -249,15 +251,18 @@ def _small_capture(
     sizes: tuple[int, int | None],
     small: tuple[int, int | None],
     flat: Flat,
+    big: Inputs,
     loss_fn: LossFunction | None,
     training: bool,
 ) -> tuple[Flat | None, bool]:
     """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
+    stacks = layers_to_take_out(model, flat, lambda: _captured(model, big, loss_fn, training))
     for sequence in (small[1], sizes[1]):
         shapes = (small[0], sequence)
         resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
         try:
-            other = _captured(model, resized, loss_fn, training)
+            again = functools.partial(_captured, model, resized, loss_fn, training)
+            other = with_fewer_layers(model, flat, stacks, again) or again()
         except CaptureError:
             continue
         if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:

@@ -169,6 +169,23 @@ def test_float32_is_priced_on_a_cpu() -> None:
     assert state == pytest.approx([state[0], state[0], 2 * state[0]])
 
 
+def test_a_model_s_dtype_is_what_is_priced_and_said_where_it_is_not_the_devices() -> None:
+    model = llama(num_hidden_layers=2).float()
+
+    def found(cluster: str, **options: Any) -> autopar.Estimate:
+        return autopar.estimate(model, cluster, {"tp": 2, "zero": 0}, example_inputs=tokens(2), **options)
+
+    def said(made: autopar.Estimate) -> list[str]:
+        return [one for one in made.assumptions if "the model is" in one]
+
+    whole, half = found("4xh100"), found("4xh100", precision="bf16")
+    assert (whole.precision, half.precision) == ("fp32", "bf16") and whole.step_s > half.step_s
+    assert whole.peak_bytes == half.peak_bytes
+    assert ["without TF32" in one for one in said(whole)] == [True]
+    assert ["priced in bfloat16" in one and "messages in float32" in one for one in said(half)] == [True]
+    assert said(found("4xcpu")) == []
+
+
 def test_refusals(program: Program) -> None:
     with pytest.raises(InputError, match="unknown engine 'megatrom'; did you mean 'megatron'"):
         priced(program, {}, engine="megatrom")

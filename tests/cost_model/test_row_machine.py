@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.row import Row
-from autopar.cost_model.row_machine import inter_host_bytes_per_s, machine_for, machine_of, preset_of
+from autopar.cost_model.row_machine import inter_host_bytes_per_s, machine_for, machine_of, memory_bytes_of, preset_of
 from autopar.errors import ClusterError
 
 
@@ -24,6 +24,11 @@ from autopar.errors import ClusterError
 )
 def test_device(name: str, preset: str) -> None:
     assert preset_of(name).name == preset
+
+
+@pytest.mark.parametrize(("stated_gb", "gigabytes"), [(None, 84.94), (80, 84.94), (64, 64)])
+def test_memory_is_what_torch_reports_of_the_size_that_is_stated(stated_gb: float | None, gigabytes: float) -> None:
+    assert memory_bytes_of(preset_of("H100-SXM"), stated_gb) == pytest.approx(gigabytes * 1e9)
 
 
 def test_unknown_device_is_refused_by_name() -> None:

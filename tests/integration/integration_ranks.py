@@ -1,6 +1,7 @@
 """What ranks run in integration tests; `Ranks.run("integration_ranks:name", ...)` imports it in every rank."""
 
 import os
+import resource
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -138,7 +139,7 @@ def state_after_evaluating(rank: int, wanted: Wanted, plan: Plan) -> tuple[bool,
 
 
 def faulty_step(rank: int, wanted: Wanted, plan: Plan, who: int, fault: str) -> None:
-    """Two steps; in the second, rank `who` raises or is killed in the middle of the forward pass."""
+    """Two steps; in the second, rank `who` raises, aborts or is killed in the middle of the forward pass."""
     model, program = model_of(wanted, plan)
     batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
     own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
@@ -154,6 +155,9 @@ def plant(model: Any, fault: str) -> None:
     def fail(*_: Any) -> None:
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "abort":
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.abort()
         raise ValueError("a planted fault")
 
     model.segments[2].register_forward_pre_hook(fail)

@@ -34,7 +34,10 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("who, fault, cause", ((2, "raise", "a planted fault"), (1, "kill", "exit code -9")))
+@pytest.mark.parametrize(
+    "who, fault, cause",
+    ((2, "raise", "a planted fault"), (1, "kill", "exit code -9 .SIGKILL."), (3, "abort", "exit code -6 .SIGABRT.")),
+)
 def test_a_failing_rank_ends_all(who: int, fault: str, cause: str, four_ranks: Ranks) -> None:
     _, plan = planned(WANTED, 4, {"tp": 2, "dp": 2, "zero": 3})
     pids = four_ranks.run("integration_ranks:pid")
@@ -44,8 +47,8 @@ def test_a_failing_rank_ends_all(who: int, fault: str, cause: str, four_ranks: R
     assert caught.value.rank == who and str(caught.value).startswith(f"rank {who} failed: ")
     assert time.monotonic() - started < BOUND_S
     assert not any(is_running(pid) for pid in pids) and not four_ranks.is_open
-    if fault == "raise":
-        assert "integration_ranks.py" in str(caught.value)  # the original traceback
+    if fault != "kill":  # the original traceback
+        assert "integration_ranks.py" in str(caught.value) and "in fail" in str(caught.value)
 
 
 @pytest.mark.timeout(120)

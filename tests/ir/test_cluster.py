@@ -69,7 +69,7 @@ def test_preset_figures_are_si() -> None:
     cluster = ClusterSpec.preset("16xh100")
     device = cluster.devices[0]
     assert device.peak("bfloat16") == 989.4e12
-    assert (device.memory_bytes, device.memory_bandwidth_bytes_per_s) == (80_000_000_000, 3.35e12)
+    assert (device.memory_bytes, device.memory_bandwidth_bytes_per_s) == (84_940_000_000, 3.35e12)
     assert cluster.groups[0].in_host == Link(bytes_per_s=450e9, latency_s=3.4e-6, name="NVLink 4")
     assert cluster.link(0, 7) == cluster.groups[0].in_host
     assert cluster.link(7, 8) == cluster.inter_host
@@ -308,6 +308,12 @@ def test_detect_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("hosts are assumed to be like this one" in text for text in cluster.assumptions)
     pretend(monkeypatch, ["NVIDIA H200"] * 8, 150_000_000_000)
     assert (ClusterSpec.detect().num_devices, ClusterSpec.detect().inter_host) == (8, None)
+
+
+def test_detect_assumes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any("total_memory_gb" in text for text in ClusterSpec.preset("8xh20").assumptions)
+    pretend(monkeypatch, ["NVIDIA H20"] * 8, 101_000_000_000)
+    assert not any("total_memory_gb" in text for text in ClusterSpec.detect().assumptions)
 
 
 def test_detect_unknown_gpu_is_conservative_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,11 @@
 """Schedules as data: every pass once, in an order that can run, with the activations that the formulas say."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.ir.schedules import SCHEDULES, Action, actions, live_micro_batches, rank_of_stage, schedule_problems
 
@@ -52,6 +57,49 @@ def can_run(action: Action, stages: int, done: set[Action]) -> bool:
         return stage == 0 or Action(stage - 1, "F", micro_batch) in done
     later = any(Action(stage + 1, kind, micro_batch) in done for kind in ("B", "I"))
     return Action(stage, "F", micro_batch) in done and (stage == stages - 1 or later)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("gpipe", "1f1b")])
+def test_orders_are_those_of_torch(schedule: str) -> None:
+    kind, compared = SCHEDULES[schedule], 0
+    for pp in (1, 2, 3, 4, 5, 8, 16):
+        for virtual_stages in range(kind.least_stages, (kind.most_stages or 4) + 1):
+            for count in (*range(1, 20), 32, 33, 48):
+                if not schedule_problems(schedule, pp, virtual_stages, count):
+                    found = actions(schedule, pp, virtual_stages, count)
+                    printed = [[str(action) for action in order] for order in found]
+                    assert printed == torch_orders(schedule, pp, virtual_stages, count), (pp, virtual_stages, count)
+                    compared += 1
+    assert compared >= 80
+
+
+def torch_orders(schedule: str, pp: int, virtual_stages: int, count: int) -> list[list[str]]:
+    """Of every rank, the actions of torch's own schedule as they print, without those in which it waits."""
+    num_stages = pp * virtual_stages
+    stages = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=num_stages,
+            is_first=stage == 0,
+            is_last=stage == num_stages - 1,
+            group_rank=0,
+            group_size=pp,
+            has_backward=True,
+            device=torch.device("cpu"),
+            submod=torch.nn.Module(),
+            stage_index_to_group_rank={},
+        )
+        for stage in range(num_stages)
+        if rank_of_stage(schedule, pp, stage) == 0
+    ]
+    found: Any = get_schedule_class(SCHEDULES[schedule].torch_name)
+    # messages are inserted when the runtime takes the order; here that would be nearly all of the time
+    bare = type(found.__name__, (found,), {"_prepare_schedule_with_comms": lambda self, *given, **options: None})
+    made: Any = bare(stages, count, scale_grads=False)
+    return [
+        [str(part) for action in order if action is not None for part in (action.sub_actions or (action,))]
+        for _, order in sorted(made.pipeline_order.items())
+    ]
 
 
 @pytest.mark.parametrize("pp, count", ((2, 1), (2, 4), (4, 2), (4, 3), (4, 9), (8, 16)))

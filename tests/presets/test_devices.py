@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ClusterError
+from autopar.ir.device import device_of_preset
 from autopar.ir.device_presets import (
     device_names,
     device_preset,
@@ -78,6 +79,15 @@ def test_the_hbm2e_h100_is_what_its_benchmark_says() -> None:
     assert any("bfloat16" in text for text in preset.assumptions())  # its exact peak was never published
 
 
+@pytest.mark.parametrize("name", sorted(device_presets()))
+def test_memory_is_what_torch_reports_and_the_size_sold_is_near(name: str) -> None:
+    preset = device_presets()[name]
+    total, sold = preset.total_memory_gb, preset.memory_gb
+    assert 0.98 * sold.value < total.value <= 1.0738 * sold.value  # at most the size sold, read as GiB
+    assert total.source.startswith("assumed") or "https://" in total.source
+    assert device_of_preset(preset).memory_bytes == round(total.value * 1e9)
+
+
 def test_known_range() -> None:
     assert known_range("memory_gb", accelerators_only=True) == (16, 288)
     assert known_range("nothing", accelerators_only=True) is None
@@ -97,7 +107,7 @@ def test_the_documentation_has_these_figures() -> None:
     for name, preset in device_presets().items():
         half = preset.peak_tflops.bfloat16 or preset.peak_tflops.float16
         assert half is not None
-        figures = (preset.memory_gb, half, preset.devices_per_host)
+        figures = (preset.memory_gb, preset.total_memory_gb, half, preset.devices_per_host)
         links = (preset.in_host.bandwidth_gb_per_s, preset.inter_host.bandwidth_gb_per_s)
         aliases = ", ".join(f"`{alias}`" for alias in preset.aliases)
         row = " | ".join([f"| `{name}`", aliases, *(f"{figure.value:g}" for figure in (*figures, *links))]) + " |"

@@ -49,6 +49,14 @@ def small(memory_bytes: float) -> ClusterSpec:
     return replace(spec, groups=groups)
 
 
+def test_a_float32_model_is_priced_as_it_runs_and_that_is_said() -> None:
+    fix = {"tp": 2, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4}
+    found = autopar.plan(model().float(), "8xh100", example_inputs=tokens(), global_batch=BATCH, fix=fix)
+    assert found.precision == "fp32" and any("float32" in one and "TF32" in one for one in found.assumptions)
+    usual = searched(fix=fix)
+    assert usual.precision == "bf16" and not any("the model is" in one for one in usual.assumptions)
+
+
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
     return searched(fix={"pp": (1, 2)}, forbid={"zero": 0})
