@@ -91,7 +91,7 @@ def refining(one: Case) -> dict[str, Curve]:
     assert found.proof.best is not None
     exact = {index: price.seconds if price.fits else np.inf for index, price in found.exact.items()}
     best = found.proof.best.index
-    bounds = raised_seconds(found)
+    bounds = np.where(np.isin(found.candidates.tp, found.labelled), raised_seconds(found), np.inf)
     bounds[list(exact)] = list(exact.values())
     starts = starts_of(found.candidates, bounds, lambda ones: values(found, ones), best, found.baselines)
     moves = range(-MOST_MOVED, MOST_MOVED + 1)

@@ -90,8 +90,8 @@ class Closest:
 class Trial:
     """One trial of Optuna's: `params` are the candidate and what was varied, `value` what it costs (of the objective,
     seconds unless another was asked for; None where it was never told), `missing_bytes` what it is over a device's
-    capacity, at most 0 where it fits. `source` is "enqueued: FSDP" and so on, "sampled", "resumed" or "another
-    process"."""
+    capacity, at most 0 where it fits. `source` is "enqueued: FSDP" and so on, "enumerated", "sampled", "resumed"
+    or "another process"."""
 
     number: int
     params: Mapping[str, Any] = field(hash=False)

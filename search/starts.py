@@ -1,8 +1,9 @@
 """Which candidates Optuna varies: the best, the baselines, and what is nearly as fast as the best.
 
 Of every kind of pipeline (degrees, schedule, stages, micro-batch) there is one, the fastest by its exact price or,
-where it has none, by its bound: those that differ in how state is held alone gain the same from the same cuts. Bounds
-choose which are priced exactly, and exact prices which of these are varied.
+where it has none, by its bound: those that differ in how state is held alone mostly gain the same from the same cuts.
+Of the best one's kind there is another one too, which may have more room. Bounds choose which are priced exactly, and
+exact prices which of these are varied.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,14 +36,15 @@ def starts_of(
     for one in baselines:
         names.setdefault(one.index, one.name)
     most = values([best])[0] * (1 + NEARLY)
-    near = np.flatnonzero((bounds <= most) & (found.pp > 1))
+    staged = (bounds <= most) & (found.pp > 1)
+    near = np.flatnonzero(staged & (np.arange(len(bounds)) != best))
     kinds: dict[tuple[int, ...], int] = {}
     columns = (found.tp, found.pp, found.schedule, found.virtual, found.micro_batch)
     for index in near[np.argsort(bounds[near], kind="stable")].tolist():
         kinds.setdefault(tuple(int(column[index]) for column in columns), index)
         if len(kinds) == MOST:
             break
-    likely = list(kinds.values())
+    likely = [*([best] if staged[best] else []), *kinds.values()]
     varied = [index for index, value in zip(likely, values(likely), strict=True) if value <= most]
     return [
         Start(index=i, text=found.text(i), name=names.get(i, ""), is_varied=i in varied)
