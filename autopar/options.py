@@ -10,7 +10,7 @@ from autopar.ir.schedules import SCHEDULES
 
 _NOT_DEGREES = ("global_batch", "seq_len")
 TOP = 5  # plans that a search explains beside the best
-TRIALS = 40  # of Optuna, where a pipeline is among the best
+TRIALS = 80  # of Optuna, where a pipeline is among the best: enough for all variations of most searches
 
 
 def _option(help_text: str) -> Any:

@@ -30,7 +30,6 @@ MOST_MOVED = 1  # out of an end; 2 gained nothing more, and made the sampler mis
 MISSING = "missing_bytes"  # a trial's constraint: what it is over the device's capacity, at most 0 where it fits
 SOURCE = "source"  # of a trial that no sampler chose: why it is tried
 STARTUP = 10  # trials before the sampler has enough to go by
-AHEAD = 2  # times more variations than trials: to price all of them together is cheaper than trials one by one
 STALE_S = 60.0  # a trial takes milliseconds: one that has run so long was left by a process that died
 NONE = (0, 0)
 MOVES = range(-MOST_MOVED, MOST_MOVED + 1)
@@ -94,9 +93,8 @@ def refine(
     found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
     found.enqueue()
     every = [(one, variation) for one in starts for variation in one.variations]
-    if len(every) <= AHEAD * trials:  # most of them will be asked for
-        ahead([(one.index, moved) for one, (_, moved) in every])
     if len(every) <= trials:
+        ahead([(one.index, moved) for one, (_, moved) in every])
         found.enumerate([variation for _, variation in every])
     most = min(trials, len(every))
     while goes_on() and not found.is_spent(most):

@@ -16,7 +16,7 @@ from autopar.search.refine import Start
 from autopar.search.space import Candidates
 
 NEARLY = 0.03  # slower than the best: moving a block has been seen to gain 2 %
-MOST = 8
+MOST = 8  # of all: with blocks moved, and baselines as they are, no more than the trials of a search
 BEST = "best of screening"
 
 
@@ -42,7 +42,7 @@ def starts_of(
     columns = (found.tp, found.pp, found.schedule, found.virtual, found.micro_batch)
     for index in near[np.argsort(bounds[near], kind="stable")].tolist():
         kinds.setdefault(tuple(int(column[index]) for column in columns), index)
-        if len(kinds) == MOST:
+        if len(kinds) == MOST - 1:
             break
     likely = [*([best] if staged[best] else []), *kinds.values()]
     varied = [index for index, value in zip(likely, values(likely), strict=True) if value <= most]
