@@ -1,6 +1,9 @@
 """A program that went through bytes is the program: its graphs, what they are annotated with, and what they compute."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -44,3 +47,29 @@ def test_nothing_is_lost(made: Callable[[], Example]) -> None:
     mesh = Mesh.of(dp=2, tp=2)
     assert [b.keys() for b in analyse(found, mesh).bounds] == [b.keys() for b in analyse(program, mesh).bounds]
     assert torch.equal(losses(found, example), losses(program, example))
+
+
+WRITE = """
+from autopar.models import resolve_model
+from autopar.trace.program_bytes import to_bytes
+from autopar.trace.trace import trace
+found = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16, batch=2)
+program = trace(found.model, found.example_inputs)
+path.write_bytes(to_bytes(program))
+print(program.fingerprint)
+"""
+READ = """
+from autopar.trace.program_bytes import from_bytes
+print(from_bytes(path.read_bytes()).fingerprint)
+"""
+
+
+def test_operators_of_ours_in_a_process_that_captured_nothing(tmp_path: Path) -> None:
+    """Experts choose by topk, each of whose results is an operator that a capture defines."""
+    said = []
+    for code in (WRITE, READ):
+        code = f"from pathlib import Path; path = Path({str(tmp_path / 'program')!r}){code}"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout.split()[-1])
+    assert said[0] == said[1]
