@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.ir.program import Program
 from autopar.trace._torch_private import operator_parts
+from autopar.trace.record_read import define
 
 KEPT = ("info", "key", "batch_literal", "literal")  # of `fx.Node.meta`; what `autopar.trace.blocks` and `trace` leave
 
@@ -97,4 +98,6 @@ def _graph_of(nodes: list[_Node]) -> fx.Graph:
 
 
 def _operator_of(namespace: str, name: str, overload: str) -> Any:
+    if namespace == "autopar":  # of a process that has captured nothing
+        define(name, overload)
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)

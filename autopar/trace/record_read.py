@@ -257,7 +257,7 @@ def _operator(name: str) -> Callable[..., Any]:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     if namespace == "autopar":
-        _define(packet, overload)
+        define(packet, overload)
     found = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
     if str(found) != name or not overloads_of(found):
         raise BadRecord(f"there is no operator {name!r} here")
@@ -265,7 +265,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return operator
 
 
-def _define(packet: str, overload: str) -> None:
+def define(packet: str, overload: str) -> None:
     """Make an operator of our own known: rules define theirs, outputs of others are defined when they are needed."""
     load_families()
     base, _, index = overload.rpartition("_")

@@ -1,6 +1,9 @@
 """A program that went through bytes is the program: its graphs, what they are annotated with, and what they compute."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -11,6 +14,7 @@ from torch import fx
 
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
+from autopar.models import resolve_model
 from autopar.runtime.execute import run_reference
 from autopar.trace.analysis import analyse
 from autopar.trace.program_bytes import KEPT, from_bytes, to_bytes
@@ -44,3 +48,17 @@ def test_nothing_is_lost(made: Callable[[], Example]) -> None:
     mesh = Mesh.of(dp=2, tp=2)
     assert [b.keys() for b in analyse(found, mesh).bounds] == [b.keys() for b in analyse(program, mesh).bounds]
     assert torch.equal(losses(found, example), losses(program, example))
+
+
+def test_operators_of_ours_in_a_process_that_captured_nothing(tmp_path: Path) -> None:
+    """Experts choose by topk, each of whose results is an operator that a capture defines."""
+    found = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16, batch=2)
+    written = tmp_path / "program"
+    written.write_bytes(to_bytes(program := trace(found.model, found.example_inputs)))
+    code = f"""
+from pathlib import Path
+from autopar.trace.program_bytes import from_bytes
+print(from_bytes(Path({str(written)!r}).read_bytes()).fingerprint)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == program.fingerprint, result.stderr
