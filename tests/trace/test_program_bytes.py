@@ -14,7 +14,6 @@ from torch import fx
 
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.models import resolve_model
 from autopar.runtime.execute import run_reference
 from autopar.trace.analysis import analyse
 from autopar.trace.program_bytes import KEPT, from_bytes, to_bytes
@@ -50,15 +49,27 @@ def test_nothing_is_lost(made: Callable[[], Example]) -> None:
     assert torch.equal(losses(found, example), losses(program, example))
 
 
+WRITE = """
+from autopar.models import resolve_model
+from autopar.trace.program_bytes import to_bytes
+from autopar.trace.trace import trace
+found = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16, batch=2)
+program = trace(found.model, found.example_inputs)
+path.write_bytes(to_bytes(program))
+print(program.fingerprint)
+"""
+READ = """
+from autopar.trace.program_bytes import from_bytes
+print(from_bytes(path.read_bytes()).fingerprint)
+"""
+
+
 def test_operators_of_ours_in_a_process_that_captured_nothing(tmp_path: Path) -> None:
     """Experts choose by topk, each of whose results is an operator that a capture defines."""
-    found = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16, batch=2)
-    written = tmp_path / "program"
-    written.write_bytes(to_bytes(program := trace(found.model, found.example_inputs)))
-    code = f"""
-from pathlib import Path
-from autopar.trace.program_bytes import from_bytes
-print(from_bytes(Path({str(written)!r}).read_bytes()).fingerprint)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.strip() == program.fingerprint, result.stderr
+    said = []
+    for code in (WRITE, READ):
+        code = f"from pathlib import Path; path = Path({str(tmp_path / 'program')!r}){code}"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout.split()[-1])
+    assert said[0] == said[1]
