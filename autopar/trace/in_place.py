@@ -143,7 +143,9 @@ def _is_view(node: Any) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return True
+        source, index = node.args
+        returns = getattr(getattr(source, "target", None), "_schema", None)
+        return returns is None or len(returns.returns) == 1 or returns.returns[index].alias_info is not None
     if str(node.target).startswith(("aten.to.", "aten.type_as")):
         return bool(value(_first(node)).dtype == value(node).dtype)
     schema = getattr(node.target, "_schema", None)
