@@ -67,4 +67,7 @@ for command in (
 def main() -> None:
     """Run the command line."""
     gc.set_threshold(OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # else the interpreter walks all of it once more before it ends
