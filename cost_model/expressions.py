@@ -305,11 +305,16 @@ def to_json(family: Family[Expr]) -> str:
 
 def from_json(text: str) -> Family[Expr]:
     """Read what `to_json` wrote. Raises `InputError` with every problem of its content."""
-    problems: list[Problem] = []
     try:
         data = json.loads(text)
     except ValueError as error:
         raise InputError(f"the blocks of a family are not valid JSON: {error}") from None
+    return from_plain(data)
+
+
+def from_plain(data: Any) -> Family[Expr]:
+    """As `from_json`, of what the JSON holds."""
+    problems: list[Problem] = []
     reader = _Reader(problems)
     family = reader.family(data)
     if problems or family is None:
@@ -337,9 +342,16 @@ class _Reader:
             elif not isinstance(variants, dict) or set(variants) != set(VARIANTS):
                 self.fail(f"blocks.{role}", f"must have the variants {' and '.join(VARIANTS)}")
             else:
-                found = [(name, self.record(BlockWork, variants[name], f"blocks.{role}.{name}")) for name in VARIANTS]
-                blocks.append((role, tuple(found)))
+                blocks.append((role, self.variants(role, variants)))
         return Family(name=str(data.get("name", "")), source=str(data.get("source", "")), blocks=tuple(blocks))
+
+    def variants(self, role: str, data: Mapping[str, Any]) -> tuple[tuple[str, BlockWork[Expr]], ...]:
+        """Those of a captured model are alike, and read once."""
+        found: dict[str, BlockWork[Expr]] = {}
+        for name in VARIANTS:
+            alike = next((other for other in found if data[other] == data[name]), None)
+            found[name] = found[alike] if alike else self.record(BlockWork, data[name], f"blocks.{role}.{name}")
+        return tuple(found.items())
 
     def record(self, kind: Any, data: Any, path: str) -> Any:
         fields = {each.name: each for each in dataclasses.fields(kind)}

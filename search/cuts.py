@@ -7,6 +7,7 @@ too. Every stage holds a parameter that is trained, or its backward pass would h
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +61,13 @@ def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bo
     >>> partition([3, 1, 1, 1, 1, 1], 2)
     (2,)
     """
+    return _partition(tuple(weights), parts, tuple(can_be_alone or [True] * len(weights)))
+
+
+@lru_cache(maxsize=256)  # candidates that differ in data parallelism alone are cut alike
+def _partition(weights: tuple[float, ...], parts: int, can_be_alone: tuple[bool, ...]) -> tuple[int, ...]:
     count = len(weights)
-    anchors = np.concatenate([[0], np.cumsum(can_be_alone if can_be_alone is not None else [True] * count)])
+    anchors = np.concatenate([[0], np.cumsum(can_be_alone)])
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     starts = _starts(sums, anchors, parts, _longest(weights, parts)) or _starts(sums, anchors, parts, count)
     if starts is None:

@@ -23,7 +23,6 @@ from autopar.ir.sharding import DATA, I, Type, chunk
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
 from autopar.search.labels_elimination import eliminated
-from autopar.search.labels_milp import solved as solved_in_time
 from autopar.search.labels_network import FloatArray, IntArray, Network, Solution, Use, Value
 from autopar.search.labels_prices import Prices
 from autopar.search.labels_space import (
@@ -83,7 +82,11 @@ class DimProblem:
 
     def solve(self, time_limit_s: float) -> tuple[Solved, Solution] | None:
         """The best labels of this mesh dimension, None where there are none, or none was found in time."""
-        solution = eliminated(self.network) or solved_in_time(self.network, time_limit_s)
+        solution = eliminated(self.network)
+        if solution is None:
+            from autopar.search.labels_milp import solved  # HiGHS is rarely needed
+
+            solution = solved(self.network, time_limit_s)
         if solution is None or solution.objective == inf:
             return None
         chosen = {key: self.space.variants[key][solution.choices[at]] for key, at in self.operators.items()}

@@ -5,7 +5,7 @@ bytes; parts of a whole are from 0 to 1.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.estimate import COLLECTIVES, COMPUTE, MEMORY, OTHER
@@ -170,11 +170,14 @@ class SearchResult:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
+    """As `asdict` has it, with lists for tuples and without copies of what it holds."""
+    if isinstance(value, (tuple, list)):
         return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
     if hasattr(value, "__dataclass_fields__"):
-        return asdict(value)
-    return dict(value) if isinstance(value, Mapping) else value
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return value
 
 
 def degrees_in_plain(degrees: "Degrees", cuts: tuple[int, ...]) -> dict[str, Any]:

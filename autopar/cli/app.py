@@ -20,7 +20,7 @@ from autopar.cli.trace import trace
 from autopar.cli.validate import validate
 from autopar.cli.verify import verify
 
-OBJECTS_PER_COLLECTION = 100_000  # imports and captures make millions that stay, which Python would walk each 700
+OBJECTS_PER_COLLECTION = 1_000_000  # imports and captures make millions that stay, which Python would walk each 700
 
 app = typer.Typer(
     name="autopar",

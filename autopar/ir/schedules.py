@@ -150,20 +150,25 @@ def _interleaved(rank: int, pp: int, virtual_stages: int, micro_batches: int, *,
     warm_up = min(ahead, total)
     delay = rank if splits else 0
 
-    def numbered(kind: Pass, number: int) -> Action:
-        turn, within = divmod(number, round_size)
-        rounds, stage = divmod(turn, virtual_stages)
-        own = stage if kind == "F" else virtual_stages - 1 - stage
-        return Action(own * pp + rank, kind, rounds * round_size + within)
+    def passes(kind: Pass) -> list[Action]:
+        own = range(virtual_stages) if kind == "F" else range(virtual_stages - 1, -1, -1)
+        return [
+            Action(stage * pp + rank, kind, micro_batch)
+            for begin in range(0, micro_batches, round_size)
+            for stage in own
+            for micro_batch in range(begin, begin + round_size)
+        ]
 
+    forward, backward = passes("F"), passes("I" if splits else "B")
+    weights = passes("W") if splits else []
     order: list[Action] = []
     for step in range(total + warm_up + delay):
         if step < total:
-            order.append(numbered("F", step))
+            order.append(forward[step])
         if warm_up <= step < warm_up + total:
-            order.append(numbered("I" if splits else "B", step - warm_up))
+            order.append(backward[step - warm_up])
         if splits and step >= warm_up + delay:
-            order.append(numbered("W", step - warm_up - delay))
+            order.append(weights[step - warm_up - delay])
     return order
 
 

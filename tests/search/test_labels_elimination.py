@@ -165,7 +165,7 @@ def test_models_are_labelled_as_by_the_integer_program(
         raise AssertionError("left to the integer program")
 
     with monkeypatch.context() as patched:
-        patched.setattr("autopar.search.labels_problem.solved_in_time", fail)
+        patched.setattr("autopar.search.labels_milp.solved", fail)
         _, _, found = choose_labels(program, cluster, degrees)
     monkeypatch.setattr("autopar.search.labels_problem.eliminated", lambda _: None)
     _, _, other = choose_labels(program, cluster, degrees)
