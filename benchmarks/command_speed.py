@@ -1,0 +1,80 @@
+"""Seconds of whole `autopar plan` commands: `python benchmarks/command_speed.py [CASE ...] [--rounds N]`.
+
+A case is ``MODEL@CLUSTER``, asked for as in `benchmarks/search_speed.py`. *Cold* starts with an empty cache: imports,
+capture, labels, search, what is printed. *Warm* finds the capture and the labels in the cache, *kept* the whole search.
+Each is a process of its own, by the clock; the median of the rounds. Run it on a machine that does nothing else.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from search_speed import PER_MICRO_BATCH, problem_of
+
+# what is asked for, cold and warm
+TARGETS = {
+    "llama3-8b@64xh100": (10, 3),
+    "llama3-70b@1024xh100": (14, 3),
+    "llama3-405b@16384xh100": (20, 3),
+    "mixtral-8x22b@512xh100": (14, 3),
+}
+HEADS = ("cold", "wanted", "warm", "wanted", "kept")
+
+
+def command_of(case: str) -> list[str]:
+    """The command line of a case."""
+    problem = problem_of(case)
+    options = {"--cluster": problem.cluster, "--seq-len": problem.sequence, "--global-batch": problem.global_batch}
+    words = [str(word) for pair in options.items() for word in pair]
+    more = ["--per-micro-batch"] if problem.model in PER_MICRO_BATCH else []
+    return [sys.executable, "-m", "autopar", "plan", problem.model, *words, *more]
+
+
+def seconds(command: Sequence[str], cache: Path) -> float:
+    """Of one command that uses a cache, by the clock."""
+    environment = {**os.environ, "AUTOPAR_CACHE_DIR": str(cache)}
+    start = time.perf_counter()
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def measure(case: str, rounds: int) -> tuple[float, float, float]:
+    """Medians: cold, warm and kept."""
+    command, found = command_of(case), []
+    with tempfile.TemporaryDirectory(prefix="autopar-cache-") as folder:
+        for _ in range(rounds):
+            cache = Path(folder) / "cache"
+            shutil.rmtree(cache, ignore_errors=True)
+            cold = seconds(command, cache)
+            shutil.rmtree(cache / "plans")
+            warm = seconds(command, cache)
+            found.append((cold, warm, seconds(command, cache)))
+    cold, warm, kept = (statistics.median(column) for column in zip(*found, strict=True))
+    return cold, warm, kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(TARGETS))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    print(f"{'case':24s}", *(f"{name:>7}" for name in HEADS), flush=True)
+    for case in arguments.cases:
+        cold, warm, kept = measure(case, arguments.rounds)
+        wanted = [str(target) for target in TARGETS.get(case, ("", ""))]
+        row = f"{cold:>7.2f} {wanted[0]:>7} {warm:>7.2f} {wanted[1]:>7} {kept:>7.2f}"
+        print(f"{case:24s} {row}", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    print(f"largest memory of a command: {peak:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
