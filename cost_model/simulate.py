@@ -211,14 +211,14 @@ def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
     found = []
     for order in actions(schedule, pp, virtual_stages, micro_batches):
         counts, rows, grows = [0] * (pp * virtual_stages), {(0,) * (pp * virtual_stages)}, False
-        for action in order:
-            if action.kind == "F":
-                counts[action.stage] += 1
+        for stage, kind, _ in order:
+            if kind == "F":
+                counts[stage] += 1
                 grows = True
-            elif action.kind != "I":
+            elif kind != "I":
                 if grows:
                     rows.add(tuple(counts))
-                counts[action.stage] -= 1
+                counts[stage] -= 1
                 grows = False
         found.append(np.array(sorted(rows), dtype=np.float64))
     return tuple(found)
@@ -274,16 +274,17 @@ def _replay(orders: Orders, ranks: Sequence[int]) -> Replay:
     # by stage and micro-batch: the inputs of F, the gradients of B or I, what I leaves for W; and what nobody needs
     size, last = stages * count, 3 * stages * count
     is_there = [True] * count + [False] * (last - count + 1)
+    first_cell = {"F": 0, "B": size, "I": size, "W": 2 * size}  # of what a pass needs
     done, rows = [0] * len(orders), []
     waiting, is_waiting = list(range(len(orders))), [True] * len(orders)
     while waiting:
         rank = waiting.pop()
         is_waiting[rank] = False
-        order = orders[rank]
-        while done[rank] < len(order):
-            action = order[done[rank]]
-            code, stage, cell = _CODES[action.kind], action.stage, action.stage * count + action.micro_batch
-            needs = cell + (0, size, size, 2 * size)[code]
+        order, position = orders[rank], done[rank]
+        while position < len(order):
+            stage, kind, micro_batch = order[position]
+            code, cell = _CODES[kind], stage * count + micro_batch
+            needs = cell + first_cell[kind]
             if not is_there[needs]:
                 break
             gives, message = last, -1
@@ -302,7 +303,8 @@ def _replay(orders: Orders, ranks: Sequence[int]) -> Replay:
                 is_there[2 * size + cell] = True
             # W follows I on its own rank, and waits for nothing else
             rows.append((rank, code * stages + stage, 0 if code == 3 else needs, gives, message))
-            done[rank] += 1
+            position += 1
+        done[rank] = position
     if any(position < len(order) for order, position in zip(orders, done, strict=True)):
         raise _stuck(orders, done, ranks)
     return Replay(orders=orders, rank_of_stage=ranks, rows=tuple(rows), num_cells=last + 1)
