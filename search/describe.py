@@ -155,8 +155,11 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
     fastest to the slowest. Bounds are those that the proof rests on."""
     screened, candidates = found.screened, found.candidates
     seconds = raised_seconds(found)
-    mixed = (1 - screened.share) * screened.without_bytes + screened.share * screened.recomputed_bytes
-    needed = np.minimum(mixed, _capacities(found))  # as many blocks are recomputed as let it fit
+    has_bound = np.isfinite(seconds)  # the others may be of a tensor degree without labels, of which nothing is known
+    share, whole, again = (x[has_bound] for x in (screened.share, screened.without_bytes, screened.recomputed_bytes))
+    needed = np.full(len(seconds), np.inf)
+    needed[has_bound] = (1 - share) * whole + share * again
+    needed = np.minimum(needed, _capacities(found))  # as many blocks are recomputed as let it fit
     is_exact = np.zeros(len(seconds), dtype=bool)
     for index, one in found.exact.items():
         seconds[index] = one.seconds if one.fits else np.inf
@@ -176,8 +179,8 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
         "exact": tuple(int(value) for value in is_exact[chosen]),
         "schedule": tuple(NAMES[int(index)] for index in candidates.schedule[chosen]),
     }
-    whole = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual")
-    columns |= {name: tuple(int(value) for value in getattr(candidates, name)[chosen]) for name in whole}
+    numbers = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual")
+    columns |= {name: tuple(int(value) for value in getattr(candidates, name)[chosen]) for name in numbers}
     columns["devices"] = tuple(int(value) for value in candidates.num_devices[chosen])
     return Points(fitting=len(fitting), columns=columns)
 

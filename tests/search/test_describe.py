@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from search_cases import Case
 
+from autopar.cost_model.program_works import ProgramWorks
+from autopar.errors import PlanError
 from autopar.search.describe import details_of, points_of, timeline_of
 from autopar.search.details import Details, Term
 from autopar.search.exact import Priced, pricing_of
@@ -131,3 +133,17 @@ def test_where_memory_is_short_points_stay_below_capacity() -> None:
     found = search_degrees(TIGHT.works, TIGHT.spec, TIGHT.limits, wishes(), TIGHT.on, most_exact=50)
     columns = points_of(found).columns
     assert all(value <= TIGHT.on.capacity_bytes * 1.001 for value in columns["bytes"])
+
+
+def test_a_tensor_degree_without_labels_has_no_points() -> None:
+    def works(tp: int) -> ProgramWorks:
+        if tp == 2:
+            raise PlanError("heads do not divide")
+        return STAGED.works(tp)
+
+    found = search_degrees(works, STAGED.spec, STAGED.limits, wishes(), STAGED.on, most_exact=400)
+    assert set(found.refused) == {2}
+    with np.errstate(invalid="raise"):
+        columns = points_of(found).columns
+    assert 1 in columns["tp"] and 2 not in columns["tp"]
+    assert all(math.isfinite(value) for value in columns["bytes"])
