@@ -280,7 +280,7 @@ def _result(
         elif best is not None and one is not best:
             reason = why_worse(goal, best, one)
         if borrowed:
-            reason += f" (with the labels of tensor degree {borrowed})"
+            reason += f"; with the labels of tensor degree {borrowed}"
         return Contender(
             degrees=degrees_in_plain(one.degrees, one.cuts),
             step_s=one.seconds,

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def write(name: str, model: str, cluster: ClusterSpec, global_batch: int, **narrowing: Any) -> None:
-    captured = captured_model(model, folder=cache_folder(), seq_len=4096)
+    captured = captured_model(model, folder=cache_folder(), seq_len=4096, dtype="bfloat16")
     asked = SearchRequest(global_batch=global_batch, report=True, **narrowing)
     found = search_captured(captured.capture, cluster, asked, name=captured.name, say=lambda _: None)
     data = json.dumps(thinned(found).to_dict(), separators=(",", ":"))
