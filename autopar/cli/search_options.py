@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from autopar.options import TRIALS
+
 
 def _option(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel="How the search is done", show_default=False)
@@ -20,7 +22,9 @@ Fix = Annotated[
 ]
 Forbid = Annotated[list[str] | None, _option("The values a degree must not have, such as schedule=gpipe.")]
 Top = Annotated[int, _option("How many other plans are shown. (default: 5)")]
-Trials = Annotated[int, _option("Trials of Optuna over what bounds cannot rank. (default: 40)")]
+Trials = Annotated[
+    int, _option(f"Variations of stage cuts to try; of more than these Optuna chooses. (default: {TRIALS})")
+]
 Seed = Annotated[int, _option("Of Optuna's sampler. (default: 0)")]
 Timeout = Annotated[
     float | None, _option("Seconds after which the best so far is taken, with its gap. (default: none)")
