@@ -10,7 +10,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.expressions import Expr, Family, from_plain, to_json
+from autopar.cost_model.expressions import Family, from_plain, to_json
+from autopar.cost_model.polynomials import Polynomial
 from autopar.cost_model.program_works import ProgramWorks
 from autopar.errors import AutoparError, Problem
 from autopar.ir.cluster import ClusterSpec
@@ -23,7 +24,7 @@ from autopar.search.labels import Labelling
 Chosen = tuple[Degrees, Labelling, ProgramWorks]
 _READERS = {
     BlockLabels: labels_from_dict,
-    Family[Expr]: from_plain,
+    Family[Polynomial]: from_plain,
     Degrees: degrees_from,
 }
 

@@ -3,6 +3,9 @@
 A case is ``MODEL@CLUSTER``, asked for as in `benchmarks/search_speed.py`. *Cold* starts with an empty cache: imports,
 capture, labels, search, what is printed. *Warm* finds the capture and the labels in the cache, *kept* the whole search.
 Each is a process of its own, by the clock; the median of the rounds. Run it on a machine that does nothing else.
+
+The peer is ``import torch`` in a process of its own, in the same rounds: no command that reads a capture can be faster,
+and machines are compared by it.
 """
 
 import argparse
@@ -26,7 +29,8 @@ TARGETS = {
     "llama3-405b@16384xh100": (20, 3),
     "mixtral-8x22b@512xh100": (14, 3),
 }
-HEADS = ("cold", "wanted", "warm", "wanted", "kept")
+HEADS = ("cold", "wanted", "warm", "wanted", "kept", "torch")
+IMPORT = (sys.executable, "-c", "import torch")
 
 
 def command_of(case: str) -> list[str]:
@@ -46,8 +50,8 @@ def seconds(command: Sequence[str], cache: Path) -> float:
     return time.perf_counter() - start
 
 
-def measure(case: str, rounds: int) -> tuple[float, float, float]:
-    """Medians: cold, warm and kept."""
+def measure(case: str, rounds: int) -> tuple[float, float, float, float]:
+    """Medians: cold, warm, kept, and importing torch."""
     command, found = command_of(case), []
     with tempfile.TemporaryDirectory(prefix="autopar-cache-") as folder:
         for _ in range(rounds):
@@ -56,9 +60,9 @@ def measure(case: str, rounds: int) -> tuple[float, float, float]:
             cold = seconds(command, cache)
             shutil.rmtree(cache / "plans")
             warm = seconds(command, cache)
-            found.append((cold, warm, seconds(command, cache)))
-    cold, warm, kept = (statistics.median(column) for column in zip(*found, strict=True))
-    return cold, warm, kept
+            found.append((cold, warm, seconds(command, cache), seconds(IMPORT, cache)))
+    cold, warm, kept, torch = (statistics.median(column) for column in zip(*found, strict=True))
+    return cold, warm, kept, torch
 
 
 def main() -> None:
@@ -68,9 +72,9 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{'case':24s}", *(f"{name:>7}" for name in HEADS), flush=True)
     for case in arguments.cases:
-        cold, warm, kept = measure(case, arguments.rounds)
+        cold, warm, kept, torch = measure(case, arguments.rounds)
         wanted = [str(target) for target in TARGETS.get(case, ("", ""))]
-        row = f"{cold:>7.2f} {wanted[0]:>7} {warm:>7.2f} {wanted[1]:>7} {kept:>7.2f}"
+        row = f"{cold:>7.2f} {wanted[0]:>7} {warm:>7.2f} {wanted[1]:>7} {kept:>7.2f} {torch:>7.2f}"
         print(f"{case:24s} {row}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
     print(f"largest memory of a command: {peak:.2f} GB")

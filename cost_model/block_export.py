@@ -17,13 +17,14 @@ from autopar.cost_model.block_flow import Flow, Need, fused_groups, needs_of_gro
 from autopar.cost_model.block_sizes import Naming, sequence_sizes, sizes_of
 from autopar.cost_model.compute import operator_name, unruled_flops
 from autopar.cost_model.conversions import ConversionStep, conversion_steps, wire
-from autopar.cost_model.expressions import BlockWork, Cause, Expr, Operator, Sent, canonical, symbol
+from autopar.cost_model.expressions import BlockWork, Cause, Operator, Sent
+from autopar.cost_model.polynomials import Expr, Polynomial, polynomial, symbol
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh
 from autopar.trace.analysis import Analysis
 
-Work = BlockWork[Expr]
+Work = BlockWork[Polynomial]
 # what a rewrite sums over ranks, in numbers per target: the highest logit; the sum of exponentials and the target's own
 INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.runtime.vocabulary`)
 
@@ -140,12 +141,12 @@ def _work(flow: Flow, role: str) -> Work:
         eager=tuple(_eager(flow)),
         fused=fused,
         sent=tuple(_sent(flow)),
-        saved_eager_bytes=canonical(_saved_eager(flow)),
-        saved_fused_bytes=canonical(saved_fused),
-        input_bytes=canonical(sum((_value_bytes(flow, p) for p in _inputs(flow)), start=_zero())),
-        parameters_split=canonical(split),
-        parameters_whole=canonical(whole),
-        parameters_expert=canonical(expert),
+        saved_eager_bytes=polynomial(_saved_eager(flow)),
+        saved_fused_bytes=polynomial(saved_fused),
+        input_bytes=polynomial(sum((_value_bytes(flow, p) for p in _inputs(flow)), start=_zero())),
+        parameters_split=polynomial(split),
+        parameters_whole=polynomial(whole),
+        parameters_expert=polynomial(expert),
     )
 
 
@@ -185,7 +186,7 @@ def _saved_eager(flow: Flow) -> Expr:
     return sum(found.values(), start=_zero())
 
 
-def _product(flow: Flow, name: str) -> Operator[Expr]:
+def _product(flow: Flow, name: str) -> Operator[Polynomial]:
     """Factors in both operands and the output are `count`, in both operands only k, in one of them m or n."""
     sizes, run = flow.sizes[name], flow.runs[name]
     rule, factors = sizes.bound.rule, sizes.factors()
@@ -215,13 +216,13 @@ def _product(flow: Flow, name: str) -> Operator[Expr]:
     return Operator(
         name=name,
         kind="attention" if flow.is_attention(name) else "matmul",
-        flops=canonical(flops),
-        m=canonical(m),
-        n=canonical(n),
-        k=canonical(flops / (2 * attention * count * m * n)),
-        count=canonical(count),
-        forward_bytes=canonical(forward),
-        backward_bytes=canonical(backward),
+        flops=polynomial(flops),
+        m=polynomial(m),
+        n=polynomial(n),
+        k=polynomial(flops / (2 * attention * count * m * n)),
+        count=polynomial(count),
+        forward_bytes=polynomial(forward),
+        backward_bytes=polynomial(backward),
         kernels_forward=max(1, len(run.forward)),
         kernels_backward=len(run.backward),
     )
@@ -260,23 +261,23 @@ def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
     return read, read + out + sum(grads, start=_zero())
 
 
-def _memory(name: str, forward: Expr, backward: Expr, launches: tuple[int, int]) -> Operator[Expr]:
+def _memory(name: str, forward: Expr, backward: Expr, launches: tuple[int, int]) -> Operator[Polynomial]:
     return Operator(
         name=name,
         kind="memory",
-        flops=_zero(),
-        m=_zero(),
-        n=_zero(),
-        k=_zero(),
-        count=_zero(),
-        forward_bytes=canonical(forward),
-        backward_bytes=canonical(backward),
+        flops=Polynomial(),
+        m=Polynomial(),
+        n=Polynomial(),
+        k=Polynomial(),
+        count=Polynomial(),
+        forward_bytes=polynomial(forward),
+        backward_bytes=polynomial(backward),
         kernels_forward=launches[0],
         kernels_backward=launches[1],
     )
 
 
-def _eager(flow: Flow) -> Iterator[Operator[Expr]]:
+def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
     """Every operator that launches a kernel of its own, and the sums of gradients of values that several read."""
     for name, run in flow.runs.items():
         if not flow.is_product(name) and (run.forward or run.backward):
@@ -307,7 +308,7 @@ def _written(flow: Flow, groups: Sequence[tuple[str, ...]]) -> frozenset[str]:
     )
 
 
-def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Expr]:
+def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Polynomial]:
     """One kernel forward and one backward: what crosses the border of the group, masks, and gradients of both."""
     inputs: dict[tuple[str, Expr], tuple[Expr, bool]] = {}
     for name in members:
@@ -330,7 +331,7 @@ def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: 
     return _memory(" + ".join(members), into + out + masks, backward, (1, 1 if differentiable else 0))
 
 
-def _sent(flow: Flow) -> Iterator[Sent[Expr]]:
+def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
     """Both passes of every conversion, gathers that are done again, and sums of whole parameters' gradients."""
     mesh, naming = flow.naming.mesh, flow.naming
     for step in flow.steps:
@@ -338,7 +339,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Expr]]:
         others = tuple(t for j, t in enumerate(step.before) if j not in step.indices)
         degrees = [d for j, d in enumerate(naming.degrees) if j not in step.indices]
         divisor = prod((d for t, d in zip(others, degrees, strict=True) if t.kind == "S"), start=symbol("b") ** 0)
-        whole = canonical(naming.whole(flow.dims[step.value]) / divisor * info.dtype.itemsize)
+        whole = polynomial(naming.whole(flow.dims[step.value]) / divisor * info.dtype.itemsize)
         name = mesh.names[i] if len(step.indices) == 1 else mesh.joined(i) or ""
         of: Cause = "parameter" if flow.roles.get(step.value) == "parameter" else "value"
         passes = wire(step.before[i], step.target[i], info.differentiable)
@@ -353,7 +354,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Expr]]:
         for j, variant in enumerate(sizes.chosen):
             if variant.factor in sizes.bound.rule.invariant and mesh.degrees[j] > 1:
                 for count in INSIDE.get(operator_name(sizes.call.target), ()):
-                    rows = canonical(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
+                    rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
                     yield Sent(
                         collective="all_reduce", mesh_dim=mesh.names[j], is_forward=True, whole_bytes=rows, of="inside"
                     )
@@ -362,7 +363,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Expr]]:
             continue
         for j, kind in enumerate(flow.types(port.name)):
             if kind.kind == "R" and mesh.degrees[j] > 1:
-                whole = canonical(_value_bytes(flow, port.name))
+                whole = polynomial(_value_bytes(flow, port.name))
                 yield Sent(
                     collective="all_reduce", mesh_dim=mesh.names[j], is_forward=False, whole_bytes=whole, of="parameter"
                 )

@@ -17,7 +17,7 @@ from autopar.cost_model.block_autograd import ATTENTION, NodeRun
 from autopar.cost_model.block_sizes import Naming, NodeSizes, Types
 from autopar.cost_model.compute import VIEWS, operator_name
 from autopar.cost_model.conversions import ConversionStep, wire
-from autopar.cost_model.expressions import Expr
+from autopar.cost_model.polynomials import Expr
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims

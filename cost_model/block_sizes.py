@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from autopar.cost_model.block_autograd import Piece
-from autopar.cost_model.expressions import Expr, symbol
+from autopar.cost_model.polynomials import Expr, symbol
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import DATA, Dims, Mesh, Type

@@ -1,9 +1,8 @@
 """What one call of a block costs on one rank, as expressions in named sizes, and their values.
 
-An expression is a sum of monomials: a rational coefficient times integer powers of the symbols below. So it is stored
-(`to_json`, `from_json`; nothing read from a file is ever evaluated as code), printed and compared. `evaluate` turns
-all expressions of a block or family into one function of NumPy arrays by sympy's `lambdify`, with common
-subexpressions computed once; the function is made once per value and kept.
+An expression is a `Polynomial` in the symbols below. So it is stored (`to_json`, `from_json`; nothing read from a file
+is ever evaluated as code) and compared. `evaluate` puts numbers or NumPy arrays in place of all expressions of a block
+or family at once; how it does so is found once per block or family and kept.
 
 Sizes are those of 16-bit training as captured: bytes of a value are its elements times its own width, so what a model
 computes in float32 counts four bytes.
@@ -15,21 +14,17 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from autopar.cost_model.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
 from autopar.errors import InputError, Problem, did_you_mean
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Number: TypeAlias = float | NDArray[np.float64]
-
-Expr: TypeAlias = Any  # sympy.Expr; sympy has no types and is imported when the first expression is made
+    from autopar.cost_model.polynomials import Number
 
 SYMBOLS: Mapping[str, str] = {
     "b": "sequences of one rank's micro-batch",
@@ -60,7 +55,6 @@ Cause = Literal["value", "regather", "parameter", "inside"]
 ROLES = ("first", "layer", "moe_layer", "last")
 VARIANTS = ("one", "tp", "sp")
 V = TypeVar("V")
-Term = tuple[Fraction, tuple[tuple[str, int], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,71 +137,6 @@ class Family(Generic[V]):
         return tuple(role for role, _ in self.blocks)
 
 
-# ---- expressions ----
-
-
-def terms(expression: Expr) -> tuple[Term, ...]:
-    """The monomials of an expression, in a fixed order. Raises `ValueError` where it is no sum of monomials."""
-    import sympy
-
-    found: dict[tuple[tuple[str, int], ...], Fraction] = {}
-    for term in sympy.Add.make_args(sympy.expand(expression)):
-        factor, powers = Fraction(1), {}
-        for base, power in term.as_powers_dict().items():
-            if base.is_Number and power.is_Integer:
-                number = Fraction(int(base.p), int(base.q)) if base.is_Rational else Fraction(float(base))
-                factor *= number ** int(power)
-            elif base.is_Symbol and power.is_Integer:
-                powers[base.name] = int(power)
-            else:
-                raise ValueError(f"{term} in {expression} is no monomial")
-        key = tuple(sorted(powers.items()))
-        found[key] = found.get(key, Fraction(0)) + factor
-    return tuple((found[key], key) for key in sorted(found) if found[key])
-
-
-def expression(found: Sequence[Term]) -> Expr:
-    """The inverse of `terms`."""
-    return _expression(tuple(found))
-
-
-@functools.cache  # the operators of a block share most of their expressions
-def _expression(found: tuple[Term, ...]) -> Expr:
-    import sympy
-
-    products = []
-    for coefficient, powers in found:
-        factors = [symbol(name) ** power for name, power in powers]
-        products.append(sympy.Mul(sympy.Rational(coefficient.numerator, coefficient.denominator), *factors))
-    return sympy.Add(*products)
-
-
-@functools.cache
-def symbol(name: str) -> Expr:
-    """The positive symbol of a name."""
-    import sympy
-
-    return sympy.Symbol(name, positive=True)
-
-
-def canonical(value: Expr | float) -> Expr:
-    """An expression as a sum of monomials with rational coefficients."""
-    import sympy
-
-    found = sympy.sympify(value)
-    return found if all(_is_monomial(term) for term in sympy.Add.make_args(found)) else expression(terms(found))
-
-
-def _is_monomial(term: Expr) -> bool:
-    """Whether sympy keeps a term as `expression` makes it."""
-    import sympy
-
-    return all(
-        factor.is_Rational or factor.is_Symbol or (factor.is_Pow and factor.base.is_Symbol and factor.exp.is_Integer)
-        for factor in sympy.Mul.make_args(term)
-    )
-
-
 # ---- values ----
 
 
@@ -217,31 +146,25 @@ def evaluate(works: Any, numbers: Mapping[str, Number]) -> Any:
     Arrays must broadcast with each other; an expression without symbols is a plain number. Raises `InputError`
     naming the symbols that `numbers` lacks.
     """
-    names, function, build = _compiled(works)
-    missing = [name for name in names if name not in numbers]
+    evaluation, build = _prepared(works)
+    missing = [name for name in evaluation.names if name not in numbers]
     if missing:
         named = ", ".join(f"{name} ({SYMBOLS.get(name, 'a size of the model')})" for name in missing)
         raise InputError(f"no number for {named}; give one for every symbol of the expressions")
-    return build(function(*(numbers[name] for name in names)))
+    return build(evaluation.values(numbers))
 
 
 @functools.cache
-def _compiled(works: Any) -> tuple[tuple[str, ...], Callable[..., list[Any]], Callable[[list[Any]], Any]]:
-    """Names of the arguments, the function from them to all expressions' values, and what puts those in place."""
-    import sympy
-
-    leaves: dict[Expr, int] = {}
+def _prepared(works: Any) -> tuple[Evaluation, Callable[[list[Any]], Any]]:
+    """How all expressions' values follow from numbers, and what puts those in place."""
+    leaves: dict[Polynomial, int] = {}
     build = _builder(works, leaves)
-    symbols = sorted({s for leaf in leaves for s in leaf.free_symbols}, key=lambda s: s.name)
-    return tuple(s.name for s in symbols), sympy.lambdify(symbols, list(leaves), modules="numpy", cse=True), build
+    return evaluation_of(tuple(leaves)), build
 
 
-def _builder(value: Any, leaves: dict[Expr, int]) -> Callable[[list[Any]], Any]:
+def _builder(value: Any, leaves: dict[Polynomial, int]) -> Callable[[list[Any]], Any]:
     """A function from values of `leaves`, to which the expressions in `value` are added, to `value` with numbers."""
-    if hasattr(value, "free_symbols"):
-        if not value.free_symbols:
-            number = float(value)
-            return lambda values: number
+    if isinstance(value, Polynomial):
         position = leaves.setdefault(value, len(leaves))
         return lambda values: values[position]
     if isinstance(value, tuple):
@@ -256,30 +179,30 @@ def _builder(value: Any, leaves: dict[Expr, int]) -> Callable[[list[Any]], Any]:
 
 def free_symbols(works: Any) -> tuple[str, ...]:
     """The names of all symbols of a block, family or operator, sorted."""
-    return tuple(sorted({s.name for leaf in set(_leaves(works)) for s in leaf.free_symbols}))
+    return tuple(sorted({name for leaf in set(_leaves(works)) for name in leaf.symbols}))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if dataclasses.is_dataclass(value):
+def _leaves(value: Any) -> Iterator[Polynomial]:
+    if isinstance(value, Polynomial):
+        yield value
+    elif dataclasses.is_dataclass(value):
         for each in dataclasses.fields(value):
             yield from _leaves(getattr(value, each.name))
     elif isinstance(value, tuple):
         for item in value:
             yield from _leaves(item)
-    elif hasattr(type(value), "free_symbols"):  # of the class: on an object sympy would collect them
-        yield value
 
 
 # ---- files ----
 
 
-def to_json(family: Family[Expr]) -> str:
+def to_json(family: Family[Polynomial]) -> str:
     """One line per operator, so that a change of a family can be read."""
 
     def plain(value: Any) -> Any:
-        if hasattr(value, "free_symbols"):
+        if isinstance(value, Polynomial):
             return [
-                [c.numerator if c.denominator == 1 else [c.numerator, c.denominator], dict(p)] for c, p in terms(value)
+                [c.numerator if c.denominator == 1 else [c.numerator, c.denominator], dict(p)] for c, p in value.terms
             ]
         if dataclasses.is_dataclass(value):
             return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
@@ -303,7 +226,7 @@ def to_json(family: Family[Expr]) -> str:
     return lines({"name": family.name, "source": family.source, "blocks": blocks}, "") + "\n"
 
 
-def from_json(text: str) -> Family[Expr]:
+def from_json(text: str) -> Family[Polynomial]:
     """Read what `to_json` wrote. Raises `InputError` with every problem of its content."""
     try:
         data = json.loads(text)
@@ -312,7 +235,7 @@ def from_json(text: str) -> Family[Expr]:
     return from_plain(data)
 
 
-def from_plain(data: Any) -> Family[Expr]:
+def from_plain(data: Any) -> Family[Polynomial]:
     """As `from_json`, of what the JSON holds."""
     problems: list[Problem] = []
     reader = _Reader(problems)
@@ -331,7 +254,7 @@ class _Reader:
     def fail(self, path: str, rule: str, value: object = None) -> None:
         self.problems.append(Problem(path=path, rule=rule, value=value))
 
-    def family(self, data: Any) -> Family[Expr] | None:
+    def family(self, data: Any) -> Family[Polynomial] | None:
         if not isinstance(data, dict) or not isinstance(data.get("blocks"), dict):
             self.fail("", "must be an object with name, source and blocks")
             return None
@@ -345,9 +268,9 @@ class _Reader:
                 blocks.append((role, self.variants(role, variants)))
         return Family(name=str(data.get("name", "")), source=str(data.get("source", "")), blocks=tuple(blocks))
 
-    def variants(self, role: str, data: Mapping[str, Any]) -> tuple[tuple[str, BlockWork[Expr]], ...]:
+    def variants(self, role: str, data: Mapping[str, Any]) -> tuple[tuple[str, BlockWork[Polynomial]], ...]:
         """Those of a captured model are alike, and read once."""
-        found: dict[str, BlockWork[Expr]] = {}
+        found: dict[str, BlockWork[Polynomial]] = {}
         for name in VARIANTS:
             alike = next((other for other in found if data[other] == data[name]), None)
             found[name] = found[alike] if alike else self.record(BlockWork, data[name], f"blocks.{role}.{name}")
@@ -375,13 +298,9 @@ class _Reader:
             self.fail(path, f"must be {wanted.__name__}", data)
         return data
 
-    def expression(self, data: Any, path: str) -> Expr:
-        found: list[Term] = []
-        for item in data if isinstance(data, list) else [data]:
-            term = self.term(item, path)
-            if term is not None:
-                found.append(term)
-        return expression(found)
+    def expression(self, data: Any, path: str) -> Polynomial:
+        found = (self.term(item, path) for item in (data if isinstance(data, list) else [data]))
+        return total(term for term in found if term is not None)
 
     def term(self, item: Any, path: str) -> Term | None:
         if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], dict):
@@ -400,7 +319,7 @@ class _Reader:
 
 
 @functools.cache
-def family(name: str, *, over_data: bool = False) -> Family[Expr]:
+def family(name: str, *, over_data: bool = False) -> Family[Polynomial]:
     """The blocks of a family shipped with the package; `over_data`: labelled over data-parallel ranks too, as autopar
     runs them. Raises `InputError` naming those there are."""
     if name not in family_names():

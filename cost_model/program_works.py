@@ -12,7 +12,8 @@ from typing import Any
 
 from autopar.cost_model.block_autograd import NodeRun
 from autopar.cost_model.block_export import block_works
-from autopar.cost_model.expressions import VARIANTS, BlockWork, Expr, Family, symbol
+from autopar.cost_model.expressions import VARIANTS, BlockWork, Family, evaluate
+from autopar.cost_model.polynomials import Polynomial
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Mesh
@@ -29,7 +30,7 @@ class ProgramWorks:
     blocks, `element_bytes` of each.
     """
 
-    family: Family[Expr]
+    family: Family[Polynomial]
     calls: tuple[str, ...]
     counts: tuple[tuple[str, int], ...]
     mesh: Mesh
@@ -56,7 +57,7 @@ def program_works(
     """The work of a program under labels on a mesh of data and tensor dimensions; `runs` as for `block_works`."""
     roles = _roles(program)
     works = block_works(program, analysis, labels, mesh, runs=runs)
-    used: dict[str, list[BlockWork[Expr]]] = {"first": [], "last": []}
+    used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}
     for call, role in zip(main_calls(program), roles, strict=True):
         block = program.calls[call].block
         if role in ("first", "last"):
@@ -114,18 +115,17 @@ def _roles(program: Program) -> list[str]:
     ]
 
 
-def _name(role: str, works: Sequence[BlockWork[Expr]], position: int) -> str:
+def _name(role: str, works: Sequence[BlockWork[Polynomial]], position: int) -> str:
     if role in ("first", "last"):
         return role
-    kind = "moe_layer" if works[0].parameters_expert != 0 else "layer"
+    kind = "moe_layer" if works[0].parameters_expert.terms else "layer"
     return f"{kind}:{position}"
 
 
-def _merged(role: str, works: Sequence[BlockWork[Expr]]) -> BlockWork[Expr]:
+def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Polynomial]:
     """Several calls as one."""
-    zero = symbol("b") * 0
     sums: dict[str, Any] = {
-        name: sum((getattr(work, name) for work in works), start=zero)
+        name: sum((getattr(work, name) for work in works), start=Polynomial())
         for name in (
             "saved_eager_bytes",
             "saved_fused_bytes",
@@ -141,7 +141,7 @@ def _merged(role: str, works: Sequence[BlockWork[Expr]]) -> BlockWork[Expr]:
     lists["sent"] = tuple(
         one for work in works for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")
     )
-    return BlockWork(role=role, input_bytes=works[0].input_bytes if works else zero, **sums, **lists)
+    return BlockWork(role=role, input_bytes=works[0].input_bytes if works else Polynomial(), **sums, **lists)
 
 
 def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
@@ -156,14 +156,14 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
     return 1, dtypes[0].itemsize if dtypes else 4, str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
 
 
-def _experts(works: Sequence[BlockWork[Expr]], mesh: Mesh) -> tuple[int, float]:
+def _experts(works: Sequence[BlockWork[Polynomial]], mesh: Mesh) -> tuple[int, float]:
     """Experts of a block, and how many of them work on a token; 0 and 1 where there are none."""
-    ones = {symbol(name): 1 for name in (*mesh.names, "b", "s", "t", "d")}
+    ones = dict.fromkeys((*mesh.names, "b", "s", "t", "d"), 1.0)
     grouped = [one for work in works for one in work.products if one.name.startswith("grouped_mm")]
     if not grouped:
         return 0, 1.0
-    count, rows = (float(value.subs(ones)) for value in (grouped[0].count, grouped[0].m * grouped[0].count))
-    return round(count), rows
+    one = evaluate(grouped[0], ones)
+    return round(one.count), one.m * one.count
 
 
 def _is_tied(program: Program, roles: Sequence[str]) -> bool:

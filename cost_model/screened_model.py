@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopar.cost_model.expressions import BlockWork, Expr, Family, evaluate, free_symbols
+from autopar.cost_model.expressions import BlockWork, Family, evaluate, free_symbols
 from autopar.cost_model.layout import Layouts, Shape
+from autopar.cost_model.polynomials import Polynomial
 from autopar.cost_model.pricing import evaluated
 from autopar.cost_model.pricing import shape_of as shape_of_works
 from autopar.cost_model.row import Row
@@ -74,18 +75,19 @@ def model_of_row(row: Row) -> ScreenedModel:
     )
 
 
-def parameters_only(family: Family[Expr]) -> Family[Expr]:
+def parameters_only(family: Family[Polynomial]) -> Family[Polynomial]:
     """The family without anything but how many parameters its blocks have."""
 
-    def of_work(work: BlockWork[Expr]) -> BlockWork[Expr]:
+    def of_work(work: BlockWork[Polynomial]) -> BlockWork[Polynomial]:
         bare = replace(work, products=(), eager=(), fused=(), sent=())
-        return replace(bare, saved_eager_bytes=0.0, saved_fused_bytes=0.0, input_bytes=0.0)
+        nothing = Polynomial()
+        return replace(bare, saved_eager_bytes=nothing, saved_fused_bytes=nothing, input_bytes=nothing)
 
     blocks = tuple((role, tuple((name, of_work(work)) for name, work in found)) for role, found in family.blocks)
     return replace(family, blocks=blocks)
 
 
-def _block_fields(family: Family[Expr], names: Sequence[str]) -> tuple[str, ...]:
+def _block_fields(family: Family[Polynomial], names: Sequence[str]) -> tuple[str, ...]:
     works = [work for _, variants in family.blocks for _, work in variants]
     sums = any(sent.mesh_dim == DATA and sent.of != "parameter" for work in works for sent in work.sent)
     has_experts = any(role.startswith("moe_layer") for role in family.roles)

@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.cost_model.block_export import block_works
-from autopar.cost_model.expressions import ROLES, VARIANTS, BlockWork, Expr, Family, symbol, to_json
+from autopar.cost_model.expressions import ROLES, VARIANTS, BlockWork, Family, to_json
+from autopar.cost_model.polynomials import Expr, Polynomial, symbol
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
@@ -356,7 +357,7 @@ def captured(capture: Capture, dp: int = 1) -> Program:
     return capture_for(model_of(capture), {"input_ids": ids, "labels": ids.clone()}, degrees)
 
 
-def exported(name: str, *, over_data: bool = False) -> Family[Expr]:
+def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:
     """The expressions of a family, captured anew; `over_data`: labelled over data-parallel ranks too.
 
     Raises `ValueError` where its blocks are not those of a decoder.
@@ -364,7 +365,7 @@ def exported(name: str, *, over_data: bool = False) -> Family[Expr]:
     capture, dp = CAPTURES[name], DP if over_data else 1
     program = captured(capture, dp)
     roles, sizes = roles_of(name, program), by_size(capture, dp)
-    found: dict[str, list[tuple[str, BlockWork[Expr]]]] = {}
+    found: dict[str, list[tuple[str, BlockWork[Polynomial]]]] = {}
     for variant in VARIANTS:
         tp = 1 if variant == "one" else capture.tp
         degrees = Degrees(tp=tp, dp_shard=dp, micro_batch=capture.size("b"), sequence_parallel=variant == "sp")

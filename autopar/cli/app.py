@@ -1,6 +1,5 @@
 """The `autopar` command: its commands, one per file, and what holds for all of them."""
 
-import gc
 from typing import Annotated
 
 import typer
@@ -19,8 +18,6 @@ from autopar.cli.report import report
 from autopar.cli.trace import trace
 from autopar.cli.validate import validate
 from autopar.cli.verify import verify
-
-OBJECTS_PER_COLLECTION = 1_000_000  # imports and captures make millions that stay, which Python would walk each 700
 
 app = typer.Typer(
     name="autopar",
@@ -62,12 +59,3 @@ for command in (
     clusters,
 ):
     register(app, command)
-
-
-def main() -> None:
-    """Run the command line."""
-    gc.set_threshold(OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
-    try:
-        app()
-    finally:
-        gc.freeze()  # else the interpreter walks all of it once more before it ends

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SLOW = ("transformers", "torch._dynamo", "torch._inductor", "torch.distributed.pipelining", "torch.distributed.tensor")
+DISTRIBUTED = ("torch.distributed.pipelining", "torch.distributed.tensor")
+SLOW = ("transformers", "sympy", "highspy", "torch._dynamo", "torch._inductor", *DISTRIBUTED)
 MODEL = ["plan", "gpt2", "--layers", "4", "--hidden", "64", "--seq-len", "64", "--global-batch", "64", "-c", "16xh100"]
 PROGRAM = """
 import sys

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import sympy
+from as_sympy import as_sympy
 
-from autopar.cost_model.expressions import evaluate, family, symbol
+from autopar.cost_model.expressions import evaluate, family
+from autopar.cost_model.polynomials import symbol
 
 s, b, h, a, e, f, t, v, keys = (symbol(name) for name in "sbhaeftvS")
 GPT = {e: h / a, f: 4 * h, keys: s, symbol("l"): s}
@@ -30,6 +32,11 @@ def layer(variant: str) -> Any:
     return family("gpt2").block("layer", variant)
 
 
+def kept(variant: str, how: str = "saved_fused_bytes") -> Any:
+    """Bytes that a layer keeps."""
+    return as_sympy(getattr(layer(variant), how))
+
+
 def statistics() -> Any:
     """What attention in one kernel keeps and attention in pieces does not: a float32 per query and head."""
     return 4 * a * b * s / t
@@ -37,9 +44,7 @@ def statistics() -> Any:
 
 def in_pieces(variant: str) -> Any:
     """Saved bytes of a layer whose attention keeps its scores, at e = h/a and f = 4h."""
-    return sympy.expand(
-        (layer(variant).saved_fused_bytes - statistics() + attention_scores_saved_bytes() / t).subs(GPT)
-    )
+    return sympy.expand((kept(variant) - statistics() + attention_scores_saved_bytes() / t).subs(GPT))
 
 
 def test_tensor_parallel_layer() -> None:
@@ -55,24 +60,24 @@ def test_sequence_parallel_layer() -> None:
 
 
 def test_attention_in_one_kernel() -> None:
-    saved = layer("sp").saved_fused_bytes.subs(GPT)
+    saved = kept("sp").subs(GPT)
     assert sympy.expand(saved - statistics()) == sympy.expand(34 * s * b * h / t)
 
 
 def test_any_width_of_the_feed_forward_layer() -> None:
-    saved = layer("sp").saved_fused_bytes.subs(e, h / a) - statistics()
+    saved = kept("sp").subs(e, h / a) - statistics()
     assert sympy.expand(saved) == sympy.expand(s * b * h * (18 + 4 * f / h) / t)
 
 
 def test_eager_keeps_more_by_the_pieces_of_gelu_and_statistics_of_norms() -> None:
     """gelu's tanh form: four more values as wide as the layer, less its input kept once; norms: mean and deviation."""
-    more = layer("tp").saved_eager_bytes - layer("tp").saved_fused_bytes
+    more = kept("tp", "saved_eager_bytes") - kept("tp")
     assert sympy.expand(more) == 3 * 2 * b * s * f / t + 2 * 2 * 4 * b * s
 
 
 def test_full_recomputation_keeps_the_input() -> None:
-    assert layer("tp").input_bytes == 2 * s * b * h
-    assert layer("sp").input_bytes == 2 * s * b * h / t
+    assert kept("tp", "input_bytes") == 2 * s * b * h
+    assert kept("sp", "input_bytes") == 2 * s * b * h / t
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
@@ -81,7 +86,7 @@ def test_activations_of_the_first_stage(model: Any) -> None:
     numbers = {s: SEQUENCE, b: batch, h: hidden, a: heads, t: 8}
     in_flight = layers * (1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1)
     assert float(in_pieces("tp").subs(numbers)) * in_flight / GIB == pytest.approx(with_tp, abs=1e-4)
-    flash = (layer("sp").saved_fused_bytes - statistics()).subs(GPT)
+    flash = (kept("sp") - statistics()).subs(GPT)
     assert float(flash.subs(numbers)) * in_flight / GIB == pytest.approx(with_all, abs=1e-4)
 
 
@@ -118,7 +123,7 @@ def test_flops_of_a_step(model: Any) -> None:
 
 
 def sent(variant: str, cause: str = "value") -> list[tuple[str, bool, Any]]:
-    return [(c.collective, c.is_forward, c.whole_bytes) for c in layer(variant).sent if c.of == cause]
+    return [(c.collective, c.is_forward, as_sympy(c.whole_bytes)) for c in layer(variant).sent if c.of == cause]
 
 
 def test_tensor_parallel_layer_sends_four_all_reduces() -> None:
@@ -137,5 +142,5 @@ def test_sequence_parallel_layer_sends_as_many_bytes() -> None:
 def test_gradients_of_norms_are_summed_under_sequence_parallelism() -> None:
     """Weight and bias of two norms; the biases behind the all-gather of a cotangent get theirs whole."""
     assert sum(size for _, _, size in sent("sp", "parameter")) == 2 * 4 * h
-    assert layer("sp").parameters_whole == 6 * h
+    assert as_sympy(layer("sp").parameters_whole) == 6 * h
     assert sent("tp", "parameter") == []

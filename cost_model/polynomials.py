@@ -1,0 +1,155 @@
+"""Sums of monomials in named sizes, as plain data: what costs of blocks are stored, compared and evaluated as.
+
+Costs are worked out with sympy (`symbol`, `polynomial`); from there on nothing needs it, so that what is read from a
+file is priced without importing it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Number: TypeAlias = float | NDArray[np.float64]
+
+Expr: TypeAlias = Any  # sympy.Expr; sympy has no types and is imported when the first expression is made
+Powers: TypeAlias = tuple[tuple[str, int], ...]  # by symbol, in the symbols' order
+Term: TypeAlias = tuple[Fraction, Powers]
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A sum of monomials: rational coefficients times integer powers of symbols, negative ones too.
+
+    `terms` are in the order of their powers, each powers once and no coefficient zero, as `total` makes them.
+    """
+
+    terms: tuple[Term, ...] = ()
+    _hash: int = field(init=False, compare=False, repr=False)  # families of thousands are keys of caches
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.terms))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        return total((*self.terms, *other.terms))
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        return frozenset(name for _, powers in self.terms for name, _ in powers)
+
+
+def total(terms: Iterable[Term]) -> Polynomial:
+    """The sum of terms in any order."""
+    found: dict[Powers, Fraction] = {}
+    for coefficient, powers in terms:
+        found[powers] = found[powers] + coefficient if powers in found else coefficient
+    return Polynomial(tuple((found[powers], powers) for powers in sorted(found) if found[powers]))
+
+
+# ---- from sympy ----
+
+
+@functools.cache
+def symbol(name: str) -> Expr:
+    """The positive symbol of a name."""
+    import sympy
+
+    return sympy.Symbol(name, positive=True)
+
+
+def polynomial(value: Expr | float) -> Polynomial:
+    """A sympy expression as plain data. Raises `ValueError` where it is no sum of monomials."""
+    import sympy
+
+    return _polynomial(sympy.sympify(value))
+
+
+@functools.cache  # the operators of a block share most of their expressions
+def _polynomial(value: Expr) -> Polynomial:
+    import sympy
+
+    parts = sympy.Add.make_args(value)
+    if not all(_is_monomial(part) for part in parts):
+        parts = sympy.Add.make_args(sympy.expand(value))
+    return total(_term(part, value) for part in parts)
+
+
+def _is_monomial(term: Expr) -> bool:
+    """Whether nothing of a term is left to expand."""
+    import sympy
+
+    return all(
+        factor.is_Rational or factor.is_Symbol or (factor.is_Pow and factor.base.is_Symbol and factor.exp.is_Integer)
+        for factor in sympy.Mul.make_args(term)
+    )
+
+
+def _term(term: Expr, whole: Expr) -> Term:
+    factor, powers = Fraction(1), {}
+    for base, power in term.as_powers_dict().items():
+        if base.is_Number and power.is_Integer:
+            number = Fraction(int(base.p), int(base.q)) if base.is_Rational else Fraction(float(base))
+            factor *= number ** int(power)
+        elif base.is_Symbol and power.is_Integer:
+            powers[base.name] = int(power)
+        else:
+            raise ValueError(f"{term} in {whole} is no monomial")
+    return factor, tuple(sorted(powers.items()))
+
+
+# ---- values ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How the values of several polynomials follow from numbers for `names`, each product of symbols made once.
+
+    Slot 0 is 1, the slots behind it are the numbers, and each of `products` adds a slot: that of the slot `left` times
+    the number in the slot `right`, or divided by it. `sums` are coefficients with the slots that they belong to.
+    """
+
+    names: tuple[str, ...]
+    products: tuple[tuple[int, int, bool], ...]
+    sums: tuple[tuple[tuple[float, int], ...], ...]
+
+    def values(self, numbers: Mapping[str, Number]) -> list[Any]:
+        """The polynomials' values in their order: floats, or arrays where a number in them is one."""
+        slots: list[Any] = [1.0, *(numbers[name] for name in self.names)]
+        for left, right, divides in self.products:
+            slots.append(slots[left] / slots[right] if divides else slots[left] * slots[right])
+        return [_sum([coefficient * slots[slot] for coefficient, slot in terms]) for terms in self.sums]
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    return functools.reduce(operator.add, values) if values else 0.0
+
+
+def evaluation_of(polynomials: Sequence[Polynomial]) -> Evaluation:
+    """The evaluation of `polynomials`."""
+    names = tuple(sorted(frozenset[str]().union(*(each.symbols for each in polynomials))))
+    number_of = {name: 1 + i for i, name in enumerate(names)}
+    slot_of: dict[tuple[int, int, bool], int] = {}
+
+    def slot(powers: Powers) -> int:
+        """Products are made of the smallest symbol on, so that those that begin alike share their beginning."""
+        factors = [(number_of[name], False) for name, power in powers for _ in range(power)]
+        factors += [(number_of[name], True) for name, power in powers for _ in range(-power)]
+        if not factors:
+            return 0
+        found, rest = (0, factors) if factors[0][1] else (factors[0][0], factors[1:])
+        for right, divides in rest:
+            found = slot_of.setdefault((found, right, divides), 1 + len(names) + len(slot_of))
+        return found
+
+    sums = tuple(tuple((float(coefficient), slot(powers)) for coefficient, powers in p.terms) for p in polynomials)
+    return Evaluation(names=names, products=tuple(slot_of), sums=sums)
