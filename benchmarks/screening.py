@@ -102,7 +102,7 @@ def measure(name: str, models: Sequence[ScreenedModel], layouts: Layouts, target
     own = np.flatnonzero(layouts.tp == TENSOR[-1])
     rows = np.sort(np.random.default_rng(0).permutation(own)[:PIECE])
     sample = Layouts(**{field: np.asarray(getattr(layouts, field)[rows], float) for field in Layouts.__slots__})
-    found, expected = screen(models, layouts, target), direct(models, sample, target)  # compiles expressions
+    found, expected = screen(models, layouts, target), direct(models, sample, target)  # prepares expressions
     for one, other in zip((found.seconds, found.peak_bytes), expected, strict=True):
         np.testing.assert_allclose(one[rows], other, rtol=SAME)
     rates, ratios = [], []

@@ -3,7 +3,7 @@
 A case is ``MODEL@CLUSTER``, with ``:LAYERS`` where they are not the model's own. Each runs in a process of its own, so
 that its peak memory is its own, and is searched as `autopar plan` does it once the model is captured: labels chosen,
 candidates screened and priced, cuts varied by Optuna, the plan written down. The first search of a process also imports
-and compiles; the median is that of `rounds` further ones, which keep nothing of each other but compiled expressions and
+and prepares expressions; the median is that of `rounds` further ones, which keep nothing of each other but those and
 action lists. Captures are kept in the cache of `autopar plan`: "capture" is the seconds of one, or of loading it.
 
 "cpu s" is the median of the process's own seconds, which other work on the machine does not lengthen.
