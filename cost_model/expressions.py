@@ -48,6 +48,7 @@ SYMBOLS: Mapping[str, str] = {
     "r": "rotated part of a head (latent attention)",
     "u": "width of a head's values (latent attention)",
 }
+MOST_POWER = 16  # of a symbol in a file; powers are evaluated as repeated products
 _TENSOR_DIM = re.compile(r"tp\d")  # of a captured model whose tensor degree is a product of several
 Kind = Literal["matmul", "attention", "memory"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -312,8 +313,11 @@ class _Reader:
             self.fail(path, "a coefficient must be a whole number or [numerator, denominator]", coefficient)
             return None
         for name, power in powers.items():
-            if not (name in SYMBOLS or _TENSOR_DIM.fullmatch(name)) or type(power) is not int:
+            if not (name in SYMBOLS or _TENSOR_DIM.fullmatch(name)):
                 self.fail(path, f"must be a power of a known symbol; {did_you_mean(name, tuple(SYMBOLS))}", item)
+                return None
+            if type(power) is not int or not 1 <= abs(power) <= MOST_POWER:
+                self.fail(path, f"a power must be a whole number from -{MOST_POWER} to {MOST_POWER}, not 0", item)
                 return None
         return Fraction(*pair), tuple(sorted(powers.items()))
 

@@ -73,6 +73,15 @@ def test_every_problem_of_a_file_is_reported() -> None:
     assert paths == {f"{layer}.products[0].flops", f"{layer}.input_bytes", f"{layer}.sent[0]", "blocks.middle"}
 
 
+@pytest.mark.parametrize("power", [0, 17, -(10**12), 1.5, True])
+def test_powers_that_nobody_writes_are_refused(power: float) -> None:
+    data = json.loads(to_json(family("llama")))
+    data["blocks"]["layer"]["tp"]["input_bytes"] = [[2, {"b": power}]]
+    with pytest.raises(InputError, match="a power must be a whole number from -16 to 16") as caught:
+        from_json(json.dumps(data))
+    assert [problem.path for problem in caught.value.problems] == ["blocks.layer.tp.input_bytes"]
+
+
 def test_nothing_in_a_file_is_evaluated() -> None:
     data = json.loads(to_json(family("llama")))
     data["blocks"]["layer"]["tp"]["input_bytes"] = "__import__('os').getpid()"
