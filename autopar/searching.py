@@ -30,7 +30,7 @@ from autopar.search.check_result import check_result
 from autopar.search.cuts import cuts_at
 from autopar.search.describe import details_of, points_of
 from autopar.search.details import Details
-from autopar.search.exact import Priced, priced
+from autopar.search.exact import AS_IT_IS, Priced, priced
 from autopar.search.front import front_of
 from autopar.search.next_best import next_best
 from autopar.search.nothing_fits import Asked, closest, counted
@@ -41,7 +41,6 @@ from autopar.search.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.screen import Machinery
 from autopar.search.space import Limits, Wishes, tensor_degrees, what_would_be_legal, wishes
 from autopar.search.study import keep_result, study_place
-from autopar.search.together import NONE
 from autopar.search.what_if import Base, what_if
 from autopar.search_labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.search_machinery import machinery_of
@@ -232,13 +231,13 @@ def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequ
         most_stages=sum(1 for role in works.calls if role),
         tensor_degrees=tensor_degrees(*counts),
         accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
-        num_stages=None if pinned.cuts is None else len(pinned.cuts) + 1,
+        num_stages=pinned.num_stages,
     )
 
 
 def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
     together = found.together
-    return next_best(found, together.priced, top, ahead=lambda likely: together.price([(i, NONE) for i in likely]))
+    return next_best(found, together.priced, top, ahead=lambda likely: together.price([(i, AS_IT_IS) for i in likely]))
 
 
 def _priced_baselines(found: Searched, labels: SearchLabels) -> Iterator[tuple[int, Priced, int]]:

@@ -22,14 +22,14 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.baselines import Baseline, baselines
 from autopar.search.best_first import Proof, best_first
-from autopar.search.exact import Priced
+from autopar.search.exact import AS_IT_IS, Cut, Priced
 from autopar.search.objective import Goal, Part
 from autopar.search.refine import Refined, refine
 from autopar.search.screen import Machinery, Screened, screen
 from autopar.search.space import Candidates, Limits, Wishes, candidates
 from autopar.search.starts import starts_of
 from autopar.search.study import StudyPlace
-from autopar.search.together import NONE, Together
+from autopar.search.together import Together
 from autopar.search.words import readable_value
 
 Floats = NDArray[np.float64]
@@ -197,7 +197,7 @@ class _Search:
             goes_on=lambda: goes_on() and not stopped,
             ties=self.columns["seconds"],
             ahead=lambda likely: self.together.price(
-                [(i, NONE) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
+                [(i, AS_IT_IS) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
             ),
             added=lambda index, alike: self.added(bounds, index, alike),
             tell=tell,
@@ -237,7 +237,7 @@ class _Search:
         can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
 
         def values(indices: Sequence[int]) -> list[float]:
-            self.together.price([(index, NONE) for index in indices])
+            self.together.price([(index, AS_IT_IS) for index in indices])
             return [value(self.together.priced(index)) for index in indices]
 
         starts = starts_of(
@@ -250,10 +250,15 @@ class _Search:
         if place is None and not any(one.is_varied for one in starts):
             return Refined()
 
-        say(f"moving cuts of {sum(one.is_varied for one in starts)} plans")
+        varied = {one.index for one in starts if one.is_varied}
+
+        def cut(index: int, moved: tuple[int, int]) -> Cut:
+            return Cut(*moved, by_stage=index in varied)
+
+        say(f"moving cuts of {len(varied)} plans")
         return refine(
             starts,
-            self.together.priced,
+            lambda index, moved: self.together.priced(index, cut(index, moved)),
             value=value,
             trials=trials,
             capacity_bytes=self.goal.part(self.exact[proof.best.index]).on.capacity_bytes,
@@ -261,7 +266,7 @@ class _Search:
             index_of=self.candidates.index_of,
             place=place,
             goes_on=goes_on,
-            ahead=self.together.price,
+            ahead=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
         )
 
     def raised(self) -> Floats:

@@ -160,7 +160,9 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     )
     least = np.broadcast_to(memory.share, layouts.pp.shape)
     share = _of_whole_blocks(least, run)
-    if on.pinned.recompute_blocks is not None:
+    if isinstance(on.pinned.recompute_blocks, tuple):  # what stages of their own hold is known when they are priced
+        share = np.zeros(len(found))
+    elif on.pinned.recompute_blocks is not None:
         asked = np.minimum(on.pinned.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
         share = np.where(least <= asked * (1 + ROUNDING), asked, NO_SHARE)
     if on.pinned.cuts is not None:  # nothing is known of their memory before they are priced
