@@ -40,8 +40,8 @@ def live_micro_batches(stages: Stages) -> Floats:
     pp, ranks = stages.pp, np.array(stages.ranks)
     run = {"pp": pp, "virtual_stages": stages.virtual, "micro_batches": stages.micro_batches}
     if stages.num_actions > MOST_ACTIONS:
-        live: Floats = np.asarray(live_stage_micro_batches(stages.schedule, **run, rank=np.arange(pp))) / stages.virtual
-        return live[ranks]
+        live = np.asarray(live_stage_micro_batches(stages.schedule, **run, rank=np.arange(pp)), dtype=np.float64)
+        return np.asarray(live[ranks] / stages.virtual)
     rows = most_held(stages.schedule, pp, stages.virtual, stages.micro_batches)
     fullest = [each[np.argmax(each.sum(axis=1))] for each in rows]
     return np.array([float(fullest[rank][stage]) for stage, rank in enumerate(stages.ranks)])

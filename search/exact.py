@@ -55,7 +55,7 @@ class Cut(NamedTuple):
     by_stage: bool = False
 
 
-AS_IT_IS = Cut()
+AS_IT_IS, BY_STAGE = Cut(), Cut(by_stage=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

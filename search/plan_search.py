@@ -21,18 +21,19 @@ from autopar.cost_model.program_works import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.baselines import Baseline, baselines
-from autopar.search.best_first import Proof, best_first
-from autopar.search.exact import AS_IT_IS, Cut, Priced
+from autopar.search.best_first import Exact, Proof, best_first
+from autopar.search.exact import AS_IT_IS, BY_STAGE, Cut, Priced
 from autopar.search.objective import Goal, Part
 from autopar.search.refine import Refined, refine
 from autopar.search.screen import Machinery, Screened, screen
 from autopar.search.space import Candidates, Limits, Wishes, candidates
-from autopar.search.starts import starts_of
+from autopar.search.starts import NEARLY, kinds_of, starts_of
 from autopar.search.study import StudyPlace
 from autopar.search.together import Together
 from autopar.search.words import readable_value
 
 Floats = NDArray[np.float64]
+MOST_BY_STAGE = 48  # prices of candidates whose stages recompute what they need themselves
 # from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
 Works = Callable[[int], ProgramWorks]
 
@@ -237,14 +238,15 @@ class _Search:
         can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
 
         def values(indices: Sequence[int]) -> list[float]:
-            self.together.price([(index, AS_IT_IS) for index in indices])
-            return [value(self.together.priced(index)) for index in indices]
+            self.together.price([(index, BY_STAGE) for index in indices])
+            return [value(self.together.priced(index, BY_STAGE)) for index in indices]
 
         starts = starts_of(
             self.candidates,
             np.where(can_be_priced, self.raised(), np.inf),
             values,
             proof.best.index,
+            self.by_stage(np.where(can_be_priced, self.bounds(), np.inf), proof.best, goes_on),
             [one for one in self.baselines if can_be_priced[one.index]],
         )
         if place is None and not any(one.is_varied for one in starts):
@@ -280,6 +282,32 @@ class _Search:
         for index, one in self.exact.items():
             found[index] = self.goal.value(one) if one.fits else np.inf
         return found
+
+    def by_stage(self, bounds: Floats, best: Exact, goes_on: Callable[[], bool]) -> list[int]:
+        """Candidates that may be better than the best where every stage recomputes what it needs itself, which bounds
+        do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
+        Estimates are too small by about as much for all pipelines of a schedule with as many stages of a rank."""
+        screened = Screened(**self.columns)
+        mine = np.isfinite(bounds) & (screened.share > 0) & (self.candidates.pp > 1)
+        estimates = np.full(len(bounds), np.inf)
+        estimates[mine] = bounds[mine] * screened.by_stage_seconds[mine] / screened.seconds[mine]
+        least = estimates * (1 - NEARLY)
+
+        def price(index: int) -> float:
+            one = self.together.priced(index, BY_STAGE)
+            return self.goal.value(one) if one.fits else np.inf
+
+        found = best_first(
+            np.where(least < best.value, least, np.inf),
+            kinds_of(self.candidates, ("schedule", "virtual")),
+            price,
+            most=MOST_BY_STAGE,
+            goes_on=goes_on,
+            ahead=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
+            added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
+        )
+        fitting = [one for one in found.priced if np.isfinite(one.value)]
+        return [one.index for one in sorted(fitting, key=lambda one: one.value)]
 
     def result(self, proof: Proof, refined: Refined) -> Searched:
         return Searched(

@@ -81,14 +81,16 @@ class Machinery:
 class Screened:
     """Per candidate: a lower bound in seconds (infinite where it cannot fit) with as little recomputation as it needs
     and with all of it, what the pipeline takes of a step without and with all of it, the part of the blocks that it
-    must recompute, bytes of the fullest rank without recomputation, with all of it, and of its state alone, and which
-    part of its memory is the largest (a position in `autopar.search.memory_bounds.PARTS`)."""
+    must recompute, about the seconds where every stage recomputes what it needs itself, bytes of the fullest rank
+    without recomputation, with all of it, and of its state alone, and which part of its memory is the largest (a
+    position in `autopar.search.memory_bounds.PARTS`)."""
 
     seconds: Floats
     recomputed_seconds: Floats
     pipeline: Floats
     recomputed_pipeline: Floats
     share: Floats
+    by_stage_seconds: Floats
     without_bytes: Floats
     recomputed_bytes: Floats
     state_bytes: Floats
@@ -168,6 +170,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     if on.pinned.cuts is not None:  # nothing is known of their memory before they are priced
         share = np.where(np.isfinite(share) & (share <= 1), share, 0.0)
     mixed = (1 - share) * steps[0].seconds + share * steps[1].seconds
+    by_stage = (1 - memory.mean_share) * steps[0].seconds + memory.mean_share * steps[1].seconds
     can = (share <= 1) & np.isfinite(cuts[0].largest)
     can = can & on.allows(works, layouts)
     if on.pinned.cuts is not None:  # bounds are of the cuts that make the slowest stage fastest
@@ -178,6 +181,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         pipeline=_of_pipeline(basis, steps[0]),
         recomputed_pipeline=_of_pipeline(basis, steps[1]),
         share=share,
+        by_stage_seconds=np.where(can, np.minimum(by_stage, mixed), np.inf),
         without_bytes=np.broadcast_to(memory.without, share.shape),
         recomputed_bytes=np.broadcast_to(memory.recomputed, share.shape),
         state_bytes=np.broadcast_to(memory.state, share.shape),
