@@ -270,7 +270,7 @@ def _result(
     best, goal = found.best, found.goal
     names = {one.index: one.name for one in found.baselines}
 
-    def contender(index: int, one: Priced, borrowed: int = 0) -> Contender:
+    def contender(index: int | None, one: Priced, borrowed: int = 0) -> Contender:
         slower = 0.0 if best is None else one.seconds / best.seconds - 1
         reason = ""
         if not one.fits:
@@ -290,7 +290,7 @@ def _result(
             parts=parts_of(one.step.parts),
             value=goal.value(one),
             num_devices=one.degrees.world_size,
-            name=names.get(index, ""),
+            name="" if index is None else names.get(index, ""),
         )
 
     return SearchResult(
@@ -305,13 +305,13 @@ def _result(
         sequence=program.sequence or 1,
         global_batch=asked.global_batch or (0 if best is None else sequences_of(best.degrees)),
         device_bytes=on.machine.memory_bytes,
-        best=None if found.proof.best is None or best is None else contender(found.proof.best.index, best),
+        best=None if best is None else contender(found.index_of_best, best),
         refined=len(found.refined.trials),
         trials=found.refined.trials,
         importance=found.refined.importance,
         others=tuple(contender(i, one) for i, one in _next_best(found, asked.top)),
         baselines=tuple(contender(*one) for one in _priced_baselines(found, labels)),
-        bound=None if best is None else found.proof.bound,
+        bound=None if found.proof.best is None else found.proof.bound,
         gap=found.proof.gap,
         is_proven=found.proof.is_proven,
         counted=counted(found, on.capacity_bytes),

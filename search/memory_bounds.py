@@ -31,6 +31,7 @@ from autopar.search.even_cuts import EvenCuts
 from autopar.search.pipeline_bounds import IS_V, NAMES
 
 Floats = NDArray[Any]
+MOST_SHARE = 2.0  # of the blocks that a rank would have to recompute: as if it had fewer and others more
 MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # how near to the first rank a rank is
 # what a rank holds of a model, by the names of `autopar.cost_model.step_memory`; activations with what recomputation
 # of a block needs
@@ -41,8 +42,9 @@ PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "ac
 class MemoryBounds:
     """Bytes of the fullest rank without recomputation and with all of it, what of the former is state and gathered
     weights, the least part of the blocks that must be recomputed to fit: above 1 where that does not help, and about
-    what part it is where every rank recomputes what it needs itself. `largest` is the part of `PARTS`, by its position,
-    that holds most of the fullest rank with whichever recomputation holds less."""
+    what part it is where every rank recomputes what it needs itself, with as many blocks as it can have. `largest` is
+    the part of `PARTS`, by its position, that holds most of the fullest rank with whichever recomputation holds
+    less."""
 
     without: Floats
     recomputed: Floats
@@ -182,5 +184,5 @@ def _mean_share(capacity: float, ends: Sequence[tuple[Floats, Floats, Floats]], 
     shares = []
     for part in MEAN_OF:
         state, without, recomputed = (part * a + (1 - part) * b for a, b in zip(first, last, strict=True))
-        shares.append(np.minimum(_share(capacity, state, without, recomputed, working=working), 1.0))
+        shares.append(np.minimum(_share(capacity, state, without, recomputed, working=working), MOST_SHARE))
     return np.asarray(np.mean(np.broadcast_arrays(*shares), axis=0))

@@ -10,7 +10,7 @@ the labels of the smallest one above 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from autopar.cost_model.program_works import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.baselines import Baseline, baselines
-from autopar.search.best_first import Exact, Proof, best_first
+from autopar.search.best_first import Proof, best_first
 from autopar.search.exact import AS_IT_IS, BY_STAGE, Cut, Priced
 from autopar.search.objective import Goal, Part
 from autopar.search.refine import Refined, refine
@@ -59,11 +59,17 @@ class Searched:
 
     @property
     def best(self) -> Priced | None:
-        """The plan of the smallest value that fits, with moved cuts where those are better."""
+        """The plan of the smallest value that fits, with stages of its own where those are better."""
+        moved = self.refined.best
         if self.proof.best is None:
-            return None
-        found, moved = self.exact[self.proof.best.index], self.refined.best
+            return moved
+        found = self.exact[self.proof.best.index]
         return moved if moved is not None and self.goal.value(moved) < self.goal.value(found) else found
+
+    @property
+    def index_of_best(self) -> int | None:
+        """The candidate that is the best plan as it is; None where that has stages of its own."""
+        return next((index for index, one in self.exact.items() if one is self.best), None)
 
 
 def search_degrees(
@@ -232,10 +238,15 @@ class _Search:
         goes_on: Callable[[], bool],
         say: Callable[[str], None],
     ) -> Refined:
-        """Moved cuts of the fastest candidates with several stages, where they could be faster than the best."""
-        if proof.best is None or not trials:
+        """Moved cuts, and recomputation by stage, of the fastest candidates with several stages, where they could be
+        faster than the best; or fit, where no candidate does as it is."""
+        if not trials:
             return Refined()
         can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
+        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, goes_on)
+        if proof.best is None and not others:
+            return Refined()
+        best = others[0] if proof.best is None else proof.best.index
 
         def values(indices: Sequence[int]) -> list[float]:
             self.together.price([(index, BY_STAGE) for index in indices])
@@ -245,25 +256,25 @@ class _Search:
             self.candidates,
             np.where(can_be_priced, self.raised(), np.inf),
             values,
-            proof.best.index,
-            self.by_stage(np.where(can_be_priced, self.bounds(), np.inf), proof.best, goes_on),
+            best,
+            others,
             [one for one in self.baselines if can_be_priced[one.index]],
         )
         if place is None and not any(one.is_varied for one in starts):
             return Refined()
 
-        varied = {one.index for one in starts if one.is_varied}
+        as_they_are = {one.index for one in starts if not one.is_varied}
 
         def cut(index: int, moved: tuple[int, int]) -> Cut:
-            return Cut(*moved, by_stage=index in varied)
+            return Cut(*moved, by_stage=index not in as_they_are)
 
-        say(f"moving cuts of {len(varied)} plans")
+        say(f"moving cuts of {len(starts) - len(as_they_are)} plans")
         return refine(
             starts,
             lambda index, moved: self.together.priced(index, cut(index, moved)),
             value=value,
             trials=trials,
-            capacity_bytes=self.goal.part(self.exact[proof.best.index]).on.capacity_bytes,
+            capacity_bytes=self.goal.part(self.together.priced(best)).on.capacity_bytes,
             seed=seed,
             index_of=self.candidates.index_of,
             place=place,
@@ -283,14 +294,18 @@ class _Search:
             found[index] = self.goal.value(one) if one.fits else np.inf
         return found
 
-    def by_stage(self, bounds: Floats, best: Exact, goes_on: Callable[[], bool]) -> list[int]:
-        """Candidates that may be better than the best where every stage recomputes what it needs itself, which bounds
-        do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
+    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, goes_on: Callable[[], bool]) -> list[int]:
+        """Candidates that may be below the best value, or fit, where every stage recomputes what it needs itself, which
+        bounds do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
         Estimates are too small by about as much for all pipelines of a schedule with as many stages of a rank."""
+        if self.goal.is_memory or any(on.pinned.recompute_blocks is not None for on, _ in self.machinery):
+            return []
         screened = Screened(**self.columns)
-        mine = np.isfinite(bounds) & (screened.share > 0) & (self.candidates.pp > 1)
-        estimates = np.full(len(bounds), np.inf)
-        estimates[mine] = bounds[mine] * screened.by_stage_seconds[mine] / screened.seconds[mine]
+        mine = can_be_priced & (screened.share > 0) & (self.candidates.pp > 1)
+        if not np.any(mine):
+            return []
+        seconds = np.where(mine, screened.by_stage_seconds, np.inf)
+        estimates = self.goal.bounds(self.candidates, replace(screened, seconds=seconds))
         least = estimates * (1 - NEARLY)
 
         def price(index: int) -> float:
@@ -298,7 +313,7 @@ class _Search:
             return self.goal.value(one) if one.fits else np.inf
 
         found = best_first(
-            np.where(least < best.value, least, np.inf),
+            np.where(least < min(best, self.below), least, np.inf),
             kinds_of(self.candidates, ("schedule", "virtual")),
             price,
             most=MOST_BY_STAGE,

@@ -171,8 +171,8 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         share = np.where(np.isfinite(share) & (share <= 1), share, 0.0)
     mixed = (1 - share) * steps[0].seconds + share * steps[1].seconds
     by_stage = (1 - memory.mean_share) * steps[0].seconds + memory.mean_share * steps[1].seconds
-    can = (share <= 1) & np.isfinite(cuts[0].largest)
-    can = can & on.allows(works, layouts)
+    legal = np.isfinite(cuts[0].largest) & on.allows(works, layouts)
+    can = (share <= 1) & legal
     if on.pinned.cuts is not None:  # bounds are of the cuts that make the slowest stage fastest
         mixed = np.zeros(len(found))
     return Screened(
@@ -181,7 +181,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         pipeline=_of_pipeline(basis, steps[0]),
         recomputed_pipeline=_of_pipeline(basis, steps[1]),
         share=share,
-        by_stage_seconds=np.where(can, np.minimum(by_stage, mixed), np.inf),
+        by_stage_seconds=np.where((memory.mean_share <= 1) & legal, by_stage, np.inf),
         without_bytes=np.broadcast_to(memory.without, share.shape),
         recomputed_bytes=np.broadcast_to(memory.recomputed, share.shape),
         state_bytes=np.broadcast_to(memory.state, share.shape),
