@@ -8,6 +8,7 @@ forward to its backward pass, and the state of the parameters that its calls tak
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -56,7 +57,7 @@ class Stages:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return tuple(rank_of_stage(self.schedule, self.pp, stage) for stage in range(len(self.roles)))
+        return _ranks(self.schedule, self.pp, len(self.roles))
 
     @property
     def num_actions(self) -> int:
@@ -71,6 +72,11 @@ class Stages:
     def repeated(self) -> tuple[tuple[str, ...], ...]:
         """The roles of the repeated blocks of every stage."""
         return tuple(tuple(role for role in roles if role not in ENDS) for roles in self.roles)
+
+
+@lru_cache(maxsize=256)  # asked for with every price
+def _ranks(schedule: str, pp: int, num_stages: int) -> tuple[int, ...]:
+    return tuple(rank_of_stage(schedule, pp, stage) for stage in range(num_stages))
 
 
 def stages_at(calls: Sequence[str], cuts: Sequence[int], degrees: Degrees) -> Stages:

@@ -103,11 +103,11 @@ def fewest_blocks(
 def _orders(stages: Stages) -> list[list[int]]:
     """For every rank, the stages of its blocks in the order in which these recompute: those with most micro-batches
     first, in turns where stages hold as many."""
-    live = live_micro_batches(stages)
+    live, ranks = live_micro_batches(stages), stages.ranks
     found: list[list[int]] = [[] for _ in range(stages.pp)]
     every = [(-live[s], at, s) for s, own in enumerate(stages.repeated) for at in range(len(own))]
     for _, _, stage in sorted(every):
-        found[stages.ranks[stage]].append(stage)
+        found[ranks[stage]].append(stage)
     return found
 
 
