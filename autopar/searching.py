@@ -32,6 +32,7 @@ from autopar.search.describe import details_of, points_of
 from autopar.search.details import Details
 from autopar.search.exact import Priced, priced
 from autopar.search.front import front_of
+from autopar.search.gathers import with_kept
 from autopar.search.next_best import next_best
 from autopar.search.nothing_fits import Asked, closest, counted
 from autopar.search.objective import Goal, Part, goal_of, parts_of, sequences_of, why_worse
@@ -51,6 +52,7 @@ from autopar.trace.capture import Inputs, LossFunction
 
 MOST_PRICED = 400
 MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
+PRICED_AS = ("recompute", "recompute_blocks", "regather")  # words that plans are priced with, and follow from the price
 
 
 def plan(
@@ -120,7 +122,13 @@ def search_captured(
     program = program_for(captured, LABELLED)
     wanted = wishes(asked.fix, asked.forbid)
     pinned = _pinned(wanted, program)
-    labels = SearchLabels(program, cluster, pinned.degrees.get("sequence_parallel"), folder=labels_folder)
+    labels = SearchLabels(
+        program,
+        cluster,
+        pinned.degrees.get("sequence_parallel"),
+        regather=pinned.regather is not False,
+        folder=labels_folder,
+    )
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
@@ -152,7 +160,10 @@ def search_captured(
         goal=goal,
     )
     _refuse_without_candidates(found, limits, wanted)
+    if pinned.regather is None:
+        found = with_kept(found, labels.works_kept, most_exact=MOST_PRICED, goes_on=goes_on)
     best = found.best
+    works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
     more = None
     if asked.what_if:
         more = search_beyond(works_of, cluster, limits, wanted, goal, most_exact=MOST_PRICED, goes_on=goes_on, say=say)
@@ -164,7 +175,7 @@ def search_captured(
         nearest = closest(space, lambda: time.monotonic() < until)
     else:
         final, decided = _as_it_runs(captured, labels, best, pinned, goal.part(best).cluster, name)
-        check_result(found, decided, works_of(best.degrees.tp), limits, wanted)
+        check_result(found, decided, works_of_best(best.degrees.tp), limits, wanted)
     result = replace(
         _result(found, labels, cluster, on, program, asked),
         model=name,
@@ -172,14 +183,15 @@ def search_captured(
         closest=nearest,
         beyond=None if more is None else contender_of(more, best, cluster),
         seconds=time.monotonic() - started,
-        details=None if best is None else _details(best, works_of(best.degrees.tp), goal.part(best)),
+        details=None if best is None else _details(best, works_of_best(best.degrees.tp), goal.part(best)),
         points=points_of(found),
     )
     if best is not None and decided is not None and asked.report:
         say("asking what if")
         base = Base(
-            best=best, part=goal.part(best), machinery=machinery, works_of=works_of, limits=limits, wanted=wanted,
-            global_batch=result.global_batch,
+            best=best, part=goal.part(best), machinery=machinery, works_of=works_of_best,
+            every=(works_of, labels.works_kept) if pinned.regather is None else (works_of,),
+            limits=limits, wanted=wanted, global_batch=result.global_batch,
         )  # fmt: skip
         result = replace(result, what_if=what_if(base), block=block_graph(final, decided))
     if asked.study is not None:
@@ -194,7 +206,9 @@ def _as_it_runs(
     degrees = replace(best.degrees, **pinned.degrees)
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
-    return program, label_plan(program, cluster, degrees, name, cuts=best.cuts, labelled=labelled)
+    return program, label_plan(
+        program, cluster, degrees, name, cuts=best.cuts, labelled=labelled, regather=best.regather
+    )
 
 
 def _details(best: Priced, works: ProgramWorks, part: Part) -> Details:
@@ -218,7 +232,8 @@ def _pinned(wanted: Wishes, program: Program) -> Pinned:
     return Pinned(
         recompute_blocks=blocks_asked_for(fix),
         cuts=cuts_at(program, fix["cut_at"]) if "cut_at" in fix else None,  # type: ignore[arg-type]
-        degrees={word: value for word, value in fix.items() if not word.startswith("recompute")},
+        regather=fix.get("regather"),  # type: ignore[arg-type]
+        degrees={word: value for word, value in fix.items() if word not in PRICED_AS},
     )
 
 
@@ -234,6 +249,11 @@ def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequ
         accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
         num_stages=None if pinned.cuts is None else len(pinned.cuts) + 1,
     )
+
+
+def _index_of(found: Searched, best: Priced) -> int:
+    """The candidate that the best plan is; none where it keeps what candidates gather again."""
+    return -1 if best is found.kept or found.proof.best is None else found.proof.best.index
 
 
 def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
@@ -282,7 +302,7 @@ def _result(
         if borrowed:
             reason += f"; with the labels of tensor degree {borrowed}"
         return Contender(
-            degrees=degrees_in_plain(one.degrees, one.cuts),
+            degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
             step_s=one.seconds,
             needed_bytes=one.needed_bytes,
             fits=one.fits,
@@ -306,7 +326,7 @@ def _result(
         sequence=program.sequence or 1,
         global_batch=asked.global_batch or (0 if best is None else sequences_of(best.degrees)),
         device_bytes=on.machine.memory_bytes,
-        best=None if found.proof.best is None or best is None else contender(found.proof.best.index, best),
+        best=None if best is None else contender(_index_of(found, best), best),
         refined=len(found.refined.trials),
         trials=found.refined.trials,
         importance=found.refined.importance,

@@ -38,7 +38,8 @@ LEVELS = (0, 2)  # of recomputation: none and full
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits. `pipelines` are
-    seconds of its pipeline without recomputation and, if it recomputes, with all of it; none with one stage."""
+    seconds of its pipeline without recomputation and, if it recomputes, with all of it; none with one stage. `regather`
+    is that of its plan."""
 
     degrees: Degrees
     cuts: tuple[int, ...]
@@ -48,6 +49,7 @@ class Priced:
     step: StepSeconds
     memory: StepMemory
     pipelines: tuple[float, ...] = ()
+    regather: bool = True
 
 
 def priced(
@@ -109,7 +111,8 @@ class Prepared:
         memories = self._memories(list(moved), stages)
         found = {i: self._recomputing(i, memories[i]) for i in moved}
         steps = self._steps(stages, {i: one.share for i, one in found.items()})
-        return {i: _priced(one, cuts[i], steps[i]) for i, one in found.items()}
+        regather = self.works.regather
+        return {i: _priced(one, cuts[i], steps[i], regather) for i, one in found.items()}
 
     def _cuts(self, moved: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
         """The calls before which stages begin: the slowest stage is as fast as can be, the ends taken to be slower by
@@ -216,7 +219,7 @@ class _Recomputing:
     fits: bool
 
 
-def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeconds]) -> Priced:
+def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeconds], regather: bool) -> Priced:
     step = step_between(found.share, steps)
     return Priced(
         degrees=found.degrees,
@@ -227,6 +230,7 @@ def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeco
         step=step,
         memory=found.memory,
         pipelines=tuple(float(np.max(pipeline_seconds(one))) for one in steps) if cuts else (),
+        regather=regather,
     )
 
 

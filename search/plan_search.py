@@ -55,12 +55,14 @@ class Searched:
     goal: Goal
     classes: NDArray[np.int64] = field(hash=False, compare=False)  # of candidates whose pipelines run the same
     together: Together = field(hash=False, compare=False)  # which prices more of them, of tensor degrees with labels
+    kept: Priced | None = None  # keeps what it gathers, and is better than all that do not (`autopar.search.gathers`)
 
     @property
     def best(self) -> Priced | None:
-        """The plan of the smallest value that fits, with moved cuts where those are better."""
-        if self.proof.best is None:
-            return None
+        """The plan of the smallest value that fits, with moved cuts or with what it gathers kept where that is
+        better."""
+        if self.proof.best is None or self.kept is not None:
+            return self.kept
         found, moved = self.exact[self.proof.best.index], self.refined.best
         return moved if moved is not None and self.goal.value(moved) < self.goal.value(found) else found
 

@@ -27,6 +27,8 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
         parts.append(
             "recomputing all blocks" if blocks is None else f"recomputing {blocks} block{'s' * (blocks > 1)} of a stage"
         )
+    if not degrees.get("regather", True):
+        parts.append("keeping gathered values")
     if degrees.get("offload"):
         parts.append("optimizer on the host")
     return ", ".join(parts)

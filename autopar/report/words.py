@@ -46,6 +46,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
         blocks = d.get("recompute_blocks")
         where = "every block" if blocks is None else f"{blocks} block{'s' * (blocks > 1)}{' a stage' if pp > 1 else ''}"
         yield f"recomputing {where}"
+    if not d.get("regather", True):
+        yield "keeping gathered values"
     if d.get("offload", "none") not in ("none", None, False):
         yield f"offloading {d['offload']}"
 
