@@ -122,13 +122,7 @@ def search_captured(
     program = program_for(captured, LABELLED)
     wanted = wishes(asked.fix, asked.forbid)
     pinned = _pinned(wanted, program)
-    labels = SearchLabels(
-        program,
-        cluster,
-        pinned.degrees.get("sequence_parallel"),
-        regather=pinned.regather is not False,
-        folder=labels_folder,
-    )
+    labels = _labels(program, cluster, pinned, labels_folder)
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
@@ -146,19 +140,11 @@ def search_captured(
 
     limits = _limits(program, works_of(1), goal, asked, pinned)
     found = search_degrees(
-        works_of,
-        cluster,
-        limits,
-        wanted,
-        on,
+        works_of, cluster, limits, wanted, on,
         most_exact=MOST_PRICED,
         trials=asked.trials if pinned.cuts is None else 0,
-        seed=asked.seed,
-        place=place,
-        goes_on=goes_on,
-        say=say,
-        goal=goal,
-    )
+        seed=asked.seed, place=place, goes_on=goes_on, say=say, goal=goal,
+    )  # fmt: skip
     _refuse_without_candidates(found, limits, wanted)
     if pinned.regather is None:
         found = with_kept(found, labels.works_kept, most_exact=MOST_PRICED, goes_on=goes_on)
@@ -197,6 +183,11 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _labels(program: Program, cluster: ClusterSpec, pinned: Pinned, folder: Path | None) -> SearchLabels:
+    split, regather = pinned.degrees.get("sequence_parallel"), pinned.regather is not False
+    return SearchLabels(program, cluster, split, regather=regather, folder=folder)
 
 
 def _as_it_runs(

@@ -9,6 +9,7 @@ the best: then no candidate is better under either setting.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,17 @@ from autopar.search.exact import Priced
 from autopar.search.next_best import raised_seconds
 from autopar.search.pipeline_bounds import SPLITS_BACKWARD
 from autopar.search.plan_search import Searched, Works
+from autopar.search.refine import MOVES
 from autopar.search.screen import Machinery, basis_of, layouts_of, screen
 from autopar.search.space import Candidates
+from autopar.search.starts import NEARLY
 from autopar.search.together import NONE, Together, Varied
 
 Floats = NDArray[np.float64]
 ENDS = ("first", "last")
 SPLITS = np.flatnonzero(SPLITS_BACKWARD)  # schedules
 NOTHING_KNOWN = -1e200  # seconds
+MOST_VARIED = 4  # candidates whose cuts are moved
 
 
 def with_kept(
@@ -132,14 +136,18 @@ class _Kept:
         return np.where(values < self.least, np.maximum(values - known, 0.0), np.inf)
 
     def price_moved(self) -> None:
-        """Cuts that were moved, where that was better or let the plan fit."""
-
-        def value(one: Priced | None) -> float:
-            return self.goal.value(one) if one is not None and one.fits else np.inf
-
-        c, known = self.found.candidates, self.found.together.found
-        moved = [one for one in known if one[1] != NONE and c.tp[one[0]] > 1]
-        self.price([one for one in moved if value(known[one]) < value(known.get((one[0], NONE)))])
+        """Cuts of the best plan if moved, and where cuts are moved at all, every move in the few nearly as good."""
+        c, before = self.found.candidates, self.found.together.found
+        moved = [one for one, priced in before.items() if one[1] != NONE and priced is self.found.best]
+        near = [
+            (self.goal.value(one), index)
+            for (index, _), one in self.together.found.items()
+            if one.fits and c.pp[index] > 1 and self.goal.value(one) < self.least * (1 + NEARLY)
+        ]
+        if self.found.refined.trials:
+            varied = [index for _, index in sorted(near)[:MOST_VARIED]]
+            moved += [(index, (first, last)) for index in varied for first, last in product(MOVES, MOVES)]
+        self.price([one for one in moved if c.tp[one[0]] > 1])
 
 
 def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
