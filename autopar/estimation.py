@@ -148,19 +148,25 @@ def priceable_of(
     share nothing but sums of gradients, and stages are equal unless a plan cuts them.
     """
     text = "" if plan is None else json.dumps(plan.to_dict()["blocks"])
-    cuts = () if plan is None else plan.cuts
+    cuts, regather = ((), True) if plan is None else (plan.cuts, plan.regather)
     is_own = engine.name == OWN
     try:
-        return _priceable(program, cluster, degrees, is_own, text, cuts)
+        return _priceable(program, cluster, degrees, is_own, text, cuts, regather)
     except TypeError as error:
         if "unhashable" not in str(error):  # a cluster spelled out with plain dicts is priced, and not kept
             raise
-        return _priceable.__wrapped__(program, cluster, degrees, is_own, text, cuts)
+        return _priceable.__wrapped__(program, cluster, degrees, is_own, text, cuts, regather)
 
 
 @functools.lru_cache(maxsize=KEPT)
 def _priceable(
-    program: Program, cluster: ClusterSpec, degrees: Degrees, is_own: bool, blocks: str, cuts: tuple[int, ...]
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    is_own: bool,
+    blocks: str,
+    cuts: tuple[int, ...],
+    regather: bool,
 ) -> Priceable:
     if blocks:
         labels = Plan.from_dict(_plan_of(blocks, degrees, cuts)).blocks
@@ -171,7 +177,7 @@ def _priceable(
         labels = labelling.blocks
         if is_own and degrees.num_stages > 1:
             cuts = choose_cuts(program, analysis, labels, found, cluster)
-    works = program_works(program, analysis, labels, found.mesh)
+    works = program_works(program, analysis, labels, found.mesh, regather=regather)
     return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims), cuts=cuts)
 
 

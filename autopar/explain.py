@@ -24,6 +24,7 @@ from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Sum
 from autopar.runtime.codegen import generate
 from autopar.search.cuts import block_seconds
 from autopar.trace.analysis import Analysis, analyse
+from autopar.trace.local_graph import GATHER_LINEAR, KEPT_GATHER_LINEAR
 from autopar.trace.nodes import operator_name, value_infos
 
 _CONVERSIONS: Mapping[str, tuple[Kind, Kind]] = {
@@ -140,7 +141,10 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
     used = {a for call in program.calls for a in call.arguments} | {program.loss, program.denominator}
     uses = program.uses_of_block(index)
     kept = [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in uses)]
-    generated = generate(analysis, block, index, plan.blocks[index], plan.mesh, keep=kept, regather=plan.regather)
+    generated = generate(
+        analysis, block, index, plan.blocks[index], plan.mesh,
+        keep=kept, regather=plan.regather, fuse=plan.fuses_gathers,
+    )  # fmt: skip
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
     for dim, when, collective, size in _sends(generated.graph, analysis, plan, index):
         count, sent = totals.get((dim, when, collective), (0, 0))
@@ -181,8 +185,9 @@ def _sends(graph: fx.Graph, analysis: Analysis, plan: Plan, index: int) -> Itera
         if name in _CONVERSIONS:
             forward, backward = TABLE[_CONVERSIONS[name]]
             wires = (("forward", forward), ("backward", backward if _source(node).meta["differentiable"] else None))
-        elif name == "gather_linear":
-            wires = (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
+        elif name in (GATHER_LINEAR, KEPT_GATHER_LINEAR):
+            wires = (("forward", "all_gather"), ("backward", "reduce_scatter"))
+            wires += (("backward", "all_gather"),) if name == GATHER_LINEAR else ()
         elif name == "vocab_parallel_cross_entropy_sum":
             yield from _loss_sends(node, analysis, plan, index)
             continue

@@ -22,6 +22,9 @@ from autopar.kept_files import keep, used, versions
 from autopar.search.labels import Labelling
 
 Chosen = tuple[Degrees, Labelling, ProgramWorks]
+# values that are gathered for products are gathered again in backward; or kept, with the same labels; or kept, with
+# labels chosen for it
+AGAIN, KEPT, CHOSEN_FOR_KEPT = "gathered again", "kept", "kept, labels chosen so"
 _READERS = {
     BlockLabels: labels_from_dict,
     Family[Polynomial]: from_plain,
@@ -29,9 +32,9 @@ _READERS = {
 }
 
 
-def labels_file(folder: Path, program: Program, cluster: ClusterSpec, wanted: Degrees) -> Path:
-    """Where labels for `wanted` degrees are kept."""
-    asked = [program.fingerprint, cluster.to_dict(), asdict(wanted), versions()]
+def labels_file(folder: Path, program: Program, cluster: ClusterSpec, wanted: Degrees, gathers: str = AGAIN) -> Path:
+    """Where labels for `wanted` degrees are kept; `gathers` says how they were chosen and what blocks cost."""
+    asked = [program.fingerprint, cluster.to_dict(), asdict(wanted), gathers, versions()]
     return folder / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:40]}.json"
 
 

@@ -99,13 +99,15 @@ def label_plan(
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
     cuts: tuple[int, ...] | None = None,
     labelled: Labelled | None = None,
+    regather: bool = True,
 ) -> Plan:
     """The plan that the labeller finds for a program whose parameters may be `held` already, in stages of a pipeline
-    where `stage_of` says so, or with `cuts` or labels that are decided already.
+    where `stage_of` says so, or with `cuts` or labels that are decided already. Without `regather` gathered values are
+    kept for the backward pass.
 
     Raises `PlanError` where a degree does not divide the model, `InfeasibleError` where the plan cannot fit a device.
     """
-    degrees, analysis, found = labelled or choose_labels(program, cluster, degrees, held=held)
+    degrees, analysis, found = labelled or choose_labels(program, cluster, degrees, held=held, regather=regather)
     cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of, cuts)
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, cuts)
     plan = Plan(
@@ -113,6 +115,7 @@ def label_plan(
         model=name,
         degrees=degrees,
         blocks=found.blocks,
+        regather=regather,
         batch=program.batch,
         sequence=program.sequence,
         torch_version=str(torch.__version__),
@@ -153,11 +156,12 @@ def choose_labels(
     *,
     held: "Mapping[str, Held] | None" = None,
     analysed: Analysis | None = None,
+    regather: bool = True,
 ) -> Labelled:
     """Labels, with the degrees and axes that they are for: `tp` becomes two mesh dimensions where heads want it.
 
     `analysed` are the program's axes where they are known already: they are the same on every mesh with one tensor
-    dimension, which `degrees` then ask for.
+    dimension, which `degrees` then ask for. `regather` is that of the plan.
 
     Raises `PlanError` where a degree does not divide the model, and `InfeasibleError` where the solver finds nothing.
     """
@@ -166,9 +170,10 @@ def choose_labels(
     split = tensor_dims(program, analysis, degrees.tp) if free else None
     if split is not None:
         with contextlib.suppress(PlanError, InfeasibleError):
-            return choose_labels(program, cluster, replace(degrees, tp_dims=split))
+            return choose_labels(program, cluster, replace(degrees, tp_dims=split), regather=regather)
     pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
-    return degrees, analysis, label(program, analysis, degrees, cluster, options=LabelOptions(pinned=pinned))
+    options = LabelOptions(pinned=pinned, regather=regather)
+    return degrees, analysis, label(program, analysis, degrees, cluster, options=options)
 
 
 def coverage(

@@ -3,7 +3,7 @@
 What was priced is what runs: a plan's labels are not chosen anew for its own micro-batch and data-parallel degree.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
-from autopar.label_cache import Chosen, keep_labels, kept_labels, labels_file
+from autopar.label_cache import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, keep_labels, kept_labels, labels_file
 from autopar.planning import Labelled, choose_labels
 from autopar.search.labels import Labelling
 from autopar.search.labels_check import check
@@ -34,11 +34,13 @@ class SearchLabels:
         cluster: ClusterSpec,
         sequence_parallel: bool | None = None,
         *,
+        regather: bool = True,
         folder: Path | None = None,
     ) -> None:
-        self.program, self.cluster, self.folder = program, cluster, folder
+        self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.chosen: dict[int, Chosen] = {}
+        self.kept: dict[int, Chosen] = {}
         self.analysis: Analysis | None = None  # on meshes with one tensor dimension
         self.runs: tuple[Mapping[str, NodeRun], ...] | None = None  # of blocks under autograd, whatever their labels
 
@@ -46,29 +48,57 @@ class SearchLabels:
         """What blocks cost. Raises `PlanError` where the degree does not divide the model, and `InfeasibleError`."""
         if tp not in self.chosen:
             wanted = replace(self.wanted, tp=tp)
-            path = None if self.folder is None else labels_file(self.folder, self.program, self.cluster, wanted)
-            found = None if path is None else kept_labels(path)
-            if found is None:
-                found = self._choose(wanted)
-                if path is not None:
-                    keep_labels(path, found)
-            self.chosen[tp] = found
+            how = AGAIN if self.regather else CHOSEN_FOR_KEPT
+            self.chosen[tp] = self._from_file(how, wanted, lambda: self._choose(wanted))
         return self.chosen[tp][2]
+
+    def works_kept(self, tp: int) -> ProgramWorks:
+        """What blocks cost with the labels of `works` where gathered values are kept, not gathered again. Raises
+        likewise."""
+        if not self.works(tp).regathers:
+            return replace(self.works(tp), regather=False)
+        if tp not in self.kept:
+            wanted = replace(self.wanted, tp=tp)
+            self.kept[tp] = self._from_file(KEPT, wanted, lambda: self._keeping(tp))
+        return self.kept[tp][2]
+
+    def _from_file(self, gathers: str, wanted: Degrees, make: Callable[[], Chosen]) -> Chosen:
+        path = None if self.folder is None else labels_file(self.folder, self.program, self.cluster, wanted, gathers)
+        found = None if path is None else kept_labels(path)
+        if found is None:
+            found = make()
+            if path is not None:
+                keep_labels(path, found)
+        return found
+
+    def _keeping(self, tp: int) -> Chosen:
+        degrees, found, _ = self.chosen[tp]
+        works = self._works_of_same_labels(found, self.kept)
+        if works is None:
+            analysis = self.analysis if degrees.tp_dims is None else None
+            analysis = analysis or analyse(self.program, degrees.mesh)
+            self.runs = self.runs or block_runs(self.program, analysis)
+            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=self.runs, regather=False)
+        return degrees, found, works
 
     def _choose(self, wanted: Degrees) -> Chosen:
         self.analysis = self.analysis or analyse(self.program, wanted.mesh)
-        degrees, analysis, found = choose_labels(self.program, self.cluster, wanted, analysed=self.analysis)
+        degrees, analysis, found = choose_labels(
+            self.program, self.cluster, wanted, analysed=self.analysis, regather=self.regather
+        )
         if self.runs is None:
             self.runs = block_runs(self.program, analysis)
-        works = self._works_of_same_labels(found)
+        works = self._works_of_same_labels(found, self.chosen)
         if works is None:
-            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=self.runs)
+            works = program_works(
+                self.program, analysis, found.blocks, found.mesh, runs=self.runs, regather=self.regather
+            )
         return degrees, found, works
 
-    def _works_of_same_labels(self, found: Labelling) -> ProgramWorks | None:
+    def _works_of_same_labels(self, found: Labelling, known: Mapping[int, Chosen]) -> ProgramWorks | None:
         """What blocks cost where another degree has the same labels. On two tensor dimensions it depends on degrees."""
         mesh = found.mesh
-        for _, other, works in self.chosen.values():
+        for _, other, works in known.values():
             alike = other.mesh.names == mesh.names and _is_split(other.mesh) == _is_split(mesh)
             if alike and len(mesh.names) == 2 and other.blocks == found.blocks:
                 return on_mesh(works, self.program, mesh)

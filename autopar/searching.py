@@ -32,6 +32,7 @@ from autopar.search.describe import details_of, points_of
 from autopar.search.details import Details
 from autopar.search.exact import AS_IT_IS, Priced, priced
 from autopar.search.front import front_of
+from autopar.search.gathers import with_kept
 from autopar.search.next_best import next_best
 from autopar.search.nothing_fits import Asked, closest, counted
 from autopar.search.objective import Goal, Part, goal_of, parts_of, sequences_of, why_worse
@@ -50,6 +51,7 @@ from autopar.trace.capture import Inputs, LossFunction
 
 MOST_PRICED = 400
 MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
+PRICED_AS = ("recompute", "recompute_blocks", "regather")  # words that plans are priced with, and follow from the price
 
 
 def plan(
@@ -119,7 +121,7 @@ def search_captured(
     program = program_for(captured, LABELLED)
     wanted = wishes(asked.fix, asked.forbid)
     pinned = _pinned(wanted, program)
-    labels = SearchLabels(program, cluster, pinned.degrees.get("sequence_parallel"), folder=labels_folder)
+    labels = _labels(program, cluster, pinned, labels_folder)
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
@@ -137,21 +139,16 @@ def search_captured(
 
     limits = _limits(program, works_of(1), goal, asked, pinned)
     found = search_degrees(
-        works_of,
-        cluster,
-        limits,
-        wanted,
-        on,
+        works_of, cluster, limits, wanted, on,
         most_exact=MOST_PRICED,
         trials=asked.trials if pinned.cuts is None else 0,
-        seed=asked.seed,
-        place=place,
-        goes_on=goes_on,
-        say=say,
-        goal=goal,
-    )
+        seed=asked.seed, place=place, goes_on=goes_on, say=say, goal=goal,
+    )  # fmt: skip
     _refuse_without_candidates(found, limits, wanted)
+    if pinned.regather is None:
+        found = with_kept(found, labels.works_kept, most_exact=MOST_PRICED, goes_on=goes_on)
     best = found.best
+    works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
     more = None
     if asked.what_if:
         more = search_beyond(works_of, cluster, limits, wanted, goal, most_exact=MOST_PRICED, goes_on=goes_on, say=say)
@@ -163,7 +160,7 @@ def search_captured(
         nearest = closest(space, lambda: time.monotonic() < until)
     else:
         final, decided = _as_it_runs(captured, labels, best, pinned, goal.part(best).cluster, name)
-        check_result(found, decided, works_of(best.degrees.tp), limits, wanted)
+        check_result(found, decided, works_of_best(best.degrees.tp), limits, wanted)
     result = replace(
         _result(found, labels, cluster, on, program, asked),
         model=name,
@@ -171,19 +168,25 @@ def search_captured(
         closest=nearest,
         beyond=None if more is None else contender_of(more, best, cluster),
         seconds=time.monotonic() - started,
-        details=None if best is None else _details(best, works_of(best.degrees.tp), goal.part(best)),
+        details=None if best is None else _details(best, works_of_best(best.degrees.tp), goal.part(best)),
         points=points_of(found),
     )
     if best is not None and decided is not None and asked.report:
         say("asking what if")
         base = Base(
-            best=best, part=goal.part(best), machinery=machinery, works_of=works_of, limits=limits, wanted=wanted,
-            global_batch=result.global_batch,
+            best=best, part=goal.part(best), machinery=machinery, works_of=works_of_best,
+            every=(works_of, labels.works_kept) if pinned.regather is None else (works_of,),
+            limits=limits, wanted=wanted, global_batch=result.global_batch,
         )  # fmt: skip
         result = replace(result, what_if=what_if(base), block=block_graph(final, decided))
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _labels(program: Program, cluster: ClusterSpec, pinned: Pinned, folder: Path | None) -> SearchLabels:
+    split, regather = pinned.degrees.get("sequence_parallel"), pinned.regather is not False
+    return SearchLabels(program, cluster, split, regather=regather, folder=folder)
 
 
 def _as_it_runs(
@@ -193,7 +196,9 @@ def _as_it_runs(
     degrees = replace(best.degrees, **pinned.degrees)
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
-    return program, label_plan(program, cluster, degrees, name, cuts=best.cuts, labelled=labelled)
+    return program, label_plan(
+        program, cluster, degrees, name, cuts=best.cuts, labelled=labelled, regather=best.regather
+    )
 
 
 def _details(best: Priced, works: ProgramWorks, part: Part) -> Details:
@@ -217,7 +222,8 @@ def _pinned(wanted: Wishes, program: Program) -> Pinned:
     return Pinned(
         recompute_blocks=blocks_asked_for(fix),
         cuts=cuts_at(program, fix["cut_at"]) if "cut_at" in fix else None,  # type: ignore[arg-type]
-        degrees={word: value for word, value in fix.items() if not word.startswith("recompute")},
+        regather=fix.get("regather"),  # type: ignore[arg-type]
+        degrees={word: value for word, value in fix.items() if word not in PRICED_AS},
     )
 
 
@@ -281,7 +287,7 @@ def _result(
         if borrowed:
             reason += f"; with the labels of tensor degree {borrowed}"
         return Contender(
-            degrees=degrees_in_plain(one.degrees, one.cuts),
+            degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
             step_s=one.seconds,
             needed_bytes=one.needed_bytes,
             fits=one.fits,

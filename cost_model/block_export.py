@@ -38,16 +38,17 @@ def block_works(
     by_size: Mapping[int, Expr] | None = None,
     roles: Mapping[int, str] | None = None,
     runs: Sequence[Mapping[str, NodeRun]] | None = None,
+    regather: bool = True,
 ) -> tuple[Work, ...]:
     """The work of every distinct block, in their order; each mesh dimension's degree is a symbol (t of `tp`).
 
     `by_size` names axes by captured size (see `Naming`); `roles` gives blocks other names than their own; `runs` are
-    `block_runs` of the same program.
+    `block_runs` of the same program; `regather` is that of a plan.
     """
     runs = block_runs(program, analysis) if runs is None else runs
     naming = Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
     return tuple(
-        _work(flow_of(program, i, analysis, labels[i], naming, runs[i]), (roles or {}).get(i, block.name))
+        _work(flow_of(program, i, analysis, labels[i], naming, runs[i], regather), (roles or {}).get(i, block.name))
         for i, block in enumerate(program.blocks)
     )
 
@@ -64,6 +65,7 @@ def flow_of(
     labels: BlockLabels,
     naming: Naming,
     runs: Mapping[str, NodeRun],
+    regather: bool,
 ) -> Flow:
     """A block under its labels, as torch's autograd runs it, without what only dropped outputs need."""
     block = program.blocks[index]
@@ -79,7 +81,7 @@ def flow_of(
     regathered = {
         (names[user], k)
         for step in steps
-        if _is_regathered(step) and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
+        if regather and _is_gather(step) and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
         for user, k in step.users
     }
     return Flow(
@@ -116,7 +118,7 @@ def _needed(block: Block, outputs: Sequence[str]) -> set[str]:
     return found
 
 
-def _is_regathered(step: ConversionStep) -> bool:
+def _is_gather(step: ConversionStep) -> bool:
     i = step.indices[0]
     return (step.before[i].kind, step.target[i].kind) == ("S", "R")
 

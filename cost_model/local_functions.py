@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.cost_model.collectives import Collective, sent_bytes
-from autopar.trace.local_graph import GATHER_LINEAR, NAMES
+from autopar.trace.local_graph import GATHER_LINEAR, KEPT_GATHER_LINEAR, NAMES
 
 aten = torch.ops.aten
 Message = Collective  # what goes over the wire
@@ -190,25 +190,32 @@ def _conversion(forward: Primitive, backward: Primitive) -> Callable[..., torch.
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: PricedDim, dim: int, *weights: torch.Tensor | None) -> Any:
-        ctx.where = (mesh, dim)
-        ctx.save_for_backward(x, *weights)
+    def forward(
+        ctx: Any, x: torch.Tensor, mesh: PricedDim, dim: int, again: bool, *weights: torch.Tensor | None
+    ) -> Any:
+        ctx.where = (mesh, dim, again)
         whole = _all_gather(x, mesh, dim, 0)
+        ctx.save_for_backward(x if again else whole, *weights)
         pairs = zip(weights[::2], weights[1::2], strict=True)
         return tuple(aten.linear.default(whole, weight, bias) for weight, bias in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, *weights = ctx.saved_tensors
-        mesh, dim = ctx.where
-        whole = _all_gather(x, mesh, dim, 0)
+        kept, *weights = ctx.saved_tensors
+        mesh, dim, again = ctx.where
+        whole = _all_gather(kept, mesh, dim, 0) if again else kept
         into_x = torch.empty_like(whole)
         given = [weight if weight is None else torch.empty_like(weight) for weight in weights]
-        return _reduce_scatter(into_x, mesh, dim, 0), None, None, *given
+        return _reduce_scatter(into_x, mesh, dim, 0), None, None, None, *given
 
 
 def gather_linear(x: torch.Tensor, mesh: PricedDim, dim: int, *weights: torch.Tensor | None) -> tuple[Any, ...]:
-    out: tuple[Any, ...] = _GatherLinear.apply(x, mesh, dim, *weights)
+    out: tuple[Any, ...] = _GatherLinear.apply(x, mesh, dim, True, *weights)
+    return out
+
+
+def kept_gather_linear(x: torch.Tensor, mesh: PricedDim, dim: int, *weights: torch.Tensor | None) -> tuple[Any, ...]:
+    out: tuple[Any, ...] = _GatherLinear.apply(x, mesh, dim, False, *weights)
     return out
 
 
@@ -284,6 +291,7 @@ def dropout(x: torch.Tensor, probability: float, train: bool = True) -> torch.Te
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: _conversion(*pair) for name, pair in _CONVERSIONS.items()},
     GATHER_LINEAR: gather_linear,
+    KEPT_GATHER_LINEAR: kept_gather_linear,
     "vocab_parallel_embedding": vocab_parallel_embedding,
     "vocab_parallel_cross_entropy_sum": vocab_parallel_cross_entropy_sum,
 }

@@ -27,7 +27,7 @@ class ProgramWorks:
 
     `calls` are the roles of its main calls in their order ("" where a role stands for several), `counts` how often each
     repeated role is called. Sizes are those of the capture: `sequence` tokens, `hidden` elements of a token between
-    blocks, `element_bytes` of each.
+    blocks, `element_bytes` of each. With `regather` what products take of a gather is gathered again in backward.
     """
 
     family: Family[Polynomial]
@@ -43,6 +43,13 @@ class ProgramWorks:
     experts_per_token: float
     is_tied: bool
     sequence_parallel: bool
+    regather: bool = True
+
+    @property
+    def regathers(self) -> bool:
+        """Whether anything is gathered again in backward instead of being kept."""
+        roles = (self.family.block(role, VARIANTS[0]) for role in self.family.roles)
+        return any(sent.of == "regather" for work in roles for sent in work.sent)
 
 
 def program_works(
@@ -53,10 +60,12 @@ def program_works(
     *,
     name: str = "",
     runs: Sequence[Mapping[str, NodeRun]] | None = None,
+    regather: bool = True,
 ) -> ProgramWorks:
-    """The work of a program under labels on a mesh of data and tensor dimensions; `runs` as for `block_works`."""
+    """The work of a program under labels on a mesh of data and tensor dimensions; `runs` and `regather` as for
+    `block_works`."""
     roles = _roles(program)
-    works = block_works(program, analysis, labels, mesh, runs=runs)
+    works = block_works(program, analysis, labels, mesh, runs=runs, regather=regather)
     used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}
     for call, role in zip(main_calls(program), roles, strict=True):
         block = program.calls[call].block
@@ -90,6 +99,7 @@ def program_works(
         experts_per_token=per_token,
         is_tied=_is_tied(program, roles),
         sequence_parallel=_is_split(program, roles, labels, mesh),
+        regather=regather,
     )
 
 

@@ -20,7 +20,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh, Type
 from autopar.runtime.check_types import CONVERSIONS
 from autopar.runtime.codegen import Generated
-from autopar.runtime.passes.regather import gather_linear
+from autopar.runtime.passes.regather import gather_linear, kept_gather_linear
 
 # what enters a parameter through the backward of a conversion from the type it is stored in
 COTANGENT_OF = {"I": "I", "R": "partial", "S": "S", "P": "I"}
@@ -140,7 +140,7 @@ def _returns(node: fx.Node, index: int, mesh_dim: str) -> list[tuple[str, str]]:
             source, target = CONVERSIONS[user.target]
             communicates = (source, target) in (("I", "R"), ("I", "S"))
             found.append((_word(source), f"{_name(user)} in backward" if communicates else ""))
-        elif user.target is gather_linear:
+        elif user.target in (gather_linear, kept_gather_linear):
             found += [(_word(t[index].kind), "") for t in _operand_types(node, user)]
         elif user.op == "output":
             found.append((_word(node.meta["types"][index].kind), ""))

@@ -30,7 +30,7 @@ from autopar.ir.sharding import Mesh, Type
 from autopar.runtime import conversions, vocabulary
 from autopar.runtime.codegen import Generated, generate
 from autopar.runtime.mesh import MeshDim, RankMesh, make_mesh
-from autopar.runtime.passes.regather import gather_linear
+from autopar.runtime.passes.regather import gather_linear, kept_gather_linear
 from autopar.runtime.randomness import attention_with_dropout, dropout
 from autopar.trace import _torch_private as private
 from autopar.trace.analysis import Analysis
@@ -288,7 +288,7 @@ class _Checker:
         if node.target in CONVERSIONS:
             self.num_conversions += 1
             return self.convert(node.target, node.meta["types"], *args)
-        if node.target is gather_linear:
+        if node.target in (gather_linear, kept_gather_linear):
             return self.gather_linear(*args)
         tensors = [v for v in _flat((args, kwargs)) if isinstance(v, torch.Tensor)]
         operand_types: Sequence[Types] = node.meta.get("operand_types", ())

@@ -9,12 +9,13 @@ from autopar.ir.program import Block
 from autopar.ir.sharding import Mesh
 from autopar.runtime import conversions, vocabulary
 from autopar.runtime.passes.random_streams import bind_streams
-from autopar.runtime.passes.regather import gather_linear
+from autopar.runtime.passes.regather import gather_linear, kept_gather_linear
 from autopar.trace.analysis import Analysis
-from autopar.trace.local_graph import GATHER_LINEAR, NAMES, REWRITES, LocalGraph, local_graph
+from autopar.trace.local_graph import GATHER_LINEAR, KEPT_GATHER_LINEAR, NAMES, REWRITES, LocalGraph, local_graph
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     GATHER_LINEAR: gather_linear,
+    KEPT_GATHER_LINEAR: kept_gather_linear,
     **{name: getattr(vocabulary, name) for name in REWRITES},
     **{name: getattr(conversions, name) for name in NAMES if hasattr(conversions, name)},
 }
@@ -37,12 +38,14 @@ def generate(
     device: str = "cpu",
     keep: Sequence[str] | None = None,
     regather: bool = False,
+    fuse: bool = False,
     join: bool = True,
 ) -> Generated:
     """One rank's graph of a block that sends what it says; options are those of `local_graph`."""
     made = local_graph(
-        analysis, block, index, labels, mesh, FUNCTIONS, device=device, keep=keep, regather=regather, join=join
-    )
+        analysis, block, index, labels, mesh, FUNCTIONS,
+        device=device, keep=keep, regather=regather, fuse=fuse, join=join,
+    )  # fmt: skip
     return Generated(
         graph=made.graph,
         mesh_dims=made.mesh_dims,

@@ -95,6 +95,7 @@ class Compiled:
             device=str(self.device),
             keep=keep,
             regather=self.plan.regather,
+            fuse=self.plan.fuses_gathers,
         )
         if outputs:
             use_running_statistics(generated.graph)

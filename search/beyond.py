@@ -84,7 +84,8 @@ def search_beyond(
 def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Contender:
     """What no plan runs, beside the best one that does."""
     one, beyond = found.best, found.beyond
-    degrees = degrees_in_plain(one.degrees, one.cuts) | {"cp": beyond.cp, "ep": beyond.ep, "offload": beyond.offload}
+    degrees = degrees_in_plain(one.degrees, one.cuts, regather=one.regather)
+    degrees |= {"cp": beyond.cp, "ep": beyond.ep, "offload": beyond.offload}
     return Contender(
         degrees=degrees,
         step_s=one.seconds,

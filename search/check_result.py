@@ -32,7 +32,7 @@ DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accum
 
 def check_result(found: Searched, plan: Plan, works: ProgramWorks, limits: Limits, wanted: Wishes) -> None:
     """Raise `SearchError` listing everything that is wrong with the best plan of a search and the `plan` made of it;
-    `works` are those of labels for its tensor degree."""
+    `works` are those of labels for its tensor degree, with what it gathers kept where it keeps that."""
     best = found.best
     assert best is not None
     problems = [*_degrees(best.degrees, limits, wanted), *_cuts(best, works), *_plan(best, plan)]
@@ -119,6 +119,9 @@ def _plan(best: Priced, plan: Plan) -> Iterator[Problem]:
         has, priced = getattr(plan.degrees, name), getattr(best.degrees, name)
         if has != priced:
             yield Problem(path=f"plan.degrees.{name}", value=has, rule=f"is {priced!r} in the plan that was priced")
+    if plan.regather != best.regather:
+        rule = f"is {best.regather} in the plan that was priced"
+        yield Problem(path="plan.regather", value=plan.regather, rule=rule)
     if plan.cuts != best.cuts:
         yield Problem(
             path="plan.cuts", value=list(plan.cuts), rule=f"are {list(best.cuts)} in the plan that was priced"

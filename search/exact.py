@@ -61,7 +61,8 @@ AS_IT_IS, BY_STAGE = Cut(), Cut(by_stage=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits. `pipelines` are
-    seconds of its pipeline without recomputation and, if it recomputes, with all of it; none with one stage."""
+    seconds of its pipeline without recomputation and, if it recomputes, with all of it; none with one stage. `regather`
+    is that of its plan."""
 
     degrees: Degrees
     cuts: tuple[int, ...]
@@ -71,6 +72,7 @@ class Priced:
     step: StepSeconds
     memory: StepMemory
     pipelines: tuple[float, ...] = ()
+    regather: bool = True
 
 
 def priced(
@@ -134,7 +136,8 @@ class Prepared:
             if self._is_by_stage(cut, found[i]):
                 cuts[i], stages[i], found[i] = self._by_stage(i, cut, cuts[i])
         steps = self._steps(stages, {i: one.share for i, one in found.items()})
-        return {i: _priced(one, cuts[i], steps[i]) for i, one in found.items()}
+        regather = self.works.regather
+        return {i: _priced(one, cuts[i], steps[i], regather) for i, one in found.items()}
 
     def _cuts(self, wanted: Mapping[int, Cut]) -> dict[int, tuple[int, ...]]:
         """The calls before which stages begin: the slowest stage is as fast as can be; or those that are pinned."""
@@ -291,7 +294,7 @@ class _Recomputing:
     fits: bool
 
 
-def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeconds]) -> Priced:
+def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeconds], regather: bool) -> Priced:
     step = step_between(found.share, steps)
     return Priced(
         degrees=found.degrees,
@@ -302,6 +305,7 @@ def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeco
         step=step,
         memory=found.memory,
         pipelines=tuple(float(np.max(pipeline_seconds(one))) for one in steps) if cuts else (),
+        regather=regather,
     )
 
 

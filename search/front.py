@@ -23,7 +23,7 @@ def front_of(found: Searched) -> tuple[FrontPoint, ...]:
     """By step time."""
     goal = found.goal
     fitting = {index: one for index, one in found.exact.items() if one.fits}
-    plans = [*fitting.values(), *([found.refined.best] if found.refined.best is not None else [])]
+    plans = [*fitting.values(), *(one for one in (found.refined.best, found.kept) if one is not None)]
     best = found.best
     if best is None:
         return ()
@@ -88,7 +88,7 @@ def _bounds(found: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.
 
 def _of_plan(goal: Goal, one: Priced) -> FrontPoint:
     return FrontPoint(
-        degrees=degrees_in_plain(one.degrees, one.cuts),
+        degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
         step_s=one.seconds,
         needed_bytes=one.needed_bytes,
         num_devices=one.degrees.world_size,

@@ -24,8 +24,8 @@ def next_best(
     top: int,
     ahead: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> list[tuple[int, Priced]]:
-    """At most `top` candidates that fit, the best first, without the best of all. `price` gives an exact price; `ahead`
-    is told what it will be asked for, as it is cheaper to price some together."""
+    """At most `top` candidates that fit, the best first, without the combination of the best of all. `price` gives an
+    exact price; `ahead` is told what it will be asked for, as it is cheaper to price some together."""
     c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
     chosen: dict[Key, tuple[float, int, Priced]] = {}
 
@@ -57,8 +57,11 @@ def next_best(
             raise_alike(found, seconds, index, exact)
         is_open[following] = False
         left -= len(following)
+    if found.best is not None:
+        own = found.best.degrees
+        chosen.pop((own.world_size, own.pp, own.tp, own.zero), None)
     order = sorted(chosen.values(), key=lambda one: one[0])
-    return [(index, one) for _, index, one in order[1 : top + 1]]
+    return [(index, one) for _, index, one in order[:top]]
 
 
 def _first_below(

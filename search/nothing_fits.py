@@ -73,7 +73,7 @@ def closest(asked: Asked, goes_on: Callable[[], bool] = lambda: True) -> Closest
         return None
     helps = list(_remedies(asked, goes_on))
     return Closest(
-        degrees=degrees_in_plain(least.degrees, least.cuts),
+        degrees=degrees_in_plain(least.degrees, least.cuts, regather=least.regather),
         needed_bytes=least.needed_bytes,
         missing_bytes=least.needed_bytes - on.capacity_bytes,
         remedy="; ".join(helps) or "no wish less, no shorter sequence and no number of devices that was tried helps",
@@ -196,4 +196,4 @@ def _searched(asked: Asked, on: Machinery, goes_on: Callable[[], bool]) -> Price
 
 
 def _words(found: Priced) -> str:
-    return plan_in_words(degrees_in_plain(found.degrees, found.cuts))
+    return plan_in_words(degrees_in_plain(found.degrees, found.cuts, regather=found.regather))

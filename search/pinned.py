@@ -7,18 +7,20 @@ from typing import Any
 from autopar.errors import PlanError
 
 EVERY_BLOCK = 1_000_000
-# words of --fix that have one value: those of a plan's degrees that candidates do not have
-PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at")
+# words of --fix that have one value: those of a plan or its degrees that candidates do not have
+PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
     """`recompute_blocks` of every stage are computed again, or of each its own number (None: the fewest that fit),
-    stages begin before the calls `cuts` (None: where the slowest is fastest); `degrees` are words that plans have as
-    they are."""
+    stages begin before the calls `cuts` (None: where the slowest is fastest); with `regather` what is gathered for
+    products is gathered again in backward, without it is kept (None: what is better); `degrees` are words that plans
+    have as they are."""
 
     recompute_blocks: int | tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
+    regather: bool | None = None
     degrees: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property

@@ -56,19 +56,19 @@ class Searched:
     goal: Goal
     classes: NDArray[np.int64] = field(hash=False, compare=False)  # of candidates whose pipelines run the same
     together: Together = field(hash=False, compare=False)  # which prices more of them, of tensor degrees with labels
+    kept: Priced | None = None  # keeps what it gathers, and is better than all that do not (`autopar.search.gathers`)
 
     @property
     def best(self) -> Priced | None:
-        """The plan of the smallest value that fits, with stages of its own where those are better."""
-        moved = self.refined.best
-        if self.proof.best is None:
-            return moved
-        found = self.exact[self.proof.best.index]
-        return moved if moved is not None and self.goal.value(moved) < self.goal.value(found) else found
+        """The plan of the smallest value that fits, with stages of its own or with what it gathers kept where that is
+        better."""
+        as_it_is = None if self.proof.best is None else self.exact[self.proof.best.index]
+        found = [one for one in (as_it_is, self.refined.best, self.kept) if one is not None]
+        return min(found, key=self.goal.value, default=None)
 
     @property
     def index_of_best(self) -> int | None:
-        """The candidate that is the best plan as it is; None where that has stages of its own."""
+        """The candidate that is the best plan as it is; None where that has stages of its own or keeps what it gathers."""
         return next((index for index, one in self.exact.items() if one is self.best), None)
 
 

@@ -190,10 +190,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def degrees_in_plain(degrees: "Degrees", cuts: tuple[int, ...]) -> dict[str, Any]:
-    """Degrees as they stand in JSON."""
+def degrees_in_plain(degrees: "Degrees", cuts: tuple[int, ...], *, regather: bool = True) -> dict[str, Any]:
+    """Degrees as they stand in JSON; `regather` stands there where it is off."""
     found = {name: value for name, value in asdict(degrees).items() if value is not None}
-    return found | {"cuts": list(cuts)}
+    return found | {"cuts": list(cuts)} | ({} if regather else {"regather": False})
 
 
 def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:

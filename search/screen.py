@@ -122,11 +122,9 @@ def layouts_of(
     )
 
 
-def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
-    """Price candidates whose labels `works` are for; of a mesh with one tensor dimension, at any tensor degree."""
-    layouts = layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
-    family = family_at(works, layouts, on.mechanisms)
-    basis = Basis(
+def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
+    """What a captured model's blocks are priced with."""
+    return Basis(
         shape=shape_of(works),
         machine=on.machine.machine,
         engine=on.engine,
@@ -134,6 +132,13 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         in_float8=on.precision == "fp8",
         fused=on.engine.attention == "fused",
     )
+
+
+def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
+    """Price candidates whose labels `works` are for; of a mesh with one tensor dimension, at any tensor degree."""
+    layouts = layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
+    family = family_at(works, layouts, on.mechanisms)
+    basis = basis_of(works, on)
     run = Run(
         schedule=found.schedule,
         pp=layouts.pp,

@@ -170,9 +170,12 @@ def wishes(fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | Non
 
 
 def _pinned(word: str, value: Any) -> tuple[Any, list[Problem]]:
-    """The one value of a word of `PINS` as a plan's degrees have it."""
+    """The one value of a word of `PINS` as a plan or its degrees have it."""
     if isinstance(value, tuple) and len(value) == 1 and word != "cut_at":
         value = value[0]
+    if word == "regather":
+        rule = "must be true or false"
+        return value, [] if isinstance(value, bool) else [Problem(path=f"fix {word}", value=value, rule=rule)]
     try:
         return getattr(degrees_from({word: value}), word), []
     except PlanError as error:

@@ -29,12 +29,14 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The searched question: the plan's part of the cluster, what prices it, and how another cluster is priced."""
+    """The searched question: the plan's part of the cluster, what prices it, and how another cluster is priced.
+    `works_of` are of the plan, `every` of all plans that were searched."""
 
     best: Priced
     part: Part
     machinery: Callable[[ClusterSpec], Machinery]
     works_of: Works
+    every: tuple[Works, ...]
     limits: Limits
     wanted: Wishes
     global_batch: int
@@ -212,7 +214,8 @@ def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
     above = (own,) if own > 1 else tuple(tp for tp in base.limits.tensor_degrees if tp > 1)
     for tp in above:
         try:
-            yield (), base.works_of(tp)
+            found = [works_of(tp) for works_of in base.every]
         except AutoparError:
             continue
+        yield from (((), works) for works in found)
         return

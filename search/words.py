@@ -25,6 +25,8 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
     if degrees.get("recompute", "none") != "none":
         blocks = degrees.get("recompute_blocks")
         parts.append(f"recomputing {'all blocks' if blocks is None else blocks_in_words(blocks, degrees.get('pp', 1))}")
+    if not degrees.get("regather", True):
+        parts.append("keeping gathered values")
     if degrees.get("offload"):
         parts.append("optimizer on the host")
     return ", ".join(parts)

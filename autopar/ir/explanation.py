@@ -82,6 +82,8 @@ def _header(plan: "Plan") -> Section:
     chosen = {None: "where it pays", True: "required", False: "not used"}[degrees.sequence_parallel]
     if degrees.tp > 1:
         lines.append(f"sequence parallelism on tp: {chosen}")
+        if not plan.regather:
+            lines.append("what is gathered for products is kept for the backward pass, not gathered again there")
     return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))
 
 

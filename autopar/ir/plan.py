@@ -107,7 +107,8 @@ class Plan:
     """A placement of one program on one mesh. `summary` decides nothing: it is what `explain` says about the rest.
 
     `cuts` are the main calls, numbered from 0, before which the program is cut into pipeline stages; `recomputed` are
-    values that every stage computes for itself instead of being sent them (`autopar.ir.stages`).
+    values that every stage computes for itself instead of being sent them (`autopar.ir.stages`). With `regather` inputs
+    of products that are gathered over tensor ranks are kept as shards, and gathered again in backward.
     """
 
     fingerprint: str
@@ -127,6 +128,13 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         return self.degrees.mesh
+
+    @property
+    def fuses_gathers(self) -> bool:
+        """Whether a gather and its products are one function, whose backward pass sends beside products. One that runs
+        in parts would send in both of them, which is worth it only to gather again."""
+        degrees = self.degrees
+        return self.regather or degrees.pp == 1 or not SCHEDULES[degrees.schedule].splits_backward
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

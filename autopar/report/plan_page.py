@@ -21,7 +21,7 @@ def plan_report(plan: Plan) -> str:
         .get_template("plan.html.jinja")
         .render(
             plan=plan,
-            degrees={name: value for name, value in degrees.items() if value is not None},
+            degrees={name: value for name, value in degrees.items() if value is not None} | {"regather": plan.regather},
             sizes=sizes_in_words(plan),
             batch=_batch(plan),
             stages=_stage_bars(stages),

@@ -46,6 +46,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
     if d.get("recompute", "none") != "none":
         blocks = d.get("recompute_blocks")
         yield f"recomputing {'every block' if blocks is None else blocks_in_words(blocks, pp)}"
+    if not d.get("regather", True):
+        yield "keeping gathered values"
     if d.get("offload", "none") not in ("none", None, False):
         yield f"offloading {d['offload']}"
 

@@ -50,8 +50,8 @@ _ONE_DIM: Mapping[tuple[str, str], str] = {
     ("R", "S"): "shard_of_replicate",
 }
 _TWO_DIMS = "all_to_all"
-GATHER, GATHER_LINEAR = "all_gather_to_replicate", "gather_linear"
-NAMES = (*_NO_DIM.values(), *_ONE_DIM.values(), _TWO_DIMS, GATHER_LINEAR, *REWRITES)
+GATHER, GATHER_LINEAR, KEPT_GATHER_LINEAR = "all_gather_to_replicate", "gather_linear", "kept_gather_linear"
+NAMES = (*_NO_DIM.values(), *_ONE_DIM.values(), _TWO_DIMS, GATHER_LINEAR, KEPT_GATHER_LINEAR, *REWRITES)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -276,12 +276,13 @@ def local_graph(
     device: str = "cpu",
     keep: Sequence[str] | None = None,
     regather: bool = False,
+    fuse: bool = False,
     join: bool = True,
 ) -> LocalGraph:
     """One rank's graph of a block. `functions` are those of `NAMES`; `keep` names the outputs wanted (default: all).
 
-    `join` makes equal conversions on two neighbouring mesh dimensions one. With `regather` a gather that feeds matrix
-    products is fused with them (`fuse_gathers`).
+    `join` makes equal conversions on two neighbouring mesh dimensions one. With `fuse` a gather that feeds matrix
+    products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward.
     """
     writer = _Writer(block, mesh, analysis.dims[index], functions, device, join)
     for port in block.ports:
@@ -300,8 +301,8 @@ def local_graph(
         writer.operator(node, bound, call, analysis.operands[index][node.name], chosen)
     outputs = [name for name in block.outputs if keep is None or name in keep]
     writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
-    if regather:
-        fuse_gathers(writer.graph, functions)
+    if regather or fuse:
+        fuse_gathers(writer.graph, functions, functions[GATHER_LINEAR if regather else KEPT_GATHER_LINEAR])
     writer.graph.lint()
     return LocalGraph(
         graph=writer.graph,
@@ -311,7 +312,7 @@ def local_graph(
     )
 
 
-def fuse_gathers(graph: fx.Graph, functions: Functions) -> None:
+def fuse_gathers(graph: fx.Graph, functions: Functions, gather_linear: Callable[..., Any]) -> None:
     """Replace every gather all of whose uses are the input of `linear` by `gather_linear`, in place."""
     for gather in list(graph.nodes):
         if gather.target is not functions[GATHER] or not gather.users:
@@ -323,7 +324,7 @@ def fuse_gathers(graph: fx.Graph, functions: Functions) -> None:
         if any(isinstance(a, fx.Node) and a > min(users) for a in pairs) or _uses_between(users):
             continue
         with graph.inserting_before(min(users)):
-            fused = graph.call_function(functions[GATHER_LINEAR], (*gather.args, *pairs), name="gathered")
+            fused = graph.call_function(gather_linear, (*gather.args, *pairs), name="gathered")
             pieces = [graph.call_function(operator.getitem, (fused, k), name=u.name) for k, u in enumerate(users)]
         for user, piece in zip(users, pieces, strict=True):
             user.replace_all_uses_with(piece)

@@ -1,9 +1,9 @@
-"""Regathering: a gather that feeds matrix products saves the shard and gathers again in backward.
+"""A gather fused with the matrix products that it feeds; regathering saves the shard and gathers again in backward.
 
-Autograd over separate nodes would save the gathered tensor for every product (11.5 instead of 7.5 sbh bytes in a
-Llama attention block at t = 8). The fused function also starts the input-gradient collective before it computes the
-weight gradients, so that the two overlap (Korthikanti et al. 2022, section 4.2.2). Which gathers are fused is said in
-`autopar.trace.local_graph`.
+The fused function starts the input-gradient collective before it computes the weight gradients, so that the two
+overlap (Korthikanti et al. 2022, section 4.2.2). It saves the gathered tensor, as autograd over separate nodes would,
+or the shard (7.5 instead of 11.5 sbh bytes in a Llama attention block at t = 8), which it then gathers beside the
+products of the input's gradient. Which gathers are fused is said in `autopar.trace.local_graph`.
 """
 
 from typing import Any
@@ -24,34 +24,43 @@ aten = torch.ops.aten
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: MeshDim, dim: int, *weights: torch.Tensor | None) -> Any:
-        ctx.where = (mesh, dim)
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, x: torch.Tensor, mesh: MeshDim, dim: int, again: bool, *weights: torch.Tensor | None) -> Any:
+        ctx.where = (mesh, dim, again)
         whole = all_gather_(x, mesh, dim, 0)
+        ctx.save_for_backward(x if again else whole, *weights)
         pairs = zip(weights[::2], weights[1::2], strict=True)
         return tuple(aten.linear.default(whole, weight, bias) for weight, bias in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, *weights = ctx.saved_tensors
-        mesh, dim = ctx.where
-        gathering = start_all_gather(x, mesh)
+        kept, *weights = ctx.saved_tensors
+        mesh, dim, again = ctx.where
+        gathering = start_all_gather(kept, mesh) if again else None
         into_x: torch.Tensor | None = None
         for grad, weight in zip(grads, weights[::2], strict=True):
             product = grad @ weight
             into_x = product if into_x is None else into_x.add_(product)
         assert into_x is not None
         scattering = start_reduce_scatter(into_x, mesh, dim)
-        whole = ordered(c10d.wait_tensor(gathering), mesh, dim).flatten(0, -2)
+        whole = kept if gathering is None else ordered(c10d.wait_tensor(gathering), mesh, dim)
+        whole = whole.flatten(0, -2)
         into_weights: list[torch.Tensor | None] = []
         for k, (grad, bias) in enumerate(zip(grads, weights[1::2], strict=True)):
             rows = grad.flatten(0, -2)
-            into_weights.append(rows.t() @ whole if ctx.needs_input_grad[3 + 2 * k] else None)
+            into_weights.append(rows.t() @ whole if ctx.needs_input_grad[4 + 2 * k] else None)
             into_weights.append(None if bias is None else rows.sum(0))
-        return c10d.wait_tensor(scattering), None, None, *into_weights
+        return c10d.wait_tensor(scattering), None, None, None, *into_weights
 
 
 def gather_linear(x: torch.Tensor, mesh: MeshDim, dim: int, *weights: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """All-gather `x` along `dim`, then one `linear` per (weight, bias) pair; backward gathers `x` again."""
-    out: tuple[torch.Tensor, ...] = _GatherLinear.apply(x, mesh, dim, *weights)
+    out: tuple[torch.Tensor, ...] = _GatherLinear.apply(x, mesh, dim, True, *weights)
+    return out
+
+
+def kept_gather_linear(
+    x: torch.Tensor, mesh: MeshDim, dim: int, *weights: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """As `gather_linear`; backward has what was gathered."""
+    out: tuple[torch.Tensor, ...] = _GatherLinear.apply(x, mesh, dim, False, *weights)
     return out

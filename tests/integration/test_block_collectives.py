@@ -10,7 +10,7 @@ from autopar.ir.program import Program
 from autopar.runtime import conversions
 from autopar.runtime.codegen import generate
 from autopar.runtime.launch import Ranks
-from autopar.runtime.passes.regather import gather_linear
+from autopar.runtime.passes.regather import gather_linear, kept_gather_linear
 from autopar.trace.analysis import analyse
 
 # (forward, backward) collectives of what generated code calls: the table of docs/semantics.md
@@ -24,6 +24,7 @@ SENDS = {
     conversions.shard_of_invariant: ((), ("all-gather",)),
     conversions.all_to_all: (("all-to-all",), ("all-to-all",)),
     gather_linear: (("all-gather",), ("reduce-scatter", "all-gather")),
+    kept_gather_linear: (("all-gather",), ("reduce-scatter",)),
 }
 WITHOUT = {"all-reduce": (2, 2)}
 WITH = {"all-gather": (2, 2), "reduce-scatter": (2, 2)}

@@ -26,20 +26,18 @@ def the_case(model: str) -> Case:
     return case_of(MODELS[model](2))
 
 
-def blocks(case: Case, labels: tuple[BlockLabels, ...], mesh: Mesh = MESH, regather: bool = False) -> list[Generated]:
+def blocks(case: Case, labels: tuple[BlockLabels, ...], mesh: Mesh = MESH, **how: bool) -> list[Generated]:
     analysis = case.analysis(mesh)
-    return [generate(analysis, b, i, labels[i], mesh, regather=regather) for i, b in enumerate(case.program.blocks)]
+    return [generate(analysis, b, i, labels[i], mesh, **how) for i, b in enumerate(case.program.blocks)]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("regather", [False, True], ids=["keep", "regather"])
+@pytest.mark.parametrize("how", [{}, {"fuse": True}, {"regather": True}], ids=["apart", "keep", "regather"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sp"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_is_summed_once(model: str, sequence_parallel: bool, regather: bool, zero: int) -> None:
+def test_every_parameter_is_summed_once(model: str, sequence_parallel: bool, how: dict[str, bool], zero: int) -> None:
     case = the_case(model)
-    rows = gradient_table(
-        case.program, blocks(case, labelled(case, MESH, sequence_parallel), regather=regather), MESH, zero=zero
-    )
+    rows = gradient_table(case.program, blocks(case, labelled(case, MESH, sequence_parallel), **how), MESH, zero=zero)
     assert Counter((r.parameter, r.mesh_dim) for r in rows) == {
         (name, dim): 1 for name in case.program.parameters for dim in MESH.names
     }

@@ -13,7 +13,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.runtime.check_types import check_types, import_spmd_types
+from autopar.runtime.check_types import check_generated, check_types, import_spmd_types
+from autopar.runtime.codegen import generate
 from autopar.runtime.fuzz import random_labels
 from autopar.search.labels import label
 from autopar.trace.analysis import analyse
@@ -35,6 +36,12 @@ def test_labels_of_the_solver_are_accepted(model: str, regather: bool, sequence_
     case, mesh = the_case(model), Mesh.of(dp=2, tp=4)
     labels = labelled(case, mesh, sequence_parallel, regather=regather)
     report = check_types(case.program, case.analysis(mesh), labels, mesh, regather=regather)
+    if not regather:
+        fused = [
+            generate(case.analysis(mesh), block, i, labels[i], mesh, device="meta", fuse=True, join=False)
+            for i, block in enumerate(case.program.blocks)
+        ]
+        assert check_generated(case.program, case.analysis(mesh), fused, mesh).passed
     assert report.passed, str(report)
     assert report.num_conversions >= 5
     assert report.num_operators > len(report.regions)

@@ -43,6 +43,7 @@ def test_two_dimensions_that_both_split_activations(model: str, mesh: Mesh) -> N
 @pytest.mark.parametrize("seed", range(4))
 def test_regathering_and_random_labels(seed: int) -> None:
     check_random(the_case("mlp", 2), Mesh.of(dp=2, tp=2), seed, regather=True)
+    check_random(the_case("mlp", 2), Mesh.of(dp=2, tp=2), seed, fuse=True)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -43,9 +43,12 @@ def test_data_parallel_with_other_batches(model: str, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sp"])
 @pytest.mark.parametrize("model", MODELS)
-def test_regathering(model: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("how", ["regather", "fuse"])
+def test_fused_gathers(model: str, sequence_parallel: bool, how: str) -> None:
     case, mesh = the_case(model, 4), Mesh.of(dp=2, tp=2)
-    check(case, labelled(case, mesh, sequence_parallel), mesh, regather=True)
+    regather = how == "regather"
+    labels = labelled(case, mesh, sequence_parallel, regather=regather)
+    check(case, labels, mesh, regather=regather, fuse=True)
 
 
 def test_a_finished_run_leaves_no_process_group() -> None:

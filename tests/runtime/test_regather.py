@@ -9,7 +9,7 @@ from torch import fx
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen import FUNCTIONS, generate
 from autopar.runtime.conversions import all_gather_to_replicate
-from autopar.runtime.passes.regather import gather_linear
+from autopar.runtime.passes.regather import gather_linear, kept_gather_linear
 from autopar.trace.local_graph import fuse_gathers
 
 aten = torch.ops.aten
@@ -21,12 +21,14 @@ def test_megatron_layers(tp: int) -> None:
     labels = labelled(case, mesh, True)
     check(case, labels, mesh)
     check(case, labels, mesh, regather=True)
+    check(case, labels, mesh, fuse=True)
     index = next(i for i, b in enumerate(case.program.blocks) if b.name.startswith("layers"))
     block = case.program.blocks[index]
-    graph = generate(case.analysis(mesh), block, index, labels[index], mesh, regather=True).graph
-    fused = [n for n in graph.nodes if n.target is gather_linear]
-    assert [len(n.args[3:]) // 2 for n in fused] == [3, 1]  # query, key and value; the MLP's first product
-    assert not [n for n in graph.nodes if n.target is all_gather_to_replicate]
+    for target, options in ((gather_linear, {"regather": True}), (kept_gather_linear, {"fuse": True})):
+        graph = generate(case.analysis(mesh), block, index, labels[index], mesh, **options).graph
+        fused = [n for n in graph.nodes if n.target is target]
+        assert [len(n.args[3:]) // 2 for n in fused] == [3, 1]  # query, key and value; the MLP's first product
+        assert not [n for n in graph.nodes if n.target is all_gather_to_replicate]
 
 
 def gathered(*uses: str) -> fx.Graph:
@@ -62,7 +64,7 @@ def gathered(*uses: str) -> fx.Graph:
 def test_which_gathers_are_fused(uses: tuple[str, ...], fuses: bool) -> None:
     graph = gathered(*uses)
     before = [n.target for n in graph.nodes]
-    fuse_gathers(graph, FUNCTIONS)
+    fuse_gathers(graph, FUNCTIONS, gather_linear)
     graph.lint()
     assert (gather_linear in [n.target for n in graph.nodes]) == fuses
     assert fuses or [n.target for n in graph.nodes] == before

@@ -41,14 +41,14 @@ def program() -> Program:
     return trace(model, {"input_ids": ids, "labels": ids.clone()})
 
 
-def saved_bytes(tp: int, *, sequence_parallel: bool = False, regather: bool = False) -> int:
+def saved_bytes(tp: int, *, sequence_parallel: bool = False, regather: bool = False, fuse: bool = False) -> int:
     """Bytes of the distinct storages that rank 0's block saves for backward, its parameters left out."""
     degrees = Degrees(tp=tp, sequence_parallel=sequence_parallel)
     analysis = analyse(program(), degrees.mesh)
     labels = label(program(), analysis, degrees, ClusterSpec.preset("8xh100")).blocks
     index = next(i for i, b in enumerate(program().blocks) if b.name.startswith("layers"))
     block = program().blocks[index]
-    generated = generate(analysis, block, index, labels[index], degrees.mesh, regather=regather)
+    generated = generate(analysis, block, index, labels[index], degrees.mesh, regather=regather, fuse=fuse)
     infos = {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}
     arguments: dict[str, torch.Tensor] = {}
     for port in block.ports:
@@ -89,6 +89,7 @@ def test_with_sequence_parallelism(tp: int) -> None:
     assert found == pytest.approx(SBH * (34 + SCORES) / tp, rel=0.01)
 
 
-def test_without_regathering_both_gathered_inputs_are_saved() -> None:
-    found = saved_bytes(4, sequence_parallel=True)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_without_regathering_both_gathered_inputs_are_saved(fuse: bool) -> None:
+    found = saved_bytes(4, sequence_parallel=True, fuse=fuse)
     assert found == pytest.approx(SBH * ((34 + SCORES) / 4 + 2 * 2 * (1 - 1 / 4)), rel=0.01)

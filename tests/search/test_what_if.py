@@ -31,7 +31,7 @@ def base() -> Base:
     assert found.best is not None
     return Base(
         best=found.best, part=Part(cluster=CASE.spec, on=CASE.on, weight=1.0), machinery=machinery, works_of=CASE.works,
-        limits=limits, wanted=wishes(), global_batch=CASE.global_batch,
+        every=(CASE.works,), limits=limits, wanted=wishes(), global_batch=CASE.global_batch,
     )  # fmt: skip
 
 
