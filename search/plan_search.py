@@ -62,13 +62,15 @@ class Searched:
     def best(self) -> Priced | None:
         """The plan of the smallest value that fits, with stages of its own or with what it gathers kept where that is
         better."""
-        as_it_is = None if self.proof.best is None else self.exact[self.proof.best.index]
-        found = [one for one in (as_it_is, self.refined.best, self.kept) if one is not None]
-        return min(found, key=self.goal.value, default=None)
+        found = None if self.proof.best is None else self.exact[self.proof.best.index]
+        for one in (self.refined.best, self.kept):
+            if found is None or (one is not None and self.goal.value(one) < self.goal.value(found)):
+                found = one
+        return found
 
     @property
     def index_of_best(self) -> int | None:
-        """The candidate that is the best plan as it is; None where that has stages of its own or keeps what it gathers."""
+        """The candidate that the best plan is; None where that has stages of its own or keeps what it gathers."""
         return next((index for index, one in self.exact.items() if one is self.best), None)
 
 
