@@ -70,3 +70,21 @@ def test_a_damaged_file_is_passed_over(program: Any, tmp_path: Path) -> None:
         assert kept_labels(path) is None
     SearchLabels(program, CLUSTER, folder=tmp_path).works(1)
     assert kept_labels(path) is not None
+
+
+def test_what_blocks_cost_that_keep_what_they_gather(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path)
+    again, kept = first.works(2), first.works_kept(2)
+    assert again.regathers and not kept.regathers and not kept.regather
+    assert first.works_kept(1).family == first.works(1).family  # gathers nothing
+    assert len(list(tmp_path.iterdir())) == 3
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr("autopar.search_labels.choose_labels", fail)
+    monkeypatch.setattr("autopar.search_labels.program_works", fail)
+    read = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path).works_kept(2)
+    assert read.family == kept.family and read.regather is False
