@@ -33,8 +33,10 @@ def run() -> None:
 
 
 def _leave(status: list[int]) -> None:
-    """End the process as it is: taking torch's modules and a capture apart first costs 0.15 s. Where no status is known,
-    the interpreter ends it and says why."""
+    """End the process as it is: to take torch's modules and a capture apart first costs 0.15 s.
+
+    Where no status is known, the interpreter ends it and says why.
+    """
     if status:
         sys.stdout.flush()
         sys.stderr.flush()
