@@ -1,6 +1,6 @@
 """`python -m autopar` is the command line."""
 
-from autopar.cli import main
+from autopar.cli import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -24,7 +24,7 @@ from autopar.models import checked_dtype, config_named, is_factory, resolve_mode
 if TYPE_CHECKING:
     from autopar.ir.program import Program
     from autopar.models import ResolvedModel
-    from autopar.trace.any_size import Capture
+    from autopar.trace.captured import Capture
 
 # A prime that few dimensions have, so that no dimension is that of the batch by chance.
 CAPTURED_BATCH = 7

@@ -19,7 +19,7 @@ from autopar.ir.plain_data import read_plain
 from autopar.ir.plan import BlockLabels, Degrees, degrees_from, labels_from_dict, labels_to_dict
 from autopar.ir.program import Program
 from autopar.kept_files import keep, used, versions
-from autopar.search.labels import Labelling
+from autopar.search.labelling import Labelling
 
 Chosen = tuple[Degrees, Labelling, ProgramWorks]
 # values that are gathered for products are gathered again in backward; or kept, with the same labels; or kept, with

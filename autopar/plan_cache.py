@@ -21,7 +21,7 @@ from autopar.search_request import SearchRequest, question_of
 if TYPE_CHECKING:
     from autopar.ir.cluster import ClusterSpec
     from autopar.search.result import SearchResult
-    from autopar.trace.any_size import Capture
+    from autopar.trace.captured import Capture
 
 
 def kept_search(

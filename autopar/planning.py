@@ -22,15 +22,13 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.search.cuts import choose_cuts, cuts_like, values_to_recompute
-from autopar.search.labels import Labelling, LabelOptions, label
-from autopar.search.tensor_dims import tensor_dims
+from autopar.search.labelling import Labelling
 from autopar.trace.analysis import Analysis, analyse
-from autopar.trace.any_size import Capture
-from autopar.trace.capture import Inputs, LossFunction, input_names
-from autopar.trace.trace import batch_and_sequence, trace
 
 if TYPE_CHECKING:
     from autopar.runtime.parameters import Held
+    from autopar.trace.capture import Inputs, LossFunction
+    from autopar.trace.captured import Capture
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
 Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimensions, axes and labels on that mesh
@@ -39,11 +37,11 @@ Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimens
 def make_plan(
     model: nn.Module,
     cluster: ClusterSpec,
-    example_inputs: Inputs,
+    example_inputs: "Inputs",
     degrees: Degrees,
     *,
     name: str = "",
-    loss_fn: LossFunction | None = None,
+    loss_fn: "LossFunction | None" = None,
 ) -> tuple[Program, Plan]:
     """Capture the model at the global micro-batch and choose labels."""
     program = capture_for(model, example_inputs, degrees, loss_fn)
@@ -52,14 +50,17 @@ def make_plan(
 
 def capture_for(
     model: nn.Module,
-    example_inputs: Inputs,
+    example_inputs: "Inputs",
     degrees: Degrees,
-    loss_fn: LossFunction | None = None,
+    loss_fn: "LossFunction | None" = None,
     *,
     training: bool = True,
 ) -> Program:
     """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation would change the loss
     and `degrees` do not accept that."""
+    from autopar.trace.capture import input_names
+    from autopar.trace.trace import batch_and_sequence, trace
+
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     micro_batch = degrees.micro_batch or local_batch
     return _splittable(
@@ -67,7 +68,7 @@ def capture_for(
     )
 
 
-def program_for(captured: Capture, degrees: Degrees) -> Program:
+def program_for(captured: "Capture", degrees: Degrees) -> Program:
     """The program of a captured model at the global micro-batch of `degrees`, which name the micro-batch.
 
     Raises `PlanError` as `capture_for` does, and `CaptureError` where another capture is needed and fails.
@@ -165,6 +166,9 @@ def choose_labels(
 
     Raises `PlanError` where a degree does not divide the model, and `InfeasibleError` where the solver finds nothing.
     """
+    from autopar.search.labels import LabelOptions, label  # not needed where labels are kept
+    from autopar.search.tensor_dims import tensor_dims
+
     analysis = analyse(program, degrees.mesh) if analysed is None else analysed
     free = degrees.tp_dims is None and held is None
     split = tensor_dims(program, analysis, degrees.tp) if free else None
@@ -180,7 +184,7 @@ def coverage(
     model: nn.Module,
     cluster: ClusterSpec | str,
     *,
-    example_inputs: Inputs,
+    example_inputs: "Inputs",
     plan: Mapping[str, Any] | None = None,
     global_batch: int | None = None,
 ) -> Coverage:
@@ -190,6 +194,9 @@ def coverage(
     ``{"tp": 4}``, labelled as `autopar.parallelize` would. Needs no process group, and refuses no plan for its size.
     Raises `InputError`, `PlanError` or `CaptureError`.
     """
+    from autopar.trace.capture import input_names
+    from autopar.trace.trace import batch_and_sequence
+
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
     degrees = resolve_degrees(plan, spec.num_devices, local_batch, global_batch=global_batch)

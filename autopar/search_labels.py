@@ -6,9 +6,8 @@ What was priced is what runs: a plan's labels are not chosen anew for its own mi
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autopar.cost_model.block_autograd import NodeRun
-from autopar.cost_model.block_export import block_runs
 from autopar.cost_model.program_works import ProgramWorks, on_mesh, program_works
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -17,9 +16,12 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
 from autopar.label_cache import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, keep_labels, kept_labels, labels_file
 from autopar.planning import Labelled, choose_labels
-from autopar.search.labels import Labelling
+from autopar.search.labelling import Labelling
 from autopar.search.labels_check import check
 from autopar.trace.analysis import Analysis, analyse
+
+if TYPE_CHECKING:
+    from autopar.cost_model.block_autograd import NodeRun
 
 LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels hold for any number
 LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
@@ -87,6 +89,8 @@ class SearchLabels:
             self.program, self.cluster, wanted, analysed=self.analysis, regather=self.regather
         )
         if self.runs is None:
+            from autopar.cost_model.block_export import block_runs
+
             self.runs = block_runs(self.program, analysis)
         works = self._works_of_same_labels(found, self.chosen)
         if works is None:

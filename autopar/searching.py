@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
-from autopar.block_graph import block_graph
 from autopar.cost_model.cluster_machine import dtype_assumptions, precision_of
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.profile_file import load_profile
@@ -46,8 +45,10 @@ from autopar.search.what_if import Base, what_if
 from autopar.search_labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.search_machinery import machinery_of
 from autopar.search_request import SearchRequest, question_of
-from autopar.trace.any_size import Capture, capture
-from autopar.trace.capture import Inputs, LossFunction
+from autopar.trace.captured import Capture
+
+if TYPE_CHECKING:
+    from autopar.trace.capture import Inputs, LossFunction
 
 MOST_PRICED = 400
 MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
@@ -58,11 +59,11 @@ def plan(
     model: nn.Module,
     cluster: ClusterSpec | str,
     *,
-    example_inputs: Inputs,
+    example_inputs: "Inputs",
     global_batch: int | None = None,
     local_batch: int | None = None,
     objective: str = "time",
-    loss_fn: LossFunction | None = None,
+    loss_fn: "LossFunction | None" = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
     top: int = TOP,
@@ -92,6 +93,8 @@ def plan(
     Raises `InputError`, `PlanError` where no plan is legal, `ClusterError` or `CaptureError`. Where nothing fits,
     `SearchResult.plan` is None.
     """
+    from autopar.trace.any_size import capture
+
     asked = SearchRequest(
         global_batch=global_batch, local_batch=local_batch, objective=objective,
         fix=fix or {}, forbid=forbid or {}, top=top, trials=trials, seed=seed,
@@ -178,7 +181,7 @@ def search_captured(
             every=(works_of, labels.works_kept) if pinned.regather is None else (works_of,),
             limits=limits, wanted=wanted, global_batch=result.global_batch,
         )  # fmt: skip
-        result = replace(result, what_if=what_if(base), block=block_graph(final, decided))
+        result = _for_report(result, base, final, decided)
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
@@ -199,6 +202,13 @@ def _as_it_runs(
     return program, label_plan(
         program, cluster, degrees, name, cuts=best.cuts, labelled=labelled, regather=best.regather
     )
+
+
+def _for_report(result: SearchResult, base: Base, program: Program, decided: Plan) -> SearchResult:
+    """The result with what only a report draws."""
+    from autopar.block_graph import block_graph
+
+    return replace(result, what_if=what_if(base), block=block_graph(program, decided))
 
 
 def _details(best: Priced, works: ProgramWorks, part: Part) -> Details:

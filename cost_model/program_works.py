@@ -8,10 +8,8 @@ are split over tensor ranks, so that both variants of a role are the same work.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autopar.cost_model.block_autograd import NodeRun
-from autopar.cost_model.block_export import block_works
 from autopar.cost_model.expressions import VARIANTS, BlockWork, Family, evaluate
 from autopar.cost_model.polynomials import Polynomial
 from autopar.ir.plan import BlockLabels
@@ -19,6 +17,9 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Mesh
 from autopar.ir.stages import main_calls
 from autopar.trace.analysis import Analysis
+
+if TYPE_CHECKING:
+    from autopar.cost_model.block_autograd import NodeRun
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,11 +60,13 @@ def program_works(
     mesh: Mesh,
     *,
     name: str = "",
-    runs: Sequence[Mapping[str, NodeRun]] | None = None,
+    runs: "Sequence[Mapping[str, NodeRun]] | None" = None,
     regather: bool = True,
 ) -> ProgramWorks:
     """The work of a program under labels on a mesh of data and tensor dimensions; `runs` and `regather` as for
     `block_works`."""
+    from autopar.cost_model.block_export import block_works  # not needed where works are kept
+
     roles = _roles(program)
     works = block_works(program, analysis, labels, mesh, runs=runs, regather=regather)
     used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}

@@ -208,19 +208,22 @@ def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
 
     The largest of all rows times what stages hold is `peak_held_bytes`.
     """
-    found = []
+    stages, found = pp * virtual_stages, []
     for order in actions(schedule, pp, virtual_stages, micro_batches):
-        counts, rows, grows = [0] * (pp * virtual_stages), {(0,) * (pp * virtual_stages)}, False
+        own = sorted({stage for stage, _, _ in order})
+        counts, rows, grows = dict.fromkeys(own, 0), {(0,) * len(own)}, False
         for stage, kind, _ in order:
             if kind == "F":
                 counts[stage] += 1
                 grows = True
             elif kind != "I":
                 if grows:
-                    rows.add(tuple(counts))
+                    rows.add(tuple(counts.values()))
                 counts[stage] -= 1
                 grows = False
-        found.append(np.array(sorted(rows), dtype=np.float64))
+        every = np.zeros((len(rows), stages))
+        every[:, own] = sorted(rows)
+        found.append(every)
     return tuple(found)
 
 

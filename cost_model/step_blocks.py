@@ -125,15 +125,17 @@ def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
 
 def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
     """Seconds of a block's tensor collectives that computing waits for."""
-    found = [np.zeros(1), np.zeros(1)]
+    found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
         for sent in family.block(role, variant).sent:
             if sent.of == "parameter":
                 continue
-            ranks, stride = _ranks(basis, layouts, sent.mesh_dim)
-            spent = basis.machine.links.seconds(sent.collective, sent.whole_bytes, ranks, stride)
+            key = sent.collective, sent.mesh_dim, np.asarray(sent.whole_bytes).tobytes()  # a block sends much alike
+            if key not in known:
+                ranks, stride = _ranks(basis, layouts, sent.mesh_dim)
+                known[key] = basis.machine.links.seconds(sent.collective, sent.whole_bytes, ranks, stride)
             i = 0 if sent.is_forward else 1
-            found[i] = found[i] + is_chosen * spent * (1 - _hidden(basis, layouts, is_forward=sent.is_forward))
+            found[i] = found[i] + is_chosen * known[key] * (1 - _hidden(basis, layouts, is_forward=sent.is_forward))
     return found[0], found[1]
 
 

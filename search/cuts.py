@@ -118,18 +118,20 @@ def _starts(
     begins = stops[:, None] - np.arange(longest, 0, -1)[None, :]  # [i, k]: where the k-th longest part before i begins
     inside = np.maximum(begins, 0)
     own = part = sums[stops][:, None] - sums[inside]
-    legal = (begins >= 0) & (anchors[stops][:, None] > anchors[inside])
+    own[(begins < 0) | (anchors[stops][:, None] <= anchors[inside])] = np.inf
     square = part**2
     first = np.where((stops <= longest) & (anchors > 0), sums, np.inf)
     first = first if more is None else first + more(0, np.zeros_like(stops), stops)
     largest, squares, found = first, first**2, []
+    worst, even = np.empty_like(part), np.empty_like(part)
     for position in range(1, parts):
         if more is not None:
             part = own + more(position, inside, stops[:, None])
             square = part**2
-        worst = np.where(legal, np.maximum(largest[inside], part), np.inf)
+        np.maximum(largest.take(inside, out=worst, mode="clip"), part, out=worst)
         best = worst.min(axis=1)
-        even = np.where(worst <= (best * (1 + 1e-12))[:, None], squares[inside] + square, np.inf)
+        np.add(squares.take(inside, out=even, mode="clip"), square, out=even)
+        even[worst > (best * (1 + 1e-12))[:, None]] = np.inf
         at = even.argmin(axis=1)
         found.append(inside[stops, at])
         largest, squares = best, even[stops, at]

@@ -19,6 +19,7 @@ from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Mesh, Type
 from autopar.search import labels_legal as legal
+from autopar.search.labelling import Labelling
 from autopar.search.labels_network import Solution
 from autopar.search.labels_prices import prices_of
 from autopar.search.labels_problem import DimProblem
@@ -44,24 +45,6 @@ class LabelOptions:
     regather: bool = True
     pinned: Mapping[str, tuple[Type, ...]] = field(default_factory=dict)
     time_limit_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Labelling:
-    """Labels of every distinct block, and how good they are.
-
-    `objective` (in units of the largest all-reduce between blocks, at the reference workload) and `size` (choices and
-    values) are per mesh dimension solved; `gap` is the largest relative gap to a proven bound; `notes` say what stayed
-    whole and how prices were scaled.
-    """
-
-    mesh: Mesh
-    blocks: tuple[BlockLabels, ...]
-    objective: dict[str, float]
-    size: dict[str, tuple[int, int]]
-    gap: float
-    notes: tuple[str, ...]
-    seconds: float
 
 
 def label(

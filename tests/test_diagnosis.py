@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli.app import app
+from autopar.cli.app import app_of
 from autopar.diagnosis import Diagnosis, diagnose
 from autopar.ir.cluster import ClusterSpec
 
@@ -78,7 +78,7 @@ def test_table_and_exit_status(monkeypatch: pytest.MonkeyPatch, passed: bool) ->
     parts = [part(r, m, error=0.0 if passed or r != 1 else 0.25) for r, m in enumerate(measured)]
     found = diagnose(ClusterSpec.preset("3xcpu"), parts)
     monkeypatch.setattr(autopar.doctor, "examine_here", lambda *_, **__: found)
-    result = CliRunner().invoke(app, ["doctor", "--ranks", "3"])
+    result = CliRunner().invoke(app_of(), ["doctor", "--ranks", "3"])
     assert result.exit_code == (0 if passed else 1)
     assert "slow: rank 2 (cpu on here): matmul float32 75% under the median" in result.stdout
     assert ("passed" if passed else "FAILED: conversion P -> I on rank 1") in result.stdout

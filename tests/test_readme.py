@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli.app import app
+from autopar.cli.app import app_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/cli.md", "examples/README.md")
@@ -36,7 +36,7 @@ def test_there_are_commands() -> None:
 def test_options_exist(line: str) -> None:
     """Every option of every command is one that the command has."""
     command, *arguments = shlex.split(line.partition(",")[0])[1:]
-    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app_of(), [command, "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, line
     for option in (argument for argument in arguments if argument.startswith("-")):
         assert option in shown.stdout, line
@@ -44,14 +44,14 @@ def test_options_exist(line: str) -> None:
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line in ("autopar models", "autopar clusters")])
 def test_listings_run(line: str) -> None:
-    assert CliRunner().invoke(app, shlex.split(line)[1:]).exit_code == 0
+    assert CliRunner().invoke(app_of(), shlex.split(line)[1:]).exit_code == 0
 
 
 def test_the_refusal_in_the_docs_is_what_is_said() -> None:
     text = (ROOT / "docs/cli.md").read_text()
     shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", text, re.DOTALL)
     assert shown is not None
-    result = CliRunner().invoke(app, shlex.split(shown[1])[1:])
+    result = CliRunner().invoke(app_of(), shlex.split(shown[1])[1:])
     assert (result.exit_code, result.stderr) == (2, shown[2])
 
 
@@ -60,7 +60,7 @@ def test_the_plan_command_runs(tmp_path: Path) -> None:
     line = next(line for line in COMMANDS if line.startswith("autopar plan llama3-8b"))
     arguments = shlex.split(line)[1:]
     arguments[arguments.index("plan.json")] = str(tmp_path / "plan.json")
-    result = CliRunner().invoke(app, [*arguments, "--layers", "2", "--seq-len", "64"])
+    result = CliRunner().invoke(app_of(), [*arguments, "--layers", "2", "--seq-len", "64"])
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "plan.json").is_file()
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from autopar.errors import InputError
 from autopar.ir.strict_model import StrictModel
-from autopar.trace.any_size import Capture
+from autopar.trace.captured import Capture
 from autopar.trace.record import ProgramRecord
 
 VERSION = 1

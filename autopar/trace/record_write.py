@@ -27,7 +27,8 @@ from autopar.trace.record import (
     Size,
     SizesRecord,
 )
-from autopar.trace.trace import Twice, axes_of
+from autopar.trace.shared_axes import axes_of
+from autopar.trace.trace import Twice
 
 MAX_LITERAL = 65_536  # elements of a tensor that is written out
 

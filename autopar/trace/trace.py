@@ -1,7 +1,6 @@
 """`trace`: module and example inputs to a folded, analysed `Program`."""
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +37,7 @@ from autopar.trace.micro_batches import loss_over_micro_batches
 from autopar.trace.nodes import operator_name, output_nodes
 from autopar.trace.normalize import normalise, remove_dead
 from autopar.trace.packings import split_packings
+from autopar.trace.shared_axes import axes_of, with_note_on_axes
 
 aten = torch.ops.aten
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
@@ -164,25 +164,6 @@ def _inputs_at(
 
 
 NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph; axes could not be confirmed"
-
-
-def with_note_on_axes(program: Program, axes: Sequence[str]) -> Program:
-    """The program, with a note where its blocks share axes otherwise than `axes` (`axes_of`) of other sizes say."""
-    differing = [b.name for b, other in zip(program.blocks, axes, strict=False) if axes_of(b) != other]
-    if not differing and len(program.blocks) == len(axes):
-        return program
-    note = f"axes of {differing or 'the blocks'} depend on the sizes captured: some dimensions are equal by chance"
-    return replace(program, notes=(*program.notes, note))
-
-
-def axes_of(block: Block) -> str:
-    """Hash of which dimensions of a block share axes, without their sizes: axes are numbered by first appearance."""
-    numbers: dict[int, int] = {}
-    pattern = [
-        (name, [[numbers.setdefault(a, len(numbers)) for a in dim] for dim in dims.axes])
-        for name, dims in block.dims.items()
-    ]
-    return hashlib.sha256(repr(pattern).encode()).hexdigest()
 
 
 ARITHMETIC = ("add", "sub", "mul", "div", "pow", "rsub")

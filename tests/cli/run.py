@@ -5,12 +5,12 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from autopar.cli.app import app
+from autopar.cli.app import app_of
 
 
 def autopar(*arguments: str) -> Result:
     """One command; nothing may escape as a traceback."""
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(app_of(), list(arguments))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     assert "Traceback" not in result.stdout + result.stderr
     return result

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli.app import app
+from autopar.cli.app import app_of
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["capacity", *arguments])
+    result = CliRunner().invoke(app_of(), ["capacity", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 

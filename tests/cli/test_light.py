@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from run import autopar, json_of, refused
+from typer.testing import CliRunner
 
 import autopar as package
+from autopar.cli.app import COMMANDS, app_of
 from autopar.ir.device_presets import device_presets
 from autopar.presets.models import model_presets
 
@@ -79,6 +81,14 @@ def test_every_command_has_help() -> None:
     for command in commands:
         assert command in top
         assert autopar(command, "--help").exit_code == 0
+
+
+def test_a_command_alone_is_as_among_all() -> None:
+    for command in COMMANDS:
+        alone = CliRunner().invoke(app_of([command, "--help"]), [command, "--help"])
+        assert alone.stdout == autopar(command, "--help").stdout
+        assert CliRunner().invoke(app_of([command]), ["--version"]).exit_code == 0
+    assert "No such command 'plann'" in refused("plann")
 
 
 def test_commands_share_the_plan_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,16 +172,16 @@ def test_bugs_are_short_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     from typer.testing import CliRunner
 
     import autopar.plan_cache
-    from autopar.cli import app
+    from autopar.cli.app import app_of
 
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(autopar.plan_cache, "kept_search", fail)
-    short = CliRunner().invoke(app.app, ["plan", "gpt2", "-c", "2xcpu", *SMALL])
+    short = CliRunner().invoke(app_of(), ["plan", "gpt2", "-c", "2xcpu", *SMALL])
     assert (short.exit_code, "Traceback" in short.stderr) == (1, False)
     assert "unexpected ZeroDivisionError: planted" in short.stderr
-    long = CliRunner().invoke(app.app, ["plan", "gpt2", "-c", "2xcpu", "--traceback", *SMALL])
+    long = CliRunner().invoke(app_of(), ["plan", "gpt2", "-c", "2xcpu", "--traceback", *SMALL])
     assert (long.exit_code, "Traceback" in long.stderr) == (1, True)
     monkeypatch.setenv("AUTOPAR_DEBUG", "1")
-    assert "Traceback" in CliRunner().invoke(app.app, ["plan", "gpt2", "-c", "2xcpu", *SMALL]).stderr
+    assert "Traceback" in CliRunner().invoke(app_of(), ["plan", "gpt2", "-c", "2xcpu", *SMALL]).stderr

@@ -1,13 +1,14 @@
 """Reading published runs: the shipped collection as it is, and files with faults as one list."""
 
+import contextlib
 import csv
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from work import lines_run
 
 from autopar.cost_model.measured import BYTES_PER_GB, hardware_flops, measured_bytes, measured_seconds, model_flops
 from autopar.cost_model.row import COLUMNS, MAX_BYTES, NEEDED, RESULT_COLUMNS, Row, read_rows
@@ -51,12 +52,6 @@ def test_shipped_collection(rows: list[Row]) -> None:
     assert (first.gpu_mem_gb, first.step_time_s, first.step_time_derived_s) == (80.0, None, 3.528)
     with RUNS.open(newline="") as file:
         assert tuple(next(csv.reader(file))) == COLUMNS
-
-
-def test_reads_a_thousand_rows_fast(rows: list[Row]) -> None:
-    start = time.process_time()
-    read_rows(RUNS)
-    assert (time.process_time() - start) / len(rows) * 1000 < 0.3
 
 
 def test_does_not_import_torch() -> None:
@@ -192,10 +187,14 @@ def test_wrong_number_of_cells(tmp_path: Path) -> None:
 def test_hostile_files(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "runs.csv"
     path.write_bytes(content)
-    start = time.process_time()
     with pytest.raises(InputError, match=says):
         read_rows(path)
-    assert time.process_time() - start < 1
+    assert lines_run(lambda: refused(path)) < 200  # whatever their size
+
+
+def refused(path: Path) -> None:
+    with contextlib.suppress(InputError):
+        read_rows(path)
 
 
 def test_no_file(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
-from autopar.search.labels import Labelling, label
+from autopar.search.labelling import Labelling
+from autopar.search.labels import label
 from autopar.trace.analysis import Analysis, analyse
 from autopar.trace.trace import trace
 

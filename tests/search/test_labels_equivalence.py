@@ -12,7 +12,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen import generate
-from autopar.search.labels import Labelling, label
+from autopar.search.labelling import Labelling
+from autopar.search.labels import label
 
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2, "mlp": tiny_models.mlp}
 MESHES = [

@@ -1,0 +1,26 @@
+"""Whether the axes that a block's dimensions share are the same at other sizes."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir.program import Block, Program
+
+
+def with_note_on_axes(program: Program, axes: Sequence[str]) -> Program:
+    """The program, with a note where its blocks share axes otherwise than `axes` (`axes_of`) of other sizes say."""
+    differing = [b.name for b, other in zip(program.blocks, axes, strict=False) if axes_of(b) != other]
+    if not differing and len(program.blocks) == len(axes):
+        return program
+    note = f"axes of {differing or 'the blocks'} depend on the sizes captured: some dimensions are equal by chance"
+    return replace(program, notes=(*program.notes, note))
+
+
+def axes_of(block: Block) -> str:
+    """Hash of which dimensions of a block share axes, without their sizes: axes are numbered by first appearance."""
+    numbers: dict[int, int] = {}
+    pattern = [
+        (name, [[numbers.setdefault(a, len(numbers)) for a in dim] for dim in dims.axes])
+        for name, dims in block.dims.items()
+    ]
+    return hashlib.sha256(repr(pattern).encode()).hexdigest()

@@ -1,0 +1,52 @@
+"""The command line as a process: its status and all of its output arrive, though the process ends in a hurry."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+FINISHES = """
+import atexit, sys
+from autopar.cli import run
+def outside():
+    try:
+        run()
+    finally:
+        atexit.register(print, "what was registered later ran")
+sys.argv = ["autopar", *sys.argv[1:]]
+outside()
+"""
+
+
+def started(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [(["models", "--json"], 0), (["plan", "lama3-8b", "-c", "4xcpu"], 2), (["models", "-x"], 2)]
+)
+def test_status_and_output(words: list[str], status: int) -> None:
+    found = started("-m", "autopar", *words)
+    assert found.returncode == status
+    assert json.loads(found.stdout) if status == 0 else "autopar" in found.stderr
+
+
+def test_what_others_left_for_the_end_runs() -> None:
+    found = started("-c", FINISHES, "clusters")
+    assert found.returncode == 0
+    assert found.stdout.endswith("what was registered later ran\n")
+
+
+def test_an_error_outside_of_a_command_is_shown() -> None:
+    broken = "import autopar.cli.app as app; from autopar.cli import run; del app.COMMANDS; run()"
+    found = started("-c", broken)
+    assert found.returncode == 1
+    assert "NameError" in found.stderr
+
+
+def test_a_reader_that_leaves() -> None:
+    command = f"{sys.executable} -m autopar models --json | head -c 10"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert len(found.stdout) == 10
+    assert "Traceback" not in found.stderr
