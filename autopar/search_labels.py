@@ -79,8 +79,8 @@ class SearchLabels:
         if works is None:
             analysis = self.analysis if degrees.tp_dims is None else None
             analysis = analysis or analyse(self.program, degrees.mesh)
-            self.runs = self.runs or block_runs(self.program, analysis)
-            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=self.runs, regather=False)
+            runs = self._runs(analysis)
+            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=runs, regather=False)
         return degrees, found, works
 
     def _choose(self, wanted: Degrees) -> Chosen:
@@ -88,16 +88,18 @@ class SearchLabels:
         degrees, analysis, found = choose_labels(
             self.program, self.cluster, wanted, analysed=self.analysis, regather=self.regather
         )
-        if self.runs is None:
-            from autopar.cost_model.block_export import block_runs
-
-            self.runs = block_runs(self.program, analysis)
+        runs = self._runs(analysis)
         works = self._works_of_same_labels(found, self.chosen)
         if works is None:
-            works = program_works(
-                self.program, analysis, found.blocks, found.mesh, runs=self.runs, regather=self.regather
-            )
+            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=runs, regather=self.regather)
         return degrees, found, works
+
+    def _runs(self, analysis: Analysis) -> "tuple[Mapping[str, NodeRun], ...]":
+        if self.runs is None:
+            from autopar.cost_model.block_export import block_runs  # not needed where works are kept
+
+            self.runs = block_runs(self.program, analysis)
+        return self.runs
 
     def _works_of_same_labels(self, found: Labelling, known: Mapping[int, Chosen]) -> ProgramWorks | None:
         """What blocks cost where another degree has the same labels. On two tensor dimensions it depends on degrees."""
