@@ -90,7 +90,7 @@ def refine(
     those that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
     """
     study, choices = _study(place, starts)
-    found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
+    found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of, place is not None)
     found.enqueue()
     every = [(one, variation) for one in starts for variation in one.variations]
     if len(every) <= trials:
@@ -122,6 +122,7 @@ class _Refining:
         value: Callable[["Priced"], float],
         capacity_bytes: float,
         index_of: Callable[[str], int] | None,
+        is_shared: bool,
     ) -> None:
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
@@ -134,7 +135,8 @@ class _Refining:
             "out_of_first": moves,
             "out_of_last": moves,
         }
-        self.choices = set(choices)
+        self.choices, self.is_shared = set(choices), is_shared
+        self.enqueued: set[Variation] = set()
         self.before = {one.number for one in study.get_trials(deepcopy=False) if one.state.is_finished()}
         self.own: dict[int, Priced] = {}
         self.mine: set[int] = set()
@@ -152,9 +154,11 @@ class _Refining:
 
     def _enqueue(self, wanted: Variation, source: str) -> None:
         text, moved = wanted
-        if text in self.choices:
+        if text in self.choices and wanted not in self.enqueued:
+            self.enqueued.add(wanted)
             params = {"candidate": text, "out_of_first": moved[0], "out_of_last": moved[1]}
-            self.study.enqueue_trial(params, user_attrs={SOURCE: source}, skip_if_exists=True)
+            # slow, and needed where others may have enqueued it
+            self.study.enqueue_trial(params, user_attrs={SOURCE: source}, skip_if_exists=self.is_shared)
 
     def is_spent(self, trials: int) -> bool:
         """Whether as many different variations were told or are being priced; samplers may repeat theirs."""
