@@ -99,9 +99,13 @@ def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]
     if asked.cut_at is not None and len(asked.cut_at) != asked.num_stages - 1:
         rule = f"must name where {asked.num_stages - 1} stages after the first begin, names {len(asked.cut_at)}"
         problems.append(Problem(path="cut_at", value=", ".join(asked.cut_at), rule=rule))
-    if asked.recompute_blocks is not None and asked.recompute == "none":
+    blocks = asked.recompute_blocks
+    if isinstance(blocks, tuple) and len(blocks) != asked.num_stages:
+        rule = f"must be one number for all stages, or {asked.num_stages}, one for each"
+        problems.append(Problem(path="recompute_blocks", value=", ".join(map(str, blocks)), rule=rule))
+    if blocks is not None and asked.recompute == "none":
         rule = "needs recompute = full"
-        problems.append(Problem(path="recompute_blocks", value=asked.recompute_blocks, rule=rule))
+        problems.append(Problem(path="recompute_blocks", value=blocks, rule=rule))
     return problems
 
 

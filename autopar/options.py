@@ -43,7 +43,10 @@ class PlanOptions:
     recompute: str | None = _option(
         "What backward computes again instead of keeping: none, or full: everything inside blocks. (default: none)"
     )
-    recompute_blocks: int | None = _option("Recompute in the first k repeated blocks of a stage only. (default: all)")
+    recompute_blocks: str | None = _option(
+        "Recompute in the first k repeated blocks of a stage only: one number for all stages, or one for each with "
+        "commas. (default: all)"
+    )
     global_batch: int | None = _option(
         "Sequences of one step: dp × micro-batch × micro-batches × accumulate; give all but one."
     )

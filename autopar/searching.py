@@ -30,7 +30,7 @@ from autopar.search.check_result import check_result
 from autopar.search.cuts import cuts_at
 from autopar.search.describe import details_of, points_of
 from autopar.search.details import Details
-from autopar.search.exact import Priced, priced
+from autopar.search.exact import AS_IT_IS, Priced, priced
 from autopar.search.front import front_of
 from autopar.search.gathers import with_kept
 from autopar.search.next_best import next_best
@@ -42,7 +42,6 @@ from autopar.search.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.screen import Machinery
 from autopar.search.space import Limits, Wishes, tensor_degrees, what_would_be_legal, wishes
 from autopar.search.study import keep_result, study_place
-from autopar.search.together import NONE
 from autopar.search.what_if import Base, what_if
 from autopar.search_labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.search_machinery import machinery_of
@@ -238,18 +237,13 @@ def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequ
         most_stages=sum(1 for role in works.calls if role),
         tensor_degrees=tensor_degrees(*counts),
         accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
-        num_stages=None if pinned.cuts is None else len(pinned.cuts) + 1,
+        num_stages=pinned.num_stages,
     )
-
-
-def _index_of(found: Searched, best: Priced) -> int:
-    """The candidate that the best plan is; none where it keeps what candidates gather again."""
-    return -1 if best is found.kept or found.proof.best is None else found.proof.best.index
 
 
 def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
     together = found.together
-    return next_best(found, together.priced, top, ahead=lambda likely: together.price([(i, NONE) for i in likely]))
+    return next_best(found, together.priced, top, ahead=lambda likely: together.price([(i, AS_IT_IS) for i in likely]))
 
 
 def _priced_baselines(found: Searched, labels: SearchLabels) -> Iterator[tuple[int, Priced, int]]:
@@ -282,7 +276,7 @@ def _result(
     best, goal = found.best, found.goal
     names = {one.index: one.name for one in found.baselines}
 
-    def contender(index: int, one: Priced, borrowed: int = 0) -> Contender:
+    def contender(index: int | None, one: Priced, borrowed: int = 0) -> Contender:
         slower = 0.0 if best is None else one.seconds / best.seconds - 1
         reason = ""
         if not one.fits:
@@ -302,7 +296,7 @@ def _result(
             parts=parts_of(one.step.parts),
             value=goal.value(one),
             num_devices=one.degrees.world_size,
-            name=names.get(index, ""),
+            name="" if index is None else names.get(index, ""),
         )
 
     return SearchResult(
@@ -317,13 +311,13 @@ def _result(
         sequence=program.sequence or 1,
         global_batch=asked.global_batch or (0 if best is None else sequences_of(best.degrees)),
         device_bytes=on.machine.memory_bytes,
-        best=None if best is None else contender(_index_of(found, best), best),
+        best=None if best is None else contender(found.index_of_best, best),
         refined=len(found.refined.trials),
         trials=found.refined.trials,
         importance=found.refined.importance,
         others=tuple(contender(i, one) for i, one in _next_best(found, asked.top)),
         baselines=tuple(contender(*one) for one in _priced_baselines(found, labels)),
-        bound=None if best is None else found.proof.bound,
+        bound=None if found.proof.best is None else found.proof.bound,
         gap=found.proof.gap,
         is_proven=found.proof.is_proven,
         counted=counted(found, on.capacity_bytes),

@@ -25,7 +25,7 @@ import numpy as np
 import optuna
 from search_problem import Problem
 
-from autopar.search.exact import Priced, priced
+from autopar.search.exact import Cut, Priced, priced
 from autopar.search.next_best import raised_seconds
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.refine import MISSING, MOST_MOVED, STARTUP
@@ -102,7 +102,7 @@ def refining(one: Case) -> dict[str, Curve]:
         for moved in ((a, b) for a in moves for b in moves):
             seen = prices.get((start.text, 0, 0)) if not start.is_varied else None
             point = (start.text, *moved)
-            prices[point] = seen or priced(works, degrees, problem.spec, problem.on, moved=moved)
+            prices[point] = seen or priced(works, degrees, problem.spec, problem.on, cut=Cut(*moved, by_stage=True))
     space = {
         "candidate": optuna.distributions.CategoricalDistribution([start.text for start in starts]),
         "out_of_first": optuna.distributions.IntDistribution(-MOST_MOVED, MOST_MOVED),

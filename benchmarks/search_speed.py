@@ -24,10 +24,11 @@ import time
 from search_problem import Problem
 
 from autopar.capture_cache import cache_folder, captured_model
+from autopar.search.exact import AS_IT_IS
 from autopar.search.objective import Goal, Part
 from autopar.search.result import SearchResult
 from autopar.search.space import candidates, wishes
-from autopar.search.together import NONE, Together
+from autopar.search.together import Together
 from autopar.search_request import SearchRequest
 from autopar.searching import search_captured
 from autopar.trace.any_size import Capture
@@ -97,7 +98,7 @@ def enumeration_s(problem: Problem) -> float:
     prices = Together(found, works, Goal(objective="time", parts={problem.spec.num_devices: part}))
     start = time.process_time()
     for at in range(0, len(sample), GROUP):
-        prices.price([(index, NONE) for index in sample[at : at + GROUP]])
+        prices.price([(index, AS_IT_IS) for index in sample[at : at + GROUP]])
     return (time.process_time() - start) / len(sample) * len(found)
 
 

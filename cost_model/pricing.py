@@ -59,10 +59,15 @@ class Question:
     cp: int = 1
     ep: int = 1
 
+    @property
+    def is_by_stage(self) -> bool:
+        """Whether every stage has its own number of blocks that compute again."""
+        return isinstance(self.degrees.recompute_blocks, tuple) and bool(self.cuts)
+
 
 def layouts_of(works: ProgramWorks, question: Question) -> Layouts:
-    """The one layout of a question."""
-    level = 2 if question.degrees.recompute == "full" else 0
+    """The one layout of a question; stages that recompute by themselves are not in it."""
+    level = 2 if question.degrees.recompute == "full" and not question.is_by_stage else 0
     return layouts_of_degrees(works, [question.degrees], recompute=level, cp=question.cp, ep=question.ep)
 
 
@@ -123,15 +128,7 @@ class Pricing:
         degrees, cuts = self.question.degrees, self.question.cuts
         if not cuts:
             return None
-        return stages_at(
-            self.works.calls,
-            cuts,
-            schedule=degrees.schedule,
-            pp=degrees.pp,
-            virtual=degrees.virtual_stages,
-            micro_batches=degrees.micro_batches,
-            runs=degrees.accumulate,
-        )
+        return stages_at(self.works.calls, cuts, degrees)
 
     def step(self, layouts: Layouts, *, every_rank: bool = False) -> StepSeconds:
         """With recomputation in some blocks only, as much between none and all of it. With `every_rank`, and stages of
@@ -143,7 +140,7 @@ class Pricing:
 
     def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
         """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
-        the mean block; and of a whole message between stages."""
+        the mean block, without what stages recompute by themselves; and of a whole message between stages."""
         share = self.recomputed_share()
         found = [self._passes_and_message(one) for one in self._with_and_without(layouts_of(self.works, self.question))]
         return {
@@ -229,10 +226,11 @@ class Pricing:
         if degrees.recompute_blocks is None:
             return 1.0
         blocks = sum(count for _, count in self.works.counts)
-        return min(1.0, degrees.recompute_blocks * degrees.num_stages / blocks)
+        own = degrees.recompute_blocks
+        return min(1.0, (sum(own) if isinstance(own, tuple) else own * degrees.num_stages) / blocks)
 
     def _with_and_without(self, layouts: Layouts) -> list[Layouts]:
-        if self.recomputed_share() == 1.0:
+        if self.recomputed_share() == 1.0 or self.question.is_by_stage:
             return [layouts]
         return [replace(layouts, recompute=np.zeros(1)), layouts]
 

@@ -8,6 +8,7 @@ forward to its backward pass, and the state of the parameters that its calls tak
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from autopar.cost_model.step_memory import (
     logit_bytes,
     state_bytes,
 )
+from autopar.ir.plan import Degrees
 from autopar.ir.schedules import SCHEDULES, rank_of_stage
 
 Floats = NDArray[Any]
@@ -38,7 +40,11 @@ ENDS = ("first", "last")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The roles of every stage's calls, and how micro-batches pass through them: `runs` times the schedule."""
+    """The roles of every stage's calls, and how micro-batches pass through them: `runs` times the schedule.
+
+    `again` are how many of its first repeated blocks every stage computes again; None where that is the same in all
+    stages, as layouts have it.
+    """
 
     roles: tuple[tuple[str, ...], ...]
     schedule: str
@@ -46,11 +52,12 @@ class Stages:
     virtual: int
     micro_batches: int
     runs: int
+    again: tuple[int, ...] | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return tuple(rank_of_stage(self.schedule, self.pp, stage) for stage in range(len(self.roles)))
+        return _ranks(self.schedule, self.pp, len(self.roles))
 
     @property
     def num_actions(self) -> int:
@@ -61,14 +68,29 @@ class Stages:
         """The roles of all calls of a rank."""
         return tuple(role for roles, own in zip(self.roles, self.ranks, strict=True) if own == rank for role in roles)
 
+    @property
+    def repeated(self) -> tuple[tuple[str, ...], ...]:
+        """The roles of the repeated blocks of every stage."""
+        return tuple(tuple(role for role in roles if role not in ENDS) for roles in self.roles)
 
-def stages_at(
-    calls: Sequence[str], cuts: Sequence[int], *, schedule: str, pp: int, virtual: int, micro_batches: int, runs: int
-) -> Stages:
+
+@lru_cache(maxsize=256)  # asked for with every price
+def _ranks(schedule: str, pp: int, num_stages: int) -> tuple[int, ...]:
+    return tuple(rank_of_stage(schedule, pp, stage) for stage in range(num_stages))
+
+
+def stages_at(calls: Sequence[str], cuts: Sequence[int], degrees: Degrees) -> Stages:
     """Calls, given by their roles, cut before the given positions."""
     bounds = pairwise((0, *cuts, len(calls)))
-    roles = tuple(tuple(role for role in calls[start:stop] if role) for start, stop in bounds)
-    return Stages(roles=roles, schedule=schedule, pp=pp, virtual=virtual, micro_batches=micro_batches, runs=runs)
+    return Stages(
+        roles=tuple(tuple(role for role in calls[start:stop] if role) for start, stop in bounds),
+        schedule=degrees.schedule,
+        pp=degrees.pp,
+        virtual=degrees.virtual_stages,
+        micro_batches=degrees.micro_batches,
+        runs=degrees.accumulate,
+        again=degrees.recompute_blocks if isinstance(degrees.recompute_blocks, tuple) else None,
+    )
 
 
 def pipeline_of(
@@ -81,14 +103,11 @@ def pipeline_of(
     is_overlapped = engine.messages == "overlapped"
 
     def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
-        seconds = {
-            role: [float(np.max(one)) for one in (each.forward, each.backward, np.asarray(each.weight))]
-            for role, each in passes.items()
-        }
+        seconds = seconds_of_roles(passes)
         one = whole_message_s(message, engine, message_exposed)
-        busy, blocks, total, sending = _of_ranks(stages, seconds, one, is_overlapped, ranks_per_core)
+        busy, blocks, again, total, sending = _of_ranks(stages, seconds, one, is_overlapped, ranks_per_core)
         idle = np.maximum(0.0, total - stages.micro_batches * busy - sending)
-        return Pipelined(busy=busy, blocks=blocks, idle=stages.runs * idle, messages=stages.runs * sending)
+        return Pipelined(busy=busy, blocks=blocks, again=again, idle=stages.runs * idle, messages=stages.runs * sending)
 
     return priced
 
@@ -115,45 +134,68 @@ def pipelines_of(
             for role, each in passes.items()
         }
         one_message = np.broadcast_to(message / (message_exposed if is_overlapped else 1.0), len(stages))
-        found = np.zeros((4, len(stages)))
+        found = np.zeros((5, len(stages)))
         for i, each in enumerate(stages):
             if each is not None:
                 seconds = {role: [float(column[i]) for column in columns] for role, columns in whole.items()}
                 found[:, i] = _pipelined(each, seconds, float(one_message[i]), is_overlapped, ranks_per_core)
-        return Pipelined(busy=found[0], blocks=found[1], idle=found[2], messages=found[3])
+        return Pipelined(busy=found[0], blocks=found[1], again=found[2], idle=found[3], messages=found[4])
 
     return priced
 
 
 def _pipelined(
     stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
-) -> tuple[float, float, float, float]:
+) -> tuple[float, float, float, float, float]:
     """What `Pipelined` holds, of forward, backward and weight seconds of every role."""
-    busy, blocks, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
+    busy, blocks, again, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
     slowest = int(np.argmax(busy))
-    own, waited, held = (
-        float(np.mean(values) if ranks_per_core > 1 else values[slowest]) for values in (busy, sending, blocks)
+    own, waited, held, repeated = (
+        float(np.mean(values) if ranks_per_core > 1 else values[slowest]) for values in (busy, sending, blocks, again)
     )
     idle = max(0.0, total - stages.micro_batches * own - waited)
-    return own, held, stages.runs * idle, stages.runs * waited
+    return own, held, repeated, stages.runs * idle, stages.runs * waited
 
 
 def _of_ranks(
     stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64], float, NDArray[np.float64]]:
-    """Of every rank: seconds of its passes of a micro-batch and its repeated blocks; seconds of one run; and those that
-    every rank waits for its messages."""
-    roles, counts = counted(stages)
-    forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], float, NDArray[np.float64]]:
+    """Of every rank: seconds of its passes of a micro-batch, its repeated blocks, and the seconds that it computes
+    again; seconds of one run; and those that every rank waits for its messages."""
+    forward, backward, weight, again = seconds_of_stages(stages, passes)
     total, sending = _seconds(stages, forward, backward, weight, message, is_overlapped, ranks_per_core)
-    blocks = _per_rank(stages, counts @ np.array([float(role not in ENDS) for role in roles]))
-    return _per_rank(stages, forward + backward), blocks, total, np.broadcast_to(sending, (stages.pp,))
+    blocks, repeated = (_per_rank(stages, one) for one in (np.array([len(own) for own in stages.repeated]), again))
+    return _per_rank(stages, forward + backward), blocks, repeated, total, np.broadcast_to(sending, (stages.pp,))
 
 
-def counted(stages: Stages) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
+    """Forward, backward and weight seconds of every role of one layout."""
+    return {
+        role: [float(np.max(one)) for one in (each.forward, each.backward, np.asarray(each.weight))]
+        for role, each in passes.items()
+    }
+
+
+def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> tuple[Floats, Floats, Floats, Floats]:
+    """Forward, backward and weight seconds of one micro-batch in every stage, of those of every role; and what of the
+    backward pass is computed again, where stages differ in that."""
+    roles, counts = counted(stages.roles)
+    forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
+    if stages.again is None:
+        return forward, backward, weight, np.zeros(len(stages.roles))
+    again = np.array([sum(passes[role][0] for role in own) for own in recomputed(stages)])
+    return forward, backward + again, weight, again
+
+
+def recomputed(stages: Stages) -> list[tuple[str, ...]]:
+    """The roles of the blocks that every stage computes again, where stages differ in that."""
+    return [own[:most] for own, most in zip(stages.repeated, stages.again or [0] * len(stages.roles), strict=True)]
+
+
+def counted(of_stages: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
     """All roles, and how many calls of each every stage has."""
-    roles = tuple(dict.fromkeys(role for own in stages.roles for role in own))
-    return roles, np.array([[own.count(role) for role in roles] for own in stages.roles], dtype=np.float64)
+    roles = tuple(dict.fromkeys(role for own in of_stages for role in own))
+    return roles, np.array([[own.count(role) for role in roles] for own in of_stages], dtype=np.float64)
 
 
 def _seconds(
@@ -233,7 +275,7 @@ class RoleBytes:
 
 
 def role_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> RoleBytes:
-    """What every role keeps and holds, for `memory_of_stages`."""
+    """What every role keeps and holds, for `memory_of_each_rank`."""
     alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
     found = {role: activations(family, one, layouts, engine, fused=fused) for role, one in alone.items()}
     works = {role: family.block(role, "tp") for role in family.roles}
@@ -259,7 +301,7 @@ def staged_memory(
 ) -> StepMemory:
     """Peak of the fullest rank of one layout, and what makes it up."""
     given: dict[str, Any] = {"reserve_bytes": reserve_bytes, "cache": cache, "fused": fused}
-    return _fullest(memory_of_ranks(stages, family, shape, layouts, engine, **given))
+    return fullest(memory_of_ranks(stages, family, shape, layouts, engine, **given))
 
 
 def memory_of_ranks(
@@ -275,33 +317,17 @@ def memory_of_ranks(
 ) -> StepMemory:
     """What every pipeline rank of one layout holds, in arrays of all ranks."""
     found = role_bytes(family, shape, layouts, engine, fused=fused)
-    return _memory_of_ranks(stages, found, 0, shape, layouts, engine, reserve_bytes=reserve_bytes, cache=cache)
+    return memory_of_each_rank(stages, found, 0, shape, layouts, engine, reserve_bytes=reserve_bytes, cache=cache)
 
 
-def memory_of_stages(
-    stages: Stages,
-    blocks: RoleBytes,
-    index: int,
-    shape: Shape,
-    layout: Layouts,
-    engine: Engine,
-    *,
-    reserve_bytes: float,
-    cache: float,
-) -> StepMemory:
-    """As `staged_memory`, of the one of several layouts that has this `index` in `blocks`."""
-    given: dict[str, Any] = {"reserve_bytes": reserve_bytes, "cache": cache}
-    return _fullest(_memory_of_ranks(stages, blocks, index, shape, layout, engine, **given))
-
-
-def _fullest(found: StepMemory) -> StepMemory:
+def fullest(found: StepMemory) -> StepMemory:
     """The rank that holds most."""
     rank = int(np.argmax(found.peak_bytes))
     parts = {name: part[rank : rank + 1] for name, part in found.parts.items()}
     return StepMemory(peak_bytes=found.peak_bytes[rank : rank + 1], parts=parts)
 
 
-def _memory_of_ranks(
+def memory_of_each_rank(
     stages: Stages,
     blocks: RoleBytes,
     index: int,
@@ -312,9 +338,13 @@ def _memory_of_ranks(
     reserve_bytes: float,
     cache: float,
 ) -> StepMemory:
-    roles, counts = counted(stages)
+    """As `memory_of_ranks`, of the one of several layouts that has this `index` in `blocks`."""
+    roles, counts = counted(stages.roles)
     of_ranks = np.zeros((stages.pp, len(roles)))
     np.add.at(of_ranks, list(stages.ranks), counts)
+    again = np.where(np.all(layout.recompute == 2), counts, 0.0)
+    if stages.again is not None:
+        again = np.array([[own.count(role) for role in roles] for own in recomputed(stages)], dtype=np.float64)
 
     def of_roles(values: Mapping[str, Floats]) -> NDArray[np.float64]:
         return np.array([float(_at(values[role], index)) if role in values else 0.0 for role in roles])
@@ -324,19 +354,42 @@ def _memory_of_ranks(
     ends = of_ranks * (is_end * dense)
     elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(shape.is_tied) else ends.sum(axis=1))
     experts = of_ranks @ of_roles(blocks.expert)
-    parts = state_bytes(elements, experts, shape, layout, engine)
-    whole = (shape.element_bytes + GRADIENT_BYTES) * (elements + experts)  # a step's weights stay gathered with stages
-    working = np.where((of_ranks > 0) & np.all(layout.recompute == 2), saved, 0.0).max(axis=1)
+    parts = stage_state(elements, experts, shape, layout, engine)
+    inputs, kinds = of_roles(blocks.inputs), np.where(layout.recompute == 1, 1, 0)
+    held = counts @ kept_bytes(saved, inputs, kinds, engine) - again @ (saved - inputs)
+    working = np.zeros(stages.pp)
+    np.maximum.at(working, list(stages.ranks), np.where(again > 0, saved, 0.0).max(axis=1))
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
     parts |= {
-        "gathered": np.where(np.all(layout.zero >= 3), whole, 0.0),
-        "activations": _held(stages, counts @ kept_bytes(saved, of_roles(blocks.inputs), layout.recompute, engine)),
+        "activations": _held(stages, held),
         "workspace": working,
         "logits": np.where(has_last, float(_at(blocks.logits, index)), 0.0),
     }
     parts |= {"cache": np.asarray(cache * sum(parts.values())), "reserve": np.full(stages.pp, float(reserve_bytes))}
     parts = {name: np.broadcast_to(part, (stages.pp,)) for name, part in parts.items()}
     return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
+
+
+def stage_state(elements: Floats, expert: Floats, shape: Shape, layout: Layouts, engine: Engine) -> dict[str, Floats]:
+    """As `state_bytes`, and what of it a step gathers, which with stages stays until the step ends."""
+    parts = state_bytes(elements, expert, shape, layout, engine)
+    whole = (shape.element_bytes + GRADIENT_BYTES) * (elements + expert)
+    return parts | {"gathered": np.where(np.all(layout.zero >= 3), whole, 0.0)}
+
+
+def bytes_of_roles(
+    blocks: RoleBytes, index: int, shape: Shape, layout: Layouts, engine: Engine
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """What one call of every role holds under the layout at an `index` of `blocks`: state of its parameters (with the
+    logits), what it keeps of a micro-batch without recomputation, and its input."""
+    dense, expert, saved, inputs = (
+        {role: float(_at(values, index)) for role, values in one.items()}
+        for one in (blocks.dense, blocks.expert, blocks.saved, blocks.inputs)
+    )
+    parts = stage_state(np.array([*dense.values()]), np.array([*expert.values()]), shape, layout, engine)
+    state = dict(zip(dense, np.sum([np.broadcast_to(one, len(dense)) for one in parts.values()], axis=0), strict=True))
+    state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
+    return state, saved, inputs
 
 
 def _at(values: Floats, index: int) -> Any:

@@ -126,7 +126,8 @@ def _parts(
         for role, one in blocks.items()
     }
     parts = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
-    parts["embedding, head, loss"] = n * (own.busy - own.blocks * step.mean.both)
+    parts["recomputation"] = parts["recomputation"] + n * own.again
+    parts["embedding, head, loss"] = n * (own.busy - own.blocks * step.mean.both - own.again)
     parts |= {"bubble": own.idle, "messages": own.messages, "data collectives": step.sums + step.end_gathers}
     parts |= {"optimizer": step.optimizer, "gradient accumulation": step.accumulation}
     return parts | {"fixed": basis.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}

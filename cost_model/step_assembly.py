@@ -5,7 +5,7 @@ layouts that have them (`autopar.cost_model.screening`).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -21,12 +21,14 @@ from autopar.cost_model.step_data import DataPrices, Gathers, State, with_gather
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
     """A pipeline whose stages are known: seconds of one micro-batch on the busiest rank, `blocks` how many repeated
-    blocks that rank has; seconds of the step that it idles, and that it waits for messages."""
+    blocks that rank has; seconds of the step that it idles, and that it waits for messages. `again` are seconds of
+    `busy` in what stages recompute beside what all blocks of a layout do."""
 
     busy: Floats
     blocks: Floats
     idle: Floats
     messages: Floats
+    again: Floats = field(default_factory=lambda: np.zeros(1))
 
 
 # from the passes of every role, and the seconds of one message, to what a plan's own stages make of them
@@ -92,7 +94,7 @@ def assembled(
     else:
         own = pipeline(_of_roles(prices, passes, weights or {}), message)
     data = prices.data(own.blocks)
-    sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both)
+    sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both + own.again)
     if basis.engine.optimizer_place == "host":
         optimizer, adding = offloaded(basis, layouts, data.state, own.blocks * mean.backward), np.zeros(1)
     else:

@@ -86,7 +86,8 @@ def _check_same(made: Estimate, about: Any) -> None:
             name in ("schedule", "virtual_stages") and made.degrees.get("pp") == 1
         )
         if not is_idle:
-            pairs.append((name, degrees.get(name), made.degrees.get(name)))
+            there = degrees.get(name)
+            pairs.append((name, tuple(there) if isinstance(there, list) else there, made.degrees.get(name)))
     problems = [
         Problem(path=name, value=there, rule=f"in the trace; {here} was estimated")
         for name, there, here in pairs

@@ -25,7 +25,8 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--pp", type=int, default=2, help="ranks")
     options.add_argument(
-        "--recompute-blocks", type=int, help="layers of a stage that are computed again (default: all)"
+        "--recompute-blocks",
+        help="layers of a stage that are computed again, or of each such as 2,0 (default: all)",
     )
     chosen = options.parse_args()
     on_ranks(chosen.pp, lambda: train(chosen))

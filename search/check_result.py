@@ -103,8 +103,9 @@ def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
 
 def _proof(found: Searched, best: Priced) -> Iterator[Problem]:
     goal, proof = found.goal, found.proof
-    if proof.best is None:
-        yield Problem(path="proof", rule="has no plan that fits")
+    if proof.best is None:  # a plan then fits with stages of its own, which only trials find
+        if found.refined.best is None:
+            yield Problem(path="proof", rule="has no plan that fits")
         return
     if not proof.bound <= proof.best.value * (1 + SAME):
         yield Problem(path="bound", value=proof.bound, rule=f"must not be above the best price, {proof.best.value!r}")

@@ -6,7 +6,7 @@ recursion for linear partitioning); of equal ones, that with the smallest sum of
 too. Every stage holds a parameter that is trained, or its backward pass would have nothing to do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -64,6 +64,21 @@ def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bo
     return _partition(tuple(weights), parts, tuple(can_be_alone or [True] * len(weights)))
 
 
+# seconds that the parts of a position, from some elements up to others, take beside their weights
+More = Callable[[int, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
+
+
+def partition_with(
+    weights: Sequence[float], parts: int, more: More, longest: int, *, can_be_alone: Sequence[bool]
+) -> tuple[int, ...] | None:
+    """As `partition`, of parts that take `more` where they stand; infinite seconds are not legal. Parts have at most
+    `longest` elements; None where there is no such partition."""
+    anchors = np.concatenate([[0], np.cumsum(can_be_alone)])
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
+    starts = _starts(sums, anchors, parts, longest, more)
+    return None if starts is None else _cuts_of(starts, len(weights))
+
+
 @lru_cache(maxsize=256)  # candidates that differ in data parallelism alone are cut alike
 def _partition(weights: tuple[float, ...], parts: int, can_be_alone: tuple[bool, ...]) -> tuple[int, ...]:
     count = len(weights)
@@ -72,6 +87,10 @@ def _partition(weights: tuple[float, ...], parts: int, can_be_alone: tuple[bool,
     starts = _starts(sums, anchors, parts, _longest(weights, parts)) or _starts(sums, anchors, parts, count)
     if starts is None:
         raise PlanError(f"{count} calls cannot be cut into {parts} stages")
+    return _cuts_of(starts, count)
+
+
+def _cuts_of(starts: Sequence[NDArray[np.int64]], count: int) -> tuple[int, ...]:
     cuts, stop = [], count
     for start in reversed(starts):
         stop = int(start[stop])
@@ -91,19 +110,23 @@ def _longest(weights: Sequence[float], parts: int) -> int:
 
 
 def _starts(
-    sums: NDArray[np.float64], anchors: NDArray[np.int64], parts: int, longest: int
+    sums: NDArray[np.float64], anchors: NDArray[np.int64], parts: int, longest: int, more: More | None = None
 ) -> list[NDArray[np.int64]] | None:
     """Where the last part begins, for every number of parts above 1 and of elements; parts have `longest` elements at
     most. None where there is no such partition. `sums` and `anchors` are those of the elements before each position."""
     stops = np.arange(len(sums))
     begins = stops[:, None] - np.arange(longest, 0, -1)[None, :]  # [i, k]: where the k-th longest part before i begins
     inside = np.maximum(begins, 0)
-    part = sums[stops][:, None] - sums[inside]
+    own = part = sums[stops][:, None] - sums[inside]
     legal = (begins >= 0) & (anchors[stops][:, None] > anchors[inside])
     square = part**2
     first = np.where((stops <= longest) & (anchors > 0), sums, np.inf)
+    first = first if more is None else first + more(0, np.zeros_like(stops), stops)
     largest, squares, found = first, first**2, []
-    for _ in range(1, parts):
+    for position in range(1, parts):
+        if more is not None:
+            part = own + more(position, inside, stops[:, None])
+            square = part**2
         worst = np.where(legal, np.maximum(largest[inside], part), np.inf)
         best = worst.min(axis=1)
         even = np.where(worst <= (best * (1 + 1e-12))[:, None], squares[inside] + square, np.inf)

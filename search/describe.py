@@ -13,7 +13,14 @@ from autopar.cost_model.estimate import MEMORY
 from autopar.cost_model.pricing import Pricing, layouts_of
 from autopar.cost_model.program_works import ProgramWorks
 from autopar.cost_model.simulate import Simulation, simulate
-from autopar.cost_model.staged import ENDS, MOST_ACTIONS, Stages, stage_seconds
+from autopar.cost_model.staged import (
+    ENDS,
+    MOST_ACTIONS,
+    Stages,
+    seconds_of_roles,
+    seconds_of_stages,
+    stage_seconds,
+)
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.schedules import actions
 from autopar.search.details import WAITING, Details, Points, RankCost, Rates, Timeline
@@ -87,8 +94,8 @@ def _of_rank(parts: Mapping[str, NDArray[Any]], rank: int) -> dict[str, float]:
 
 
 def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Timeline:
-    """One run of the schedule, replayed with the seconds of the plan's blocks; those of a stage that recomputes in some
-    of its blocks are the mean of all of them."""
+    """One run of the schedule, replayed with the seconds of the plan's blocks; where stages recompute in as many of
+    their blocks, those of a block are the mean of all of them."""
     forward, backward, weight, message = _stage_seconds(pricing, stages)
     orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
     messages_are: Literal["overlapped", "blocking"] = (
@@ -122,16 +129,8 @@ def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Ti
 
 def _stage_seconds(pricing: Pricing, stages: Stages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], float]:
     found, message = pricing.mean_passes_and_message()
-
-    def of_stages(seconds: Mapping[str, float]) -> NDArray[Any]:
-        return np.array([sum(seconds[role] for role in roles) for roles in stages.roles])
-
-    each = [{role: float(np.max(getattr(one, name))) for role, one in found.items()} for name in _PASSES]
-    forward, backward, weight = (of_stages(seconds) for seconds in each)
+    forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(found))
     return forward, backward, weight, message
-
-
-_PASSES = ("forward", "backward", "weight")
 
 
 def _num_passes(found: Simulation) -> int:

@@ -1,13 +1,15 @@
 """Candidates, priced as they would run: their stages cut by the seconds of their blocks, their action lists replayed.
 
-Cuts make the slowest stage fastest. Recomputation covers the fewest blocks of every stage that let the plan fit. What
-is priced is what `autopar.estimate` prints for the plan. Candidates of one tensor degree are prepared together: all but
-cuts, stages and their memory is arithmetic on arrays.
+Cuts make the slowest stage fastest. Recomputation covers the fewest blocks of every stage that let the plan fit: one
+number for all stages, which bounds know too, or each stage's own, with cuts that follow (`autopar.search.by_stage`).
+What is priced is what `autopar.estimate` prints for the plan. Candidates of one tensor degree are prepared together:
+all but cuts, stages and their memory is arithmetic on arrays.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,17 +24,38 @@ from autopar.cost_model.pricing import (
     step_between,
 )
 from autopar.cost_model.program_works import ProgramWorks
-from autopar.cost_model.staged import Stages, memory_of_stages, pipelines_of, role_bytes, stages_at
+from autopar.cost_model.staged import (
+    Stages,
+    bytes_of_roles,
+    fullest,
+    memory_of_each_rank,
+    pipelines_of,
+    role_bytes,
+    stages_at,
+)
 from autopar.cost_model.step import StepSeconds, priced_blocks, step_of
 from autopar.cost_model.step_assembly import passes_of_roles
 from autopar.cost_model.step_basis import Basis, Floats
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
+from autopar.search.by_stage import CallCosts, costs_of, cuts_by_stage, fewest_blocks
 from autopar.search.cuts import partition
 from autopar.search.screen import Machinery, pipeline_seconds
 
 LEVELS = (0, 2)  # of recomputation: none and full
+
+
+class Cut(NamedTuple):
+    """How many blocks are moved out of a pipeline's first and last stage, and whether stages that must recompute have
+    each a number of blocks of their own."""
+
+    out_of_first: int = 0
+    out_of_last: int = 0
+    by_stage: bool = False
+
+
+AS_IT_IS, BY_STAGE = Cut(), Cut(by_stage=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +81,12 @@ def priced(
     cluster: ClusterSpec,
     on: Machinery,
     *,
-    moved: tuple[int, int] = (0, 0),
+    cut: Cut = AS_IT_IS,
     least_memory: bool = False,
 ) -> Priced:
     """Price `degrees`, which recompute nothing, with as much recomputation as they need, or with none or all of it
-    where what counts is the `least_memory`. `works` are those of labels for their tensor degree. So many blocks as
-    `moved` says are moved out of the first and the last stage."""
-    return Prepared(works, [degrees], cluster, on, least_memory=least_memory).priced({0: moved})[0]
+    where what counts is the `least_memory`. `works` are those of labels for their tensor degree."""
+    return Prepared(works, [degrees], cluster, on, least_memory=least_memory).priced({0: cut})[0]
 
 
 class Prepared:
@@ -104,48 +126,52 @@ class Prepared:
         self.is_staged = degrees[0].num_stages > 1
         self.of_roles = role_bytes(self.family, self.shape, self.layouts[0], on.engine, fused=self.fused)
 
-    def priced(self, moved: Mapping[int, tuple[int, int]]) -> dict[int, Priced]:
-        """The price of every candidate whose position is a key, with so many blocks moved out of its end stages."""
-        cuts = self._cuts(moved) if self.is_staged else dict.fromkeys(moved, ())
-        stages = {i: _stages(self.works, self.degrees[i], cuts[i]) for i in moved if self.is_staged}
-        memories = self._memories(list(moved), stages)
-        found = {i: self._recomputing(i, memories[i]) for i in moved}
+    def priced(self, wanted: Mapping[int, Cut]) -> dict[int, Priced]:
+        """The price of every candidate whose position is a key, with that cut."""
+        cuts: dict[int, tuple[int, ...]] = self._cuts(wanted) if self.is_staged else dict.fromkeys(wanted, ())
+        stages = {i: stages_at(self.works.calls, cuts[i], self.degrees[i]) for i in wanted if self.is_staged}
+        memories = self._memories(list(wanted), stages)
+        found = {i: self._recomputing(i, memories[i]) for i in wanted}
+        for i, cut in wanted.items():
+            if self._is_by_stage(cut, found[i]):
+                cuts[i], stages[i], found[i] = self._by_stage(i, cut, cuts[i])
         steps = self._steps(stages, {i: one.share for i, one in found.items()})
         regather = self.works.regather
         return {i: _priced(one, cuts[i], steps[i], regather) for i, one in found.items()}
 
-    def _cuts(self, moved: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-        """The calls before which stages begin: the slowest stage is as fast as can be, the ends taken to be slower by
-        as many blocks as are moved out of them; or those that are pinned."""
+    def _cuts(self, wanted: Mapping[int, Cut]) -> dict[int, tuple[int, ...]]:
+        """The calls before which stages begin: the slowest stage is as fast as can be; or those that are pinned."""
         if (cuts := self.on.pinned.cuts) is not None:
-            return dict.fromkeys(moved, cuts)
+            return dict.fromkeys(wanted, cuts)
+        can_be_alone = [bool(role) for role in self.works.calls]
+        return {
+            i: partition(self._weights(i, cut), self.degrees[i].num_stages, can_be_alone=can_be_alone)
+            for i, cut in wanted.items()
+        }
+
+    @cached_property
+    def _passes(self) -> dict[str, tuple[Floats, Floats]]:
+        """Seconds of one micro-batch in every role, forward and both ways, of all candidates."""
         passes = passes_of_roles(self.basis, self.layouts[0], self.blocks.prices, self.blocks.weights)
-        both = {role: np.broadcast_to(one.both, len(self.degrees)) for role, one in passes.items()}
-        found = {}
-        for i, of_ends in moved.items():
-            seconds = {role: float(column[i]) for role, column in both.items()}
-            weights = [seconds[role] if role else 0.0 for role in self.works.calls]
-            block = sum(count * seconds[role] for role, count in self.works.counts) / self.num_blocks
-            for end, count in zip((0, -1), of_ends, strict=True):
-                weights[end] += count * block
-            can_be_alone = [bool(role) for role in self.works.calls]
-            found[i] = partition(weights, self.degrees[i].num_stages, can_be_alone=can_be_alone)
-        return found
+        size = len(self.degrees)
+        return {
+            role: (np.broadcast_to(one.forward, size), np.broadcast_to(one.both, size)) for role, one in passes.items()
+        }
+
+    def _weights(self, index: int, cut: Cut) -> list[float]:
+        """Seconds of every call, the ends taken to be slower by as many blocks as are moved out of them."""
+        seconds = {role: float(both[index]) for role, (_, both) in self._passes.items()}
+        weights = [seconds[role] if role else 0.0 for role in self.works.calls]
+        block = sum(count * seconds[role] for role, count in self.works.counts) / self.num_blocks
+        weights[0] += cut.out_of_first * block
+        weights[-1] += cut.out_of_last * block
+        return weights
 
     def _memories(self, wanted: Sequence[int], stages: Mapping[int, Stages]) -> dict[int, list[StepMemory]]:
         """Memory of every wanted candidate without recomputation and with all of it."""
-        given: dict[str, Any] = {
-            "reserve_bytes": self.on.machine.profile.reserve_bytes,
-            "cache": self.on.mechanisms.allocator_cache,
-        }
         if self.is_staged:
-            return {
-                i: [
-                    memory_of_stages(stages[i], self.of_roles, i, self.shape, layouts.at([i]), self.on.engine, **given)
-                    for layouts in self.layouts
-                ]
-                for i in wanted
-            }
+            return {i: [fullest(self._of_ranks(i, stages[i], level)) for level in range(len(LEVELS))] for i in wanted}
+        given = self._memory_options
         found = [
             step_memory(self.family, self.shape, layouts, self.on.engine, fused=self.fused, **given)
             for layouts in self.layouts
@@ -154,6 +180,55 @@ class Prepared:
             i: [StepMemory(peak_bytes=_one(one.peak_bytes, i), parts=_each(one.parts, i)) for one in found]
             for i in wanted
         }
+
+    @property
+    def _memory_options(self) -> dict[str, float]:
+        return {
+            "reserve_bytes": self.on.machine.profile.reserve_bytes,
+            "cache": self.on.mechanisms.allocator_cache,
+        }
+
+    def _of_ranks(self, index: int, stages: Stages, level: int = 0) -> StepMemory:
+        """Memory of every rank of a candidate."""
+        layout, engine = self.layouts[level].at([index]), self.on.engine
+        return memory_of_each_rank(stages, self.of_roles, index, self.shape, layout, engine, **self._memory_options)
+
+    def _is_by_stage(self, cut: Cut, found: "_Recomputing") -> bool:
+        if isinstance(self.on.pinned.recompute_blocks, tuple):
+            return True
+        is_open = self.on.pinned.recompute_blocks is None and not self.least_memory
+        return cut.by_stage and self.is_staged and is_open and found.blocks > 0
+
+    def _by_stage(self, index: int, cut: Cut, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], Stages, "_Recomputing"]:
+        """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned."""
+        capacity, pinned, degrees = self.on.capacity_bytes, self.on.pinned, self.degrees[index]
+        room = capacity - self.on.machine.profile.reserve_bytes
+        stages = stages_at(self.works.calls, cuts, degrees)
+        if pinned.cuts is None and pinned.recompute_blocks is None:
+            cuts = cuts_by_stage(self.works.calls, self._costs(index, cut), stages, room_bytes=room) or cuts
+            stages = stages_at(self.works.calls, cuts, degrees)
+
+        def memory(again: tuple[int, ...]) -> StepMemory:
+            return self._of_ranks(index, replace(stages, again=again))
+
+        again = pinned.recompute_blocks
+        if not isinstance(again, tuple):
+            again = fewest_blocks(stages, lambda counts: memory(counts).needed_bytes, capacity)
+        needed = memory(again)
+        found = _Recomputing(
+            degrees=replace(degrees, recompute="full", recompute_blocks=again) if any(again) else degrees,
+            blocks=max(again),
+            share=0.0,
+            memory=fullest(needed),
+            needed_bytes=float(np.max(needed.needed_bytes)),
+            fits=bool(np.max(needed.needed_bytes) <= capacity and self.allowed[index]),
+        )
+        return cuts, replace(stages, again=again), found
+
+    def _costs(self, index: int, cut: Cut) -> CallCosts:
+        held = bytes_of_roles(self.of_roles, index, self.shape, self.layouts[0].at([index]), self.on.engine)
+        forward = {role: float(one[index]) for role, (one, _) in self._passes.items()}
+        return costs_of(self.works.calls, self._weights(index, cut), forward, *held)
 
     def _recomputing(self, index: int, memories: Sequence[StepMemory]) -> "_Recomputing":
         """The fewest blocks of every stage that let a candidate fit, or all where none do; none or all of them where
@@ -176,7 +251,7 @@ class Prepared:
             )
 
         most = -(-self.num_blocks // degrees.num_stages)
-        if self.on.pinned.recompute_blocks is not None:
+        if isinstance(self.on.pinned.recompute_blocks, int):
             return recomputing(min(self.on.pinned.recompute_blocks, most))
         found, least = recomputing(0), 0
         if self.least_memory:
@@ -231,18 +306,6 @@ def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeco
         memory=found.memory,
         pipelines=tuple(float(np.max(pipeline_seconds(one))) for one in steps) if cuts else (),
         regather=regather,
-    )
-
-
-def _stages(works: ProgramWorks, degrees: Degrees, cuts: tuple[int, ...]) -> Stages:
-    return stages_at(
-        works.calls,
-        cuts,
-        schedule=degrees.schedule,
-        pp=degrees.pp,
-        virtual=degrees.virtual_stages,
-        micro_batches=degrees.micro_batches,
-        runs=degrees.accumulate,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from autopar.cost_model.pricing import Pricing, layouts_of
-from autopar.cost_model.staged import ENDS
+from autopar.cost_model.staged import ENDS, recomputed, seconds_of_roles, seconds_of_stages
 from autopar.search.details import Term, Value
 from autopar.search.exact import Priced
 
@@ -35,19 +35,23 @@ class _Terms:
         self.speeds, self.profile = pricing.machine.machine.speeds, pricing.machine.profile.name
         self.passes, self.message_s = pricing.mean_passes_and_message()
         self.num_micro_batches = float(self.degrees.num_micro_batches)
-        self.busy_s, self.num_blocks = self._slowest()
+        self.busy_s, self.num_blocks, self.share = self._slowest()
 
-    def _slowest(self) -> tuple[float, float]:
-        """Seconds of one micro-batch on the slowest rank, and how many repeated blocks it has."""
+    def _slowest(self) -> tuple[float, float, float]:
+        """Seconds of one micro-batch on the slowest rank, how many repeated blocks it has, and the part of them that it
+        recomputes: where stages do not differ in that, the part of all blocks."""
         stages, works = self.pricing.stages(), self.pricing.works
-        seconds = {role: float(np.max(one.both)) for role, one in self.passes.items()}
-        every = [works.calls] if stages is None else [stages.of_rank(rank) for rank in range(stages.pp)]
-        found = [
-            (sum(seconds[role] for role in roles if role), sum(bool(role) and role not in ENDS for role in roles))
-            for roles in every
-        ]
-        busy, blocks = max(found)
-        return busy, float(blocks)
+        if stages is None:
+            busy = sum(float(np.max(self.passes[role].both)) for role in works.calls if role)
+            blocks = sum(bool(role) and role not in ENDS for role in works.calls)
+            return busy, float(blocks), self.pricing.recomputed_share()
+        forward, backward, _, _ = seconds_of_stages(stages, seconds_of_roles(self.passes))
+        of_stages = zip(forward + backward, map(len, stages.repeated), map(len, recomputed(stages)), strict=True)
+        of_ranks = np.zeros((stages.pp, 3))
+        for rank, own in zip(stages.ranks, of_stages, strict=True):
+            of_ranks[rank] += own
+        own_s, own_blocks, again = max(of_ranks.tolist())
+        return own_s, own_blocks, self.pricing.recomputed_share() if stages.again is None else again / own_blocks
 
     @property
     def n(self) -> Value:
@@ -115,12 +119,11 @@ class _Terms:
         return self.term(part, "n * L * t", values, f"cost_model/{file}, profile {self.profile}")
 
     def _recomputation(self) -> Term:
-        share = self.pricing.recomputed_share()
-        each = self.parts["recomputation"] / (self.num_micro_batches * self.num_blocks * share)
+        each = self.parts["recomputation"] / (self.num_micro_batches * self.num_blocks * (self.share or 1.0))
         values = (
             self.n,
             self.own_blocks,
-            Value(symbol="c", meaning="part of the blocks that is computed again", value=share, unit=""),
+            Value(symbol="c", meaning="part of the blocks that is computed again", value=self.share, unit=""),
             Value(symbol="t", meaning="forward pass of a block", value=each, unit="s"),
         )
         return self.term("recomputation", "n * L * c * t", values, "cost_model/step_assembly.py")

@@ -24,7 +24,7 @@ from autopar.cost_model.step_basis import Basis, Passes, repeated_roles
 from autopar.cost_model.step_blocks import block_prices, end_passes
 from autopar.errors import AutoparError
 from autopar.search.best_first import ROUNDING, best_first
-from autopar.search.exact import Priced
+from autopar.search.exact import AS_IT_IS, Cut, Priced
 from autopar.search.next_best import raised_seconds
 from autopar.search.pipeline_bounds import SPLITS_BACKWARD
 from autopar.search.plan_search import Searched, Works
@@ -32,7 +32,7 @@ from autopar.search.refine import MOVES
 from autopar.search.screen import Machinery, basis_of, layouts_of, screen
 from autopar.search.space import Candidates
 from autopar.search.starts import NEARLY
-from autopar.search.together import NONE, Together, Varied
+from autopar.search.together import Together, Varied
 
 Floats = NDArray[np.float64]
 ENDS = ("first", "last")
@@ -58,7 +58,7 @@ def with_kept(
         kept.value,
         most=most_exact if goes_on() else 0,
         goes_on=goes_on,
-        ahead=lambda likely: kept.price([(index, NONE) for index in likely]),
+        ahead=lambda likely: kept.price([(index, AS_IT_IS) for index in likely]),
         added=kept.added,
     )
     kept.price_moved()
@@ -119,14 +119,14 @@ class _Kept:
         self.together.price([one for one in wanted if self._can_price(int(self.found.candidates.tp[one[0]]))])
 
     def value(self, index: int) -> float:
-        self.price([(index, NONE)])
-        one = self.together.found.get((index, NONE))
+        self.price([(index, AS_IT_IS)])
+        one = self.together.found.get((index, AS_IT_IS))
         return self.goal.value(one) if one is not None and one.fits else np.inf
 
     def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
         """What an exact price adds to bounds of others of its class: what the pipeline, which is theirs too, takes more
         or less than by screening. Infinite where that is not below the least value."""
-        screened, one = self.found.screened, self.together.found[index, NONE]
+        screened, one = self.found.screened, self.together.found[index, AS_IT_IS]
         levels = (screened.pipeline[index], screened.recomputed_pipeline[index])
         more = [pipeline - bound for pipeline, bound in zip(one.pipelines, levels, strict=False)]
         more += [NOTHING_KNOWN] * (len(levels) - len(more))
@@ -138,7 +138,7 @@ class _Kept:
     def price_moved(self) -> None:
         """Cuts of the best plan if moved, and where cuts are moved at all, every move in the few nearly as good."""
         c, before = self.found.candidates, self.found.together.found
-        moved = [one for one, priced in before.items() if one[1] != NONE and priced is self.found.best]
+        moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is self.found.best]
         near = [
             (self.goal.value(one), index)
             for (index, _), one in self.together.found.items()
@@ -146,7 +146,9 @@ class _Kept:
         ]
         if self.found.refined.trials:
             varied = [index for _, index in sorted(near)[:MOST_VARIED]]
-            moved += [(index, (first, last)) for index in varied for first, last in product(MOVES, MOVES)]
+            moved += [
+                (index, Cut(first, last, by_stage=True)) for index in varied for first, last in product(MOVES, MOVES)
+            ]
         self.price([one for one in moved if c.tp[one[0]] > 1])
 
 

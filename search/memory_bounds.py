@@ -8,7 +8,7 @@ say of which, they count as those of its smallest stage. The candidate that is c
 stages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ from autopar.search.even_cuts import EvenCuts
 from autopar.search.pipeline_bounds import IS_V, NAMES
 
 Floats = NDArray[Any]
+MOST_SHARE = 2.0  # of the blocks that a rank would have to recompute: as if it had fewer and others more
+MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # how near to the first rank a rank is
 # what a rank holds of a model, by the names of `autopar.cost_model.step_memory`; activations with what recomputation
 # of a block needs
 PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "activations")
@@ -39,14 +41,16 @@ PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "ac
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBounds:
     """Bytes of the fullest rank without recomputation and with all of it, what of the former is state and gathered
-    weights, the least part of the blocks that must be recomputed to fit: above 1 where that does not help. `largest`
-    is the part of `PARTS`, by its position, that holds most of the fullest rank with whichever recomputation holds
+    weights, the least part of the blocks that must be recomputed to fit: above 1 where that does not help, and about
+    what part it is where every rank recomputes what it needs itself, with as many blocks as it can have. `largest` is
+    the part of `PARTS`, by its position, that holds most of the fullest rank with whichever recomputation holds
     less."""
 
     without: Floats
     recomputed: Floats
     state: Floats
     share: Floats
+    mean_share: Floats
     largest: Floats
 
 
@@ -89,6 +93,7 @@ def memory_bounds(
         recomputed=np.maximum(*totals[1]),
         state=np.where(totals[0][0] >= totals[0][1], found[0][0], found[1][0]),
         share=np.maximum(*shares),
+        mean_share=_mean_share(capacity_bytes, found, working=working),
         largest=np.where(least[0] >= least[1], *(_largest(parts) for parts in by_part)),
     )
 
@@ -170,3 +175,14 @@ def _share(capacity: float, state: Floats, without: Floats, recomputed: Floats, 
     saves = np.maximum(without - recomputed, 1e-9)
     share = (state + without + working - capacity) / saves
     return np.where(fits, 0.0, np.maximum(share, 1e-9))
+
+
+def _mean_share(capacity: float, ends: Sequence[tuple[Floats, Floats, Floats]], *, working: Floats) -> Floats:
+    """The part of the blocks to recompute in the mean of all ranks, which hold as much more of state and activations
+    than the last one as they are nearer to the first."""
+    first, last = ends
+    shares = []
+    for part in MEAN_OF:
+        state, without, recomputed = (part * a + (1 - part) * b for a, b in zip(first, last, strict=True))
+        shares.append(np.minimum(_share(capacity, state, without, recomputed, working=working), MOST_SHARE))
+    return np.asarray(np.mean(np.broadcast_arrays(*shares), axis=0))

@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.exact import Priced
+from autopar.search.exact import AS_IT_IS, Priced
 from autopar.search.plan_search import Searched, added_seconds
-from autopar.search.together import NONE
 
 MORE = 2  # exact prices for each plan that is asked for
 Key = tuple[int, ...]
@@ -40,11 +39,11 @@ def next_best(
         if one.fits and (key(index) not in chosen or value < chosen[key(index)][0]):
             chosen[key(index)] = (value, index, one)
 
-    known = {index: one for (index, moved), one in found.together.found.items() if moved == NONE} | {**found.exact}
-    for index, one in known.items():
+    known = {**found.together.found, **{(index, AS_IT_IS): one for index, one in found.exact.items()}}
+    for (index, _), one in known.items():
         take(index, one)
     is_open = np.isin(c.tp, found.labelled)
-    is_open[list(known)] = False
+    is_open[[index for index, cut in known if cut == AS_IT_IS]] = False
     left = MORE * top
     while left > 0:
         values = np.where(is_open, goal.bounds(c, replace(found.screened, seconds=seconds)), np.inf)

@@ -10,7 +10,7 @@ the labels of the smallest one above 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,18 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.baselines import Baseline, baselines
 from autopar.search.best_first import Proof, best_first
-from autopar.search.exact import Priced
+from autopar.search.exact import AS_IT_IS, BY_STAGE, Cut, Priced
 from autopar.search.objective import Goal, Part
 from autopar.search.refine import Refined, refine
 from autopar.search.screen import Machinery, Screened, screen
 from autopar.search.space import Candidates, Limits, Wishes, candidates
-from autopar.search.starts import starts_of
+from autopar.search.starts import NEARLY, kinds_of, starts_of
 from autopar.search.study import StudyPlace
-from autopar.search.together import NONE, Together
+from autopar.search.together import Together
 from autopar.search.words import readable_value
 
 Floats = NDArray[np.float64]
+MOST_BY_STAGE = 48  # prices of candidates whose stages recompute what they need themselves
 # from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
 Works = Callable[[int], ProgramWorks]
 
@@ -59,12 +60,20 @@ class Searched:
 
     @property
     def best(self) -> Priced | None:
-        """The plan of the smallest value that fits, with moved cuts or with what it gathers kept where that is
+        """The plan of the smallest value that fits, with stages of its own, or with what it gathers kept, where that is
         better."""
-        if self.proof.best is None or self.kept is not None:
+        if self.kept is not None:
             return self.kept
-        found, moved = self.exact[self.proof.best.index], self.refined.best
+        moved = self.refined.best
+        if self.proof.best is None:
+            return moved
+        found = self.exact[self.proof.best.index]
         return moved if moved is not None and self.goal.value(moved) < self.goal.value(found) else found
+
+    @property
+    def index_of_best(self) -> int | None:
+        """The candidate that is the best plan as it is; None where that has stages of its own."""
+        return next((index for index, one in self.exact.items() if one is self.best), None)
 
 
 def search_degrees(
@@ -199,7 +208,7 @@ class _Search:
             goes_on=lambda: goes_on() and not stopped,
             ties=self.columns["seconds"],
             ahead=lambda likely: self.together.price(
-                [(i, NONE) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
+                [(i, AS_IT_IS) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
             ),
             added=lambda index, alike: self.added(bounds, index, alike),
             tell=tell,
@@ -233,37 +242,48 @@ class _Search:
         goes_on: Callable[[], bool],
         say: Callable[[str], None],
     ) -> Refined:
-        """Moved cuts of the fastest candidates with several stages, where they could be faster than the best."""
-        if proof.best is None or not trials:
+        """Moved cuts, and recomputation by stage, of the fastest candidates with several stages, where they could be
+        faster than the best; or fit, where no candidate does as it is."""
+        if not trials:
             return Refined()
         can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
+        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, goes_on)
+        if proof.best is None and not others:
+            return Refined()
+        best = others[0] if proof.best is None else proof.best.index
 
         def values(indices: Sequence[int]) -> list[float]:
-            self.together.price([(index, NONE) for index in indices])
-            return [value(self.together.priced(index)) for index in indices]
+            self.together.price([(index, BY_STAGE) for index in indices])
+            return [value(self.together.priced(index, BY_STAGE)) for index in indices]
 
         starts = starts_of(
             self.candidates,
             np.where(can_be_priced, self.raised(), np.inf),
             values,
-            proof.best.index,
+            best,
+            others,
             [one for one in self.baselines if can_be_priced[one.index]],
         )
         if place is None and not any(one.is_varied for one in starts):
             return Refined()
 
-        say(f"moving cuts of {sum(one.is_varied for one in starts)} plans")
+        as_they_are = {one.index for one in starts if not one.is_varied}
+
+        def cut(index: int, moved: tuple[int, int]) -> Cut:
+            return Cut(*moved, by_stage=index not in as_they_are)
+
+        say(f"moving cuts of {len(starts) - len(as_they_are)} plans")
         return refine(
             starts,
-            self.together.priced,
+            lambda index, moved: self.together.priced(index, cut(index, moved)),
             value=value,
             trials=trials,
-            capacity_bytes=self.goal.part(self.exact[proof.best.index]).on.capacity_bytes,
+            capacity_bytes=self.goal.part(self.together.priced(best)).on.capacity_bytes,
             seed=seed,
             index_of=self.candidates.index_of,
             place=place,
             goes_on=goes_on,
-            ahead=self.together.price,
+            ahead=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
         )
 
     def raised(self) -> Floats:
@@ -277,6 +297,36 @@ class _Search:
         for index, one in self.exact.items():
             found[index] = self.goal.value(one) if one.fits else np.inf
         return found
+
+    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, goes_on: Callable[[], bool]) -> list[int]:
+        """Candidates that may be below the best value, or fit, where every stage recomputes what it needs itself, which
+        bounds do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
+        Estimates are too small by about as much for all pipelines of a schedule with as many stages of a rank."""
+        if self.goal.is_memory or any(on.pinned.recompute_blocks is not None for on, _ in self.machinery):
+            return []
+        screened = Screened(**self.columns)
+        mine = can_be_priced & (screened.share > 0) & (self.candidates.pp > 1)
+        if not np.any(mine):
+            return []
+        seconds = np.where(mine, screened.by_stage_seconds, np.inf)
+        estimates = self.goal.bounds(self.candidates, replace(screened, seconds=seconds))
+        least = estimates * (1 - NEARLY)
+
+        def price(index: int) -> float:
+            one = self.together.priced(index, BY_STAGE)
+            return self.goal.value(one) if one.fits else np.inf
+
+        found = best_first(
+            np.where(least < min(best, self.below), least, np.inf),
+            kinds_of(self.candidates, ("schedule", "virtual")),
+            price,
+            most=MOST_BY_STAGE,
+            goes_on=goes_on,
+            ahead=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
+            added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
+        )
+        fitting = [one for one in found.priced if np.isfinite(one.value)]
+        return [one.index for one in sorted(fitting, key=lambda one: one.value)]
 
     def result(self, proof: Proof, refined: Refined) -> Searched:
         return Searched(

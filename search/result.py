@@ -21,6 +21,7 @@ UNITS: Mapping[str, str] = {"time": "s", "cost": "USD", "energy": "J", "memory":
 OBJECTIVES = tuple(UNITS)
 ON_FEWER_DEVICES = ("cost", "energy")  # which are not known to be best on all devices
 KIND, VERSION = "autopar search result", 1
+SAME = 1e-6  # of a value: what differs by less is told as equal
 PARTS: Mapping[str, str] = {
     **COMPUTE,
     **{name: f"{dim} collectives: {what}" for name, (dim, what) in COLLECTIVES.items()},
@@ -104,10 +105,11 @@ class Trial:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """`plan` runs as it is; it is None where nothing fits, and `closest` says by how much. Values are of the
-    `objective`, in its `unit`. No plan of the space can have a smaller one than `bound`; `gap` is what one could save
-    of the best. `global_batch` are the sequences of the best plan's step, `front` the plans that no other beats in
-    time, memory and devices together. Of `refined` variations of stage cuts one may be better than the bound, which is
-    for cuts that make the slowest stage fastest; `trials` are these, `importance` how much each of their parameters
+    `objective`, in its `unit`. No candidate can have a smaller one than `bound` (None where none fits); `gap` is what
+    one could save of the best. `global_batch` are the sequences of the best plan's step, `front` the plans that no
+    other beats in time, memory and devices together. Of `refined` variations with stages of their own one may be better
+    than the bound, which is for the cut that makes the slowest stage fastest, and one number of recomputed blocks for
+    all stages; `trials` are these, `importance` how much each of their parameters
     decides, as parts of 1. `details`, `points`, `what_if` and `block` are what a report draws; the last two are there
     where they were asked for. So is `beyond`, the best plan of those that need what no plan runs yet."""
 
@@ -143,6 +145,14 @@ class SearchResult:
     beyond: Contender | None = None
     block: BlockGraph | None = field(default=None, compare=False)
     plan: "Plan | None" = field(default=None, compare=False)
+
+    @property
+    def saved_by_own_stages(self) -> float:
+        """The part of the best candidate's value, which is proven, that the best plan's own stages save."""
+        if self.best is None or self.bound is None or not self.is_proven:
+            return 0.0
+        saved = 1 - self.best.value / self.bound
+        return saved if saved > SAME else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, the plan included."""

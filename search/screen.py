@@ -81,14 +81,16 @@ class Machinery:
 class Screened:
     """Per candidate: a lower bound in seconds (infinite where it cannot fit) with as little recomputation as it needs
     and with all of it, what the pipeline takes of a step without and with all of it, the part of the blocks that it
-    must recompute, bytes of the fullest rank without recomputation, with all of it, and of its state alone, and which
-    part of its memory is the largest (a position in `autopar.search.memory_bounds.PARTS`)."""
+    must recompute, about the seconds where every stage recomputes what it needs itself, bytes of the fullest rank
+    without recomputation, with all of it, and of its state alone, and which part of its memory is the largest (a
+    position in `autopar.search.memory_bounds.PARTS`)."""
 
     seconds: Floats
     recomputed_seconds: Floats
     pipeline: Floats
     recomputed_pipeline: Floats
     share: Floats
+    by_stage_seconds: Floats
     without_bytes: Floats
     recomputed_bytes: Floats
     state_bytes: Floats
@@ -165,14 +167,17 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     )
     least = np.broadcast_to(memory.share, layouts.pp.shape)
     share = _of_whole_blocks(least, run)
-    if on.pinned.recompute_blocks is not None:
+    if isinstance(on.pinned.recompute_blocks, tuple):  # what stages of their own hold is known when they are priced
+        share = np.zeros(len(found))
+    elif on.pinned.recompute_blocks is not None:
         asked = np.minimum(on.pinned.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
         share = np.where(least <= asked * (1 + ROUNDING), asked, NO_SHARE)
     if on.pinned.cuts is not None:  # nothing is known of their memory before they are priced
         share = np.where(np.isfinite(share) & (share <= 1), share, 0.0)
     mixed = (1 - share) * steps[0].seconds + share * steps[1].seconds
-    can = (share <= 1) & np.isfinite(cuts[0].largest)
-    can = can & on.allows(works, layouts)
+    by_stage = (1 - memory.mean_share) * steps[0].seconds + memory.mean_share * steps[1].seconds
+    legal = np.isfinite(cuts[0].largest) & on.allows(works, layouts)
+    can = (share <= 1) & legal
     if on.pinned.cuts is not None:  # bounds are of the cuts that make the slowest stage fastest
         mixed = np.zeros(len(found))
     return Screened(
@@ -181,6 +186,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         pipeline=_of_pipeline(basis, steps[0]),
         recomputed_pipeline=_of_pipeline(basis, steps[1]),
         share=share,
+        by_stage_seconds=np.where((memory.mean_share <= 1) & legal, by_stage, np.inf),
         without_bytes=np.broadcast_to(memory.without, share.shape),
         recomputed_bytes=np.broadcast_to(memory.recomputed, share.shape),
         state_bytes=np.broadcast_to(memory.state, share.shape),

@@ -12,6 +12,7 @@ A study answers one question, kept as its user attributes. Opening it for anothe
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -220,7 +221,8 @@ def importance(study: "optuna.Study") -> dict[str, float]:
     where trials are too few or alike to say."""
     import optuna
 
-    with suppress(ValueError, RuntimeError):
+    with suppress(ValueError, RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of alike trials, whose parameters decide as much
         found = optuna.importance.get_param_importances(study)
         return {name: float(value) for name, value in sorted(found.items())}
     return {}

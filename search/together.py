@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.program_works import ProgramWorks
-from autopar.search.exact import Prepared, Priced
+from autopar.search.exact import AS_IT_IS, Cut, Prepared, Priced
 from autopar.search.objective import Goal
 from autopar.search.space import Candidates
 
-NONE = (0, 0)
-Varied = tuple[int, tuple[int, int]]  # a candidate, and how many blocks are moved out of its end stages
+Varied = tuple[int, Cut]  # a candidate, and how it is cut
 
 
 class Together:
@@ -19,10 +18,10 @@ class Together:
         self.devices = candidates.num_devices
         self.found: dict[Varied, Priced] = {}
 
-    def priced(self, index: int, moved: tuple[int, int] = NONE) -> Priced:
-        """One candidate as it would run on the devices that it uses, so many blocks moved out of its end stages."""
-        self.price([(index, moved)])
-        return self.found[index, moved]
+    def priced(self, index: int, cut: Cut = AS_IT_IS) -> Priced:
+        """One candidate as it would run on the devices that it uses."""
+        self.price([(index, cut)])
+        return self.found[index, cut]
 
     def price(self, wanted: Sequence[Varied]) -> None:
         """Price several that are likely to be asked for: together where labels and devices are the same."""
@@ -35,5 +34,5 @@ class Together:
         for (devices, tp, _), group in groups.items():
             part, degrees = self.goal.parts[devices], [self.candidates.degrees(index) for index, _ in group]
             prepared = Prepared(self.works[tp], degrees, part.cluster, part.on, least_memory=self.goal.is_memory)
-            prices = prepared.priced({position: moved for position, (_, moved) in enumerate(group)})
+            prices = prepared.priced({position: cut for position, (_, cut) in enumerate(group)})
             self.found |= {one: prices[position] for position, one in enumerate(group)}

@@ -17,7 +17,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import schedule_problems
 from autopar.search.details import Curve, CurvePoint
-from autopar.search.exact import Priced, priced
+from autopar.search.exact import BY_STAGE, Priced, priced
 from autopar.search.objective import Part
 from autopar.search.part_of_cluster import device_counts, part_of
 from autopar.search.plan_search import Works
@@ -146,7 +146,7 @@ def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
     one = base.best if factor == 1 else None
     if degrees is not None and one is None:
         works = replace(base.works_of(degrees.tp), sequence=changed.sequence)
-        one = priced(works, degrees, changed.cluster, changed.on)
+        one = priced(works, degrees, changed.cluster, changed.on, cut=BY_STAGE)
     tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
     return CurvePoint(
         factor=factor,

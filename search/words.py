@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.estimate import MEMORY
-from autopar.ir.explanation import readable_bytes, readable_seconds
+from autopar.ir.explanation import blocks_in_words, readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from autopar.search.result import Counted, SearchResult
@@ -24,9 +24,7 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
         parts.append(f"{degrees['schedule']} with {stages} stages a rank" if stages > 1 else str(degrees["schedule"]))
     if degrees.get("recompute", "none") != "none":
         blocks = degrees.get("recompute_blocks")
-        parts.append(
-            "recomputing all blocks" if blocks is None else f"recomputing {blocks} block{'s' * (blocks > 1)} of a stage"
-        )
+        parts.append(f"recomputing {'all blocks' if blocks is None else blocks_in_words(blocks, degrees.get('pp', 1))}")
     if not degrees.get("regather", True):
         parts.append("keeping gathered values")
     if degrees.get("offload"):

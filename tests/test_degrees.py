@@ -40,6 +40,12 @@ def test_the_missing_one_is_derived(
         ({"tp": 2}, None, 9, ["global_batch: must be divisible by the 2", "(nearest: 8 or 10)"]),
         ({"tp": 2}, 4, 12, ["the example inputs have 4", "(use 8)"]),
         ({"tp": 3, "dp": 3, "accumulate": 5}, 8, None, ["tp: ", "dp_shard: ", "accumulate: "]),
+        (
+            {"pp": 2, "recompute": "full", "recompute_blocks": [1, 0, 0]},
+            8,
+            None,
+            ["recompute_blocks: must be one number for all stages, or 2, one for each; got '1, 0, 0'"],
+        ),
     ],
 )
 def test_violations_are_listed_with_the_nearest_legal_values(

@@ -35,6 +35,13 @@ def _count(found: SearchResult) -> str:
 
 
 def _proof(found: SearchResult) -> str:
+    if found.bound is None:
+        return f"no candidate fits, but with stages of its own this one does ({found.refined:,} variations tried)"
+    if found.saved_by_own_stages:
+        return (
+            f"proven: no candidate is better as it is ({found.counted.priced:,} priced as they would run); "
+            f"stages of its own save {found.saved_by_own_stages:.1%}"
+        )
     if found.is_proven:
         return f"proven: no candidate is better ({found.counted.priced:,} priced as they would run)"
     bound = "" if found.bound is None else f", {readable_value(found.bound, found.unit)}"

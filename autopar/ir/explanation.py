@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from autopar.ir.schedules import actions
@@ -163,7 +164,7 @@ def _stages(plan: "Plan", with_order: bool) -> list[Section]:
     title = "Pipeline stages (time is one rank's at the device's peak for a micro-batch, forward and backward)"
     recomputed = "" if degrees.recompute == "none" else f", recompute {degrees.recompute}"
     if degrees.recompute_blocks is not None:
-        recomputed += f" in {degrees.recompute_blocks} blocks of a stage"
+        recomputed += f" in {blocks_in_words(degrees.recompute_blocks, degrees.pp)}"
     lines = [f"schedule {degrees.schedule}, {degrees.micro_batches} micro-batches{recomputed}"]
     for rank, order in enumerate(
         actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
@@ -175,6 +176,19 @@ def _stages(plan: "Plan", with_order: bool) -> list[Section]:
     return [Section(title=title, lines=(lines[0],), columns=columns, rows=tuple(rows))] + [
         Section(title="Order of actions (stage, pass, micro-batch)", lines=tuple(lines[1:]))
     ] * (len(lines) > 1)
+
+
+def blocks_in_words(blocks: int | Sequence[int], pp: int) -> str:
+    """How many blocks of every stage recompute, or of each in their order.
+
+    >>> blocks_in_words(2, pp=1), blocks_in_words(1, pp=2), blocks_in_words([3, 1, 0, 0], pp=4)
+    ('2 blocks', '1 block of a stage', '3, 1, 0 × 2 blocks of stages 0 to 3')
+    """
+    if isinstance(blocks, int):
+        return f"{blocks} block{'s' * (blocks > 1)}{' of a stage' * (pp > 1)}"
+    runs = [(count, len(list(alike))) for count, alike in groupby(blocks)]
+    counts = ", ".join(f"{count} × {times}" if times > 1 else str(count) for count, times in runs)
+    return f"{counts} blocks of stages 0 to {len(blocks) - 1}"
 
 
 def _once_a_step(summary: Summary) -> Section:

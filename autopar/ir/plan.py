@@ -30,8 +30,9 @@ class Degrees:
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
     (`autopar.ir.schedules`), `accumulate` times a step. With `recompute` "full" the values inside blocks are computed
-    again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage, or in all of them.
-    `cut_at` are the module paths at which stages after the first begin, where that was asked for.
+    again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage (one number for all stages,
+    or one for each), or in all of them. `cut_at` are the module paths at which stages after the first begin, where that
+    was asked for.
     """
 
     pp: int = 1
@@ -48,7 +49,7 @@ class Degrees:
     virtual_stages: int = 1
     micro_batches: int = 1
     recompute: str = "none"
-    recompute_blocks: int | None = None
+    recompute_blocks: int | tuple[int, ...] | None = None
     cut_at: tuple[str, ...] | None = None
 
     @property
@@ -68,6 +69,11 @@ class Degrees:
     @property
     def num_stages(self) -> int:
         return self.pp * self.virtual_stages
+
+    def recomputed_blocks_of(self, stage: int) -> int | None:
+        """How many repeated blocks of a stage compute again, where anything does; None for all."""
+        blocks = self.recompute_blocks
+        return blocks[stage] if isinstance(blocks, tuple) else blocks
 
     def rank_of_stage(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
@@ -331,6 +337,8 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             rule = "" if value in _CHOICES[name] else f"must be one of {', '.join(_CHOICES[name])}"
         elif value is None and name in ("micro_batch", "recompute_blocks"):
             continue
+        elif name == "recompute_blocks" and not isinstance(value, int):
+            values[name], rule = _blocks_of_stages(value)
         elif isinstance(value, bool) or not isinstance(value, int):
             rule = "must be a whole number"
         elif name == "zero":
@@ -354,6 +362,20 @@ def _paths(value: Any) -> tuple[tuple[str, ...] | None, str]:
     if not isinstance(split, (list, tuple)) or not split or any(not isinstance(p, str) or not p for p in split):
         return None, "must be module paths such as layers.2,layers.4"
     return tuple(split), ""
+
+
+def _blocks_of_stages(value: Any) -> tuple[int | tuple[int, ...] | None, str]:
+    """One number for every stage, also as one text with commas between them; a single one is that of all stages."""
+    split = [int(n) if n.strip().isdecimal() else n for n in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(split, (list, tuple)) or not split or any(not _is_count(one) for one in split):
+        return None, "must be a whole number, or one for every stage such as 3,2,1,0"
+    if len(split) == 1:
+        return split[0], "" if split[0] else "must be at least 1; leave recompute out to recompute nothing"
+    return tuple(split), ""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DEGREE
 
 
 def _tensor_dims(value: Any, tp: Any) -> tuple[tuple[int, ...] | None, str]:

@@ -61,7 +61,7 @@ def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]
     found: set[int] = set()
     for stage in stages:
         own = [i for i in stage.calls if i in repeated or not repeated]
-        found.update(own[: degrees.recompute_blocks])
+        found.update(own[: degrees.recomputed_blocks_of(stage.index)])
     return frozenset(found)
 
 

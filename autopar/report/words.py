@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autopar.cost_model.estimate import MEMORY
+from autopar.ir.explanation import blocks_in_words
 from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
 from autopar.search.result import Contender, SearchResult
 from autopar.search.words import plan_in_words, readable_value
@@ -44,8 +45,7 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
         yield f"{d['accumulate']} micro-batches accumulated"
     if d.get("recompute", "none") != "none":
         blocks = d.get("recompute_blocks")
-        where = "every block" if blocks is None else f"{blocks} block{'s' * (blocks > 1)}{' a stage' if pp > 1 else ''}"
-        yield f"recomputing {where}"
+        yield f"recomputing {'every block' if blocks is None else blocks_in_words(blocks, pp)}"
     if not d.get("regather", True):
         yield "keeping gathered values"
     if d.get("offload", "none") not in ("none", None, False):
@@ -96,6 +96,11 @@ def why_best(found: SearchResult) -> list[str]:
 def _proof(found: SearchResult) -> str:
     counted = found.counted
     start = f"Of {counted.candidates:,} candidates {counted.priced:,} were priced as they would run"
+    if found.bound is None:
+        return f"{start}; none of them fits, but with stages of its own this plan does."
+    if found.saved_by_own_stages:
+        saved = percent(found.saved_by_own_stages, 1)
+        return f"{start}; the best of them is proven, and stages of its own save this plan another {saved}."
     if found.is_proven:
         return f"{start}; the lower bounds of all others are above this plan, so none of them is better."
     bound = "" if found.bound is None else f" None can be below {readable_value(found.bound, found.unit)}."

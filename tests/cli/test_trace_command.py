@@ -12,11 +12,14 @@ from autopar.cost_model.profile_file import load_profile
 
 pytest.importorskip("transformers")
 
+RECOMPUTED = ("--recompute", "full", "--recompute-blocks", "1,0")
+
 
 @pytest.mark.timeout(300)
 def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    options = ("--pp", "2", "--micro-batches", "2", "--hidden", "32", "--seq-len", "8", "--out", str(path))
+    sizes = ("--pp", "2", "--micro-batches", "2", "--hidden", "32", "--seq-len", "8")
+    options = (*sizes, *RECOMPUTED, "--out", str(path))
     command = [sys.executable, "-m", "autopar", "trace", "gpt2", "-n", "2", *options]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -32,7 +35,8 @@ def _beside_an_estimate(path: Path) -> None:
     """The same plan priced: every term has both sides, and the corrected profile is one."""
     target = path.with_name("corrected.yaml")
     sizes = ("--layers", "2", "--hidden", "32", "--seq-len", "8", "--pp", "2", "--micro-batches", "2")
-    plan = ("estimate", "gpt2", "-c", "2xcpu", *sizes, "--trace", str(path))
+    priced = ("estimate", "gpt2", "-c", "2xcpu", *sizes, "--trace", str(path))
+    plan = (*priced, *RECOMPUTED)
     data = json_of(*plan, "--correct", str(target))["trace"]
     assert {"compute", "point-to-point", "idle"} <= {term["name"] for term in data["terms"]}
     assert sum(term["measured_s"] for term in data["terms"]) == pytest.approx(data["measured_s"])
@@ -42,8 +46,9 @@ def _beside_an_estimate(path: Path) -> None:
     shown = autopar(*plan, "--profile", str(target))
     assert shown.exit_code == 0, shown.output
     assert "beside trace.json" in shown.stdout and "the optimizer is no part of a trace" in shown.stdout
-    message = refused(*plan[:-2], "--recompute", "full", "--trace", str(path))
-    assert "recompute: in the trace; full was estimated; got 'none'" in message
+    assert "recompute: in the trace; none was estimated; got 'full'" in refused(*priced)
+    message = refused(*priced, "--recompute", "full", "--recompute-blocks", "0,1")
+    assert "recompute_blocks: in the trace; (0, 1) was estimated; got (1, 0)" in message
 
 
 def test_plan_options_are_checked_before_ranks_start() -> None:

@@ -21,6 +21,7 @@ from autopar.degrees import resolve_degrees
 from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import HostGroup
+from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.planning import capture_for, make_plan
 
@@ -219,9 +220,10 @@ def _passes(forward: float, backward: float, weight: float = 0.0) -> Passes:
 def test_stages_agree_with_the_closed_form(schedule: str, micro_batches: int) -> None:
     virtual = 2 if schedule.startswith("interleaved") else 1
     stages = stages_at(
-        ["layer"] * 8, range(8 // (4 * virtual), 8, 8 // (4 * virtual)), schedule=schedule, pp=4, virtual=virtual,
-        micro_batches=micro_batches, runs=3,
-    )  # fmt: skip
+        ["layer"] * 8,
+        range(8 // (4 * virtual), 8, 8 // (4 * virtual)),
+        Degrees(schedule=schedule, pp=4, virtual_stages=virtual, micro_batches=micro_batches, accumulate=3),
+    )
     found = pipeline_of(stages, engine_named("autopar"), 1.0)({"layer": _passes(1.0, 2.0, 0.8)}, np.zeros(1))
     whole = step_s(
         schedule, pp=4, virtual_stages=virtual, micro_batches=micro_batches, forward_s=2.0, backward_s=4.0, weight_s=1.6
@@ -234,7 +236,7 @@ def test_uneven_stages_agree_with_the_closed_form_of_long_lists() -> None:
     """The last stage is the slowest, where the bound of unequal ranks is exact."""
     roles = ["first", *["layer"] * 6, "last"]
     passes = {"first": _passes(0.1, 0.2), "layer": _passes(1.0, 2.0), "last": _passes(1.5, 3.0)}
-    short = stages_at(roles, (3, 5), schedule="1f1b", pp=3, virtual=1, micro_batches=12, runs=1)
+    short = stages_at(roles, (3, 5), Degrees(pp=3, micro_batches=12))
     found = pipeline_of(short, engine_named("autopar"), 1.0)(passes, np.zeros(1))
     forward, backward = np.array([2.1, 2.0, 3.5]), np.array([4.2, 4.0, 7.0])
     whole = unequal_step_s("1f1b", micro_batches=12, forward_s=forward, backward_s=backward)

@@ -22,6 +22,7 @@ from autopar.cost_model.step_assembly import Pipelined
 from autopar.cost_model.step_basis import Passes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
+from autopar.ir.plan import Degrees
 from autopar.ir.schedules import actions
 
 ENGINE = engine_named("autopar")
@@ -32,9 +33,7 @@ def _passes(seconds: float) -> Passes:
 
 
 def _pipelined(seconds: dict[str, float], cuts: tuple[int, ...], micro_batches: int, sharing: float) -> Pipelined:
-    stages = stages_at(
-        list(seconds), cuts, schedule="1f1b", pp=len(cuts) + 1, virtual=1, micro_batches=micro_batches, runs=1
-    )
+    stages = stages_at(list(seconds), cuts, Degrees(pp=len(cuts) + 1, micro_batches=micro_batches))
     passes = {role: _passes(one) for role, one in seconds.items()}
     return pipeline_of(stages, ENGINE, 1.0, sharing)(passes, np.zeros(1))
 

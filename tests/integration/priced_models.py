@@ -56,6 +56,7 @@ CASES = (
     case(LLAMA, pp=2, tp=2, micro_batches=4, sequence_parallel=True),
     case(LLAMA, pp=2, tp=2, micro_batches=4, sequence_parallel=True, regather=False),
     case(LLAMA, pp=2, tp=2, micro_batches=2, sequence_parallel=True, recompute="full"),
+    case(LLAMA, pp=2, tp=2, micro_batches=2, layers=4, recompute="full", recompute_blocks=(2, 0)),
     case(LLAMA, pp=4, micro_batches=4),
     case(LLAMA, pp=2, dp=2, zero=3, micro_batches=3, schedule="gpipe", recompute="full"),
     case(LLAMA, pp=2, dp=2, zero=1, micro_batches=2, accumulate=2, schedule="interleaved-1f1b"),

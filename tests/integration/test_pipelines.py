@@ -46,6 +46,8 @@ def test_schedules(schedule: str, worlds: Worlds) -> None:
         {"dp": 2, "zero": 2, "accumulate": 2, "micro_batches": 2},
         {"dp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full", "recompute_blocks": 1},
         {"dp": 2, "zero": 2, "schedule": "zbv-zero-bubble", "accumulate": 2, "micro_batches": 2},
+        {"dp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full", "recompute_blocks": (1, 0, 1, 0)},
+        {"tp": 2, "recompute": "full", "recompute_blocks": (2, 1)},
         {"dp": 2, "zero": 3, "schedule": "dualpipev", "recompute": "full"},
         {"tp": 2, "schedule": "interleaved-zero-bubble", "virtual_stages": 2},
     ),

@@ -45,6 +45,22 @@ def test_degrees() -> None:
     assert degrees.mesh.as_dict() == {"dp": 4, "tp": 2}
 
 
+@pytest.mark.parametrize("text", ["3,1, 0,0", [3, 1, 0, 0], (3, 1, 0, 0)])
+def test_recomputed_blocks_of_every_stage(text: Any, tmp_path: Path) -> None:
+    degrees = degrees_from({"pp": 4, "recompute": "full", "recompute_blocks": text})
+    assert degrees.recompute_blocks == (3, 1, 0, 0)
+    assert [degrees.recomputed_blocks_of(stage) for stage in range(4)] == [3, 1, 0, 0]
+    plan = a_plan(degrees=degrees, cuts=(1, 2, 3))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("text", ["3", [3], 3])
+def test_one_number_for_all_stages(text: Any) -> None:
+    degrees = degrees_from({"pp": 2, "recompute": "full", "recompute_blocks": text})
+    assert [degrees.recomputed_blocks_of(stage) for stage in range(2)] == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -58,6 +74,12 @@ def test_degrees() -> None:
         ({"zero": 4}, "0, 1, 2 or 3"),
         ({"dp": 2, "dp_shard": 2}, "second time"),
         ({"sequence_parallel": 1}, "true, false or null"),
+        ({"recompute_blocks": 0}, "at least 1"),
+        ({"recompute_blocks": [0]}, "at least 1"),
+        ({"recompute_blocks": [1, -1]}, "one for every stage such as 3,2,1,0"),
+        ({"recompute_blocks": "1,x"}, "one for every stage such as 3,2,1,0"),
+        ({"recompute_blocks": [1, True]}, "one for every stage such as 3,2,1,0"),
+        ({"recompute_blocks": 1.5}, "one for every stage such as 3,2,1,0"),
         ({"per_micro_batch": None}, "per_micro_batch: must be true or false"),
         ([], "mapping"),
         (None, "mapping"),

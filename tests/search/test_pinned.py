@@ -41,6 +41,18 @@ def test_recomputation_that_is_asked_for(captured: Capture) -> None:
     assert all(found.is_proven for found in (one, whole))
 
 
+def test_recomputation_of_every_stage_that_is_asked_for(captured: Capture) -> None:
+    uneven = searched(captured, tp=1, recompute="full", recompute_blocks=(1, 0))
+    assert uneven.plan is not None and uneven.best is not None
+    degrees = uneven.plan.degrees
+    assert (degrees.recompute_blocks, degrees.pp * degrees.virtual_stages) == ((1, 0), 2)
+    even = searched(captured, tp=1, recompute="full", recompute_blocks="1,1")
+    assert even.best is not None
+    assert uneven.best.step_s < even.best.step_s
+    with pytest.raises(PlanError, match="cut_at 2 and recompute_blocks 3"):
+        searched(captured, cut_at="model.layers.1", recompute="full", recompute_blocks=(1, 0, 0))
+
+
 def test_what_fits_only_with_recomputation_does_not_fit_without(captured: Capture) -> None:
     alone: dict[str, Any] = {"tp": 1, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4}
     roomy = searched(captured, **alone)
@@ -79,6 +91,6 @@ def test_one_value_of_each() -> None:
     with pytest.raises(InputError, match="recompute"):
         SearchRequest(global_batch=1, fix={"recompute": "some"})
     with pytest.raises(InputError, match="recompute_blocks"):
-        SearchRequest(global_batch=1, fix={"recompute_blocks": (1, 2)})
+        SearchRequest(global_batch=1, fix={"recompute_blocks": (1, -2)})
     with pytest.raises(InputError, match="forbid cut_at"):
         SearchRequest(global_batch=1, forbid={"cut_at": "a"})

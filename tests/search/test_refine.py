@@ -6,7 +6,7 @@ from typing import Any
 
 from search_cases import Case
 
-from autopar.search.exact import Priced, priced
+from autopar.search.exact import Cut, Priced, priced
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.refine import Refined, Start, refine
 from autopar.search.space import wishes
@@ -42,7 +42,7 @@ def test_best_trial_is_what_is_priced() -> None:
     best = min(fits, key=lambda one: one.value or 0.0)
     degrees = found.candidates.degrees(found.candidates.index_of(best.params["candidate"]))
     moved = (best.params["out_of_first"], best.params["out_of_last"])
-    again = priced(CASE.works(degrees.tp), degrees, CASE.spec, CASE.on, moved=moved)
+    again = priced(CASE.works(degrees.tp), degrees, CASE.spec, CASE.on, cut=Cut(*moved, by_stage=True))
     assert found.refined.best is not None
     assert again.cuts == found.refined.best.cuts
     assert again.seconds == found.refined.best.seconds == best.value

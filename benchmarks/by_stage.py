@@ -1,0 +1,77 @@
+"""What stages of their own gain where memory is tight: `python benchmarks/by_stage.py [WORD ...]`.
+
+Of every case (or those whose line holds every word): the best candidate (one number of recomputed blocks for all
+stages, the cut that makes the slowest stage fastest), what the search finds with stages of their own, and the best of
+all candidates of the labelled tensor degrees that screening estimates up to `FAR` above the best one, each priced with
+stages of its own. Seconds of a step; the peer is that enumeration.
+"""
+
+import sys
+import time
+
+import numpy as np
+from search_problem import Problem
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.search.exact import BY_STAGE
+from autopar.search.plan_search import Searched, search_degrees
+from autopar.search.space import wishes
+
+FAR = 0.07
+GROUP = 64  # candidates that are priced together
+CASES = (
+    ("llama3-70b", 4096, "64xa100-40gb", 512),
+    ("llama3-70b", 8192, "64xa100-80gb", 512),
+    ("gpt3-175b", 2048, "128xa100-40gb", 1024),
+    ("gpt3-175b", 2048, "128xa100-80gb", 1024),
+    ("llama3-8b", 8192, "16xrtx4090", 128),
+)
+
+
+def enumerated(found: Searched) -> tuple[float, int]:
+    """The best value of candidates with stages of their own, and of how many."""
+    screened, candidates = found.screened, found.candidates
+    mine = np.isin(candidates.tp, found.labelled) & (screened.share > 0) & (candidates.pp > 1)
+    best = np.inf if found.proof.best is None else found.proof.best.value
+    near = np.flatnonzero(mine & (screened.by_stage_seconds * (1 - FAR) < best)).tolist()
+    for at in range(0, len(near), GROUP):
+        found.together.price([(index, BY_STAGE) for index in near[at : at + GROUP]])
+    every = [found.together.priced(index, BY_STAGE) for index in near]
+    return min((one.seconds for one in every if one.fits), default=np.inf), len(near)
+
+
+def main(*words: str) -> None:
+    print(
+        "| model | tokens | devices | batch | best candidate | own stages | gain | recomputed blocks | all | of | s |"
+    )
+    print("|" + " --- |" * 11)
+    for model, sequence, cluster, batch in CASES:
+        line = f"| {model} | {sequence:,} | {cluster} | {batch:,} |"
+        if not all(word in line for word in words):
+            continue
+        problem = Problem(model=model, cluster=cluster, sequence=sequence, global_batch=batch)
+        start = time.perf_counter()
+        found = search_degrees(
+            problem.works,
+            ClusterSpec.preset(cluster),
+            problem.limits,
+            wishes({}),
+            problem.on,
+            most_exact=400,
+            trials=80,
+        )
+        taken, best = time.perf_counter() - start, found.best
+        if best is None or found.proof.best is None:
+            print(f"{line} nothing fits |", flush=True)
+            continue
+        even, (least, count) = found.proof.best.value, enumerated(found)
+        again = best.degrees.recompute_blocks
+        print(
+            f"{line} {even:.2f} | {best.seconds:.2f} | {1 - best.seconds / even:.1%} | {again} | {least:.2f} | "
+            f"{count} | {taken:.1f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
