@@ -233,6 +233,7 @@ def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequ
         tensor_degrees=tensor_degrees(*counts),
         accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
         num_stages=None if pinned.cuts is None else len(pinned.cuts) + 1,
+        devices_per_host=goal.parts[counts[-1]].on.machine.machine.links.devices_per_host,
     )
 
 

@@ -71,4 +71,5 @@ class Case:
             global_batch=self.global_batch,
             most_stages=len(calls),
             tensor_degrees=tuple(tp for tp in (1, 2, 4, 8) if self.spec.num_devices % tp == 0),
+            devices_per_host=self.on.machine.machine.links.devices_per_host,
         )
