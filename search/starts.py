@@ -1,9 +1,9 @@
 """Which candidates Optuna varies: the best, the baselines, and what is nearly as fast as the best.
 
-Of every kind of pipeline (degrees, schedule, stages, micro-batch, order) there is one, the fastest by its exact price
-or, where it has none, by its bound: those that differ in how state is held alone mostly gain the same from the same
-cuts. Of the best one's kind there is another one too, which may have more room. Bounds choose which are priced exactly,
-and exact prices which of these are varied.
+Of every kind of pipeline (degrees, schedule, stages, micro-batch) there is one, the fastest by its exact price or,
+where it has none, by its bound: those that differ in how state is held or in the order of ranks alone mostly gain the
+same from the same cuts. Of the best one's kind there is another one too, which may have more room. Bounds choose which
+are priced exactly, and exact prices which of these are varied.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def starts_of(
     staged = (bounds <= most) & (found.pp > 1)
     near = np.flatnonzero(staged & (np.arange(len(bounds)) != best))
     kinds: dict[tuple[int, ...], int] = {}
-    columns = (found.tp, found.pp, found.schedule, found.virtual, found.micro_batch, found.order)
+    columns = (found.tp, found.pp, found.schedule, found.virtual, found.micro_batch)
     for index in near[np.argsort(bounds[near], kind="stable")].tolist():
         kinds.setdefault(tuple(int(column[index]) for column in columns), index)
         if len(kinds) == MOST - 1:

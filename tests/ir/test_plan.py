@@ -1,6 +1,7 @@
 """Plans as values: they print, compare and round-trip, and every deviation in a file is one named error."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels, Degrees, Plan, degrees_from
+from autopar.ir.rank_order import ORDERS
 from autopar.ir.sharding import I, R, S
 
 
@@ -45,6 +47,24 @@ def test_degrees() -> None:
     assert degrees.mesh.as_dict() == {"dp": 4, "tp": 2}
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_coordinates_follow_the_order(order: str) -> None:
+    """Names of the order are digits of a rank, the first the most significant."""
+    degrees = degrees_from({"pp": 2, "dp_shard": 3, "dp_replicate": 2, "tp": 4, "order": order})
+    sizes, names = {"pp": 2, "dp": 6, "tp": 4}, order.split("-")
+    every = [tuple(degrees.coordinate(name, rank) for name in names) for rank in range(degrees.world_size)]
+    assert every == list(product(*(range(sizes[name]) for name in names)))
+    plan = a_plan(degrees=degrees, cuts=(1,))
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+    assert ("ranks in the order dp-pp-tp" in plan.explain()) == (order != ORDERS[0])
+
+
+def test_plans_without_an_order_have_the_default() -> None:
+    data = a_plan().to_dict()
+    del data["degrees"]["order"]
+    assert Plan.from_dict(data) == a_plan()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -59,6 +79,7 @@ def test_degrees() -> None:
         ({"dp": 2, "dp_shard": 2}, "second time"),
         ({"sequence_parallel": 1}, "true, false or null"),
         ({"per_micro_batch": None}, "per_micro_batch: must be true or false"),
+        ({"order": "tp-pp-dp"}, "order: must be one of pp-dp-tp, dp-pp-tp"),
         ([], "mapping"),
         (None, "mapping"),
     ],
