@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.errors import PlanError, Problem
 from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules import default_virtual_stages, schedule_problems
 
 DEFAULT_MICRO_BATCH = 2  # at a global micro-batch of 1 the batch dimension cannot be told from a broadcast one
@@ -96,6 +97,9 @@ def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]
     named = [name for name in named if given[name] != getattr(Degrees(), name)]
     hint = "use accumulate for micro-batches without a pipeline, or set pp"
     problems = [Problem(path=n, value=given[n], rule="needs pp above 1", suggestion=hint) for n in named]
+    if asked.order != ORDERS[0] and (asked.pp == 1 or asked.dp == 1):
+        hint = "leave it out: without both, ranks lie the same in every order"
+        problems.append(Problem(path="order", value=asked.order, rule="needs pp and dp above 1", suggestion=hint))
     if asked.cut_at is not None and len(asked.cut_at) != asked.num_stages - 1:
         rule = f"must name where {asked.num_stages - 1} stages after the first begin, names {len(asked.cut_at)}"
         problems.append(Problem(path="cut_at", value=", ".join(asked.cut_at), rule=rule))

@@ -6,6 +6,7 @@ from typing import Any
 from autopar.degrees import resolve_degrees
 from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules import SCHEDULES
 
 _NOT_DEGREES = ("global_batch", "seq_len")
@@ -39,6 +40,10 @@ class PlanOptions:
     micro_batches: int | None = _option("Micro-batches of one run of the pipeline. (default: twice the stages)")
     cut_at: str | None = _option(
         "Module paths at which pipeline stages after the first begin, with commas. (default: stages of equal work)"
+    )
+    order: str | None = _option(
+        f"Order of mesh dimensions over ranks, from those farthest apart to neighbours: {', '.join(ORDERS)}. "
+        f"(default: {ORDERS[0]})"
     )
     recompute: str | None = _option(
         "What backward computes again instead of keeping: none, or full: everything inside blocks. (default: none)"

@@ -162,7 +162,7 @@ def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def rank_name(degrees: Degrees, rank: int) -> str:
     """A rank and the pipeline stages that it holds: ``rank 3 (pipeline stages 1 and 2)``."""
-    at = rank // (degrees.world_size // degrees.pp)
+    at = degrees.coordinate("pp", rank)
     held = [str(stage) for stage in range(degrees.num_stages) if degrees.rank_of_stage(stage) == at]
     stages = f" (pipeline stage{'s' * (len(held) > 1)} {' and '.join(held)})" if degrees.pp > 1 else ""
     return f"rank {rank}{stages}"
@@ -189,7 +189,8 @@ def rank_steps(rank: int, job: Job, plan_json: str, program_bytes: bytes) -> Ste
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
     data = batches(checked, plan.degrees, job.steps, job.seed, vocabulary(model))
     found = parallel_steps(checked, plan, source, data)
-    return found if rank % (plan.degrees.world_size // plan.degrees.pp) == 0 else None
+    is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
+    return found if is_first else None
 
 
 def against_model(

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.cost_model.engine import engine_named
 from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.layout import RECOMPUTE, Layouts
+from autopar.cost_model.layout import RECOMPUTE, Layouts, strides
 from autopar.cost_model.row import Row
 from autopar.cost_model.row_config import row_of_config
 from autopar.cost_model.screened_model import ScreenedModel, model_of_program, model_of_row
@@ -58,6 +58,7 @@ def space(devices: int, sequences: int, blocks: int, experts: int, *, splits_seq
     columns = {"tp": tp, "sequence_parallel": split, "pp": pp, "virtual": virtual, "cp": cp, "ep": ep, "dp": dp}
     columns |= {"shard": shard, "zero": zero, "micro_batch": micro_batch, "recompute": recompute}
     columns["micro_batches"] = sequences // np.maximum(dp * micro_batch, 1)
+    columns |= strides(0, tp=tp, pp=pp, data_ranks=dp * cp)
     return Layouts(**{name: np.ascontiguousarray(column[legal]) for name, column in columns.items()})
 
 

@@ -16,6 +16,7 @@ from autopar.capture_cache import cache_folder, captured_model
 from autopar.cli.model_argument import DTYPES
 from autopar.cost_model.cluster_machine import default_precision
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.rank_order import ORDERS
 from autopar.planning import program_for
 from autopar.search.result import SearchResult
 from autopar.search_labels import LABELLED
@@ -64,6 +65,7 @@ def in_short(found: SearchResult) -> str:
     words += [f"dp{degrees['dp_shard'] * degrees['dp_replicate']} zero{degrees['zero']}"]
     if degrees["pp"] > 1:
         words += [f"{degrees['schedule']} ×{degrees['virtual_stages']}"]
+    words += [degrees["order"]] if degrees["order"] != ORDERS[0] else []
     words += ["recompute"] if degrees["recompute"] != "none" else []
     return " ".join(words)
 

@@ -50,6 +50,7 @@ class Problem:
             global_batch=self.global_batch,
             most_stages=sum(1 for role in self.works(1).calls if role),
             tensor_degrees=tuple(tp for tp in divisors(spec.num_devices) if tp <= MOST_TENSOR_RANKS),
+            devices_per_host=spec.groups[0].devices_per_host,
         )
 
     def works(self, tp: int) -> ProgramWorks:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_model import expressions
 from autopar.cost_model.engine import Engine
-from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape
+from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape, strides
 from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.row_estimate import FULL
 from autopar.cost_model.step_memory import step_memory
@@ -114,6 +114,7 @@ def _largest(
         micro_batch=np.ones_like(pp),
         micro_batches=pp,
         recompute=np.full_like(pp, RECOMPUTE.index("full")),
+        **strides(0, tp=tp, pp=pp, data_ranks=dp),
     )
     shape = Shape(
         counts=(("layer", blocks),),

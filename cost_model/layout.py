@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.rank_order import ORDERS
+from autopar.ir.rank_order import strides as strides_in_order
+
 Floats = NDArray[Any]
 RECOMPUTE = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
 
@@ -17,8 +20,8 @@ class Layouts:
 
     `virtual` are stages per pipeline rank, `shard` the ranks that ZeRO divides state over (at most dp·cp),
     `micro_batch` sequences of one rank's micro-batch, `micro_batches` of one rank's step, `recompute` the position of
-    the kind in `RECOMPUTE`. Ranks are numbered tensor first, then context, data, pipeline (expert ranks lie inside
-    context and data).
+    the kind in `RECOMPUTE`. Tensor ranks are neighbours, the next of `data_ranks` is `data_stride` ranks away, and the
+    next pipeline rank `stage_stride` (`strides`). Context and expert ranks lie inside data-parallel ones.
     """
 
     tp: Floats
@@ -33,6 +36,8 @@ class Layouts:
     micro_batch: Floats
     micro_batches: Floats
     recompute: Floats
+    data_stride: Floats
+    stage_stride: Floats
 
     @property
     def num_devices(self) -> Floats:
@@ -58,6 +63,15 @@ class Layouts:
             column = column if column.size == 1 else column[index]
             object.__setattr__(found, name, column.astype(float))
         return found
+
+
+def strides(order: Any, *, tp: Floats, pp: Floats, data_ranks: Floats) -> dict[str, Floats]:
+    """The strides of layouts by name, for orders that are positions in `ORDERS`."""
+    every = [strides_in_order(one, {"tp": tp, "pp": pp, "dp": data_ranks}) for one in ORDERS]
+    return {
+        name: np.choose(order, [one[of] for one in every])
+        for name, of in (("data_stride", "dp"), ("stage_stride", "pp"))
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

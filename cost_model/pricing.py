@@ -17,7 +17,7 @@ from autopar.cost_model.cluster_machine import ClusterMachine
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expert_parallel import with_experts
 from autopar.cost_model.expressions import VARIANTS, Family, evaluate
-from autopar.cost_model.layout import Layouts, Shape
+from autopar.cost_model.layout import Layouts, Shape, strides
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.staged import (
     Stages,
@@ -33,6 +33,7 @@ from autopar.cost_model.step_basis import Passes
 from autopar.cost_model.step_memory import StepMemory, step_memory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
+from autopar.ir.rank_order import ORDERS
 
 if TYPE_CHECKING:
     from autopar.cost_model.device_profile import DeviceProfile
@@ -79,10 +80,12 @@ def layouts_of_degrees(
     def column(value: Callable[[Degrees], float]) -> Floats:
         return np.array([float(value(one)) for one in degrees])
 
+    tp, pp, data_ranks = column(lambda one: one.tp), column(lambda one: one.pp), column(lambda one: one.dp * cp)
+    order = np.array([ORDERS.index(one.order) for one in degrees])
     return Layouts(
-        tp=column(lambda one: one.tp),
+        tp=tp,
         sequence_parallel=column(lambda _: works.sequence_parallel),
-        pp=column(lambda one: one.pp),
+        pp=pp,
         virtual=column(lambda one: one.virtual_stages),
         cp=column(lambda _: cp),
         ep=column(lambda _: ep),
@@ -92,6 +95,7 @@ def layouts_of_degrees(
         micro_batch=column(lambda one: one.micro_batch or 1),
         micro_batches=column(lambda one: one.num_micro_batches),
         recompute=column(lambda _: recompute),
+        **strides(order, tp=tp, pp=pp, data_ranks=data_ranks),
     )
 
 
@@ -306,4 +310,7 @@ def ranks_per_core(machine: ClusterMachine, cluster: ClusterSpec) -> float:
 
 
 def without_data_parallelism(layouts: Layouts) -> Layouts:
-    return replace(layouts, dp=np.ones(1), shard=layouts.cp, ep=np.minimum(layouts.ep, layouts.cp))
+    stage_stride = layouts.tp * layouts.cp
+    return replace(
+        layouts, dp=np.ones(1), shard=layouts.cp, ep=np.minimum(layouts.ep, layouts.cp), stage_stride=stage_stride
+    )

@@ -17,7 +17,7 @@ from autopar.trace.analysis import Analysis
 class Setting:
     """A program under its plan, on one rank.
 
-    `rank` counts as the runtime does: pipeline rank first, then dp_replicate, dp_shard, and tensor mesh dimensions.
+    `rank` counts as the runtime does: in the order of the plan, dp as dp_replicate and dp_shard.
     """
 
     program: Program
@@ -43,12 +43,12 @@ class Setting:
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place on every mesh dimension; `dp` is dp_replicate and dp_shard together."""
         degrees, mesh = self.plan.degrees, self.plan.mesh
-        names = ("pp", "dp_replicate", "dp_shard", *(name for name in mesh.names if name != DATA))
-        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, *mesh.degrees[1:])
-        found, rest = dict[str, int](), self.rank
-        for name, size in reversed(list(zip(names, sizes, strict=True))):
+        found = {name: degrees.coordinate(name, self.rank) for name in ("pp", DATA)}
+        found["dp_replicate"], found["dp_shard"] = divmod(found[DATA], degrees.dp_shard)
+        rest = degrees.coordinate("tp", self.rank)
+        for name, size in reversed(list(zip(mesh.names[1:], mesh.degrees[1:], strict=True))):
             rest, found[name] = divmod(rest, size)
-        return found | {DATA: found["dp_replicate"] * degrees.dp_shard + found["dp_shard"]}
+        return found
 
     @cached_property
     def types(self) -> Mapping[str, tuple[Type, ...]]:

@@ -21,7 +21,7 @@ from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expert_parallel import with_experts
 from autopar.cost_model.expressions import Family, evaluate
-from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape
+from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape, strides
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
 from autopar.cost_model.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.row_family import (
@@ -222,14 +222,16 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         return RECOMPUTE.index(row.recompute) if row.recompute in RECOMPUTE else 0
 
     dp = np.array([_dp(case.row) for case in cases])
+    tp, pp = _array(cases, lambda row: row.tp or 1), _array(cases, lambda row: row.pp or 1)
+    cp = _array(cases, lambda row: row.cp or 1)
     micro_batch = _array(cases, lambda row: row.micro_batch or 1)
     batch = np.array([float(case.global_batch) for case in cases])
     return Layouts(
-        tp=_array(cases, lambda row: row.tp or 1),
+        tp=tp,
         sequence_parallel=_array(cases, sequence_parallel),
-        pp=_array(cases, lambda row: row.pp or 1),
+        pp=pp,
         virtual=_array(cases, virtual),
-        cp=_array(cases, lambda row: row.cp or 1),
+        cp=cp,
         ep=_array(cases, lambda row: row.ep or 1),
         dp=dp,
         shard=np.array([_shard(case.row, engine, d) for case, d in zip(cases, dp, strict=True)]),
@@ -237,6 +239,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         micro_batch=micro_batch,
         micro_batches=np.maximum(batch / (dp * micro_batch), 1.0),
         recompute=_array(cases, recompute),
+        **strides(0, tp=tp, pp=pp, data_ranks=dp * cp),  # Megatron's order, which rows do not say
     )
 
 

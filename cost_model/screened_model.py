@@ -91,4 +91,9 @@ def _block_fields(family: Family[Polynomial], names: Sequence[str]) -> tuple[str
     works = [work for _, variants in family.blocks for _, work in variants]
     sums = any(sent.mesh_dim == DATA and sent.of != "parameter" for work in works for sent in work.sent)
     has_experts = any(role.startswith("moe_layer") for role in family.roles)
-    return (*BLOCK_FIELDS, *(["ep"] if has_experts else []), *(["dp"] if sums or "d" in names else []))
+    return (
+        *BLOCK_FIELDS,
+        *(["ep"] if has_experts else []),
+        *(["dp"] if sums or "d" in names else []),
+        *(["data_stride"] if sums else []),
+    )

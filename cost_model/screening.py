@@ -51,7 +51,7 @@ from autopar.cost_model.step_memory import (
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 
-RANK_FIELDS = ("tp", "pp", "cp", "ep", "dp", "shard")
+RANK_FIELDS = ("tp", "pp", "cp", "ep", "dp", "shard", "data_stride")
 PIECE = 16_384  # layouts at once: an array of them is a sixteenth of two megabytes of cache
 
 

@@ -182,7 +182,8 @@ def message_seconds(basis: Basis, layouts: Layouts) -> Floats:
     shape, engine, links = basis.shape, basis.engine, basis.machine.links
     size = shape.element_bytes * layouts.micro_batch * shape.sequence / layouts.cp * shape.hidden
     split = layouts.tp if engine.splits_messages else np.where(layouts.sequence_parallel, layouts.tp, 1)
-    is_inside = layouts.num_devices <= links.devices_per_host
+    span, devices, per_host = layouts.pp * layouts.stage_stride, layouts.num_devices, links.devices_per_host
+    is_inside = (span <= per_host) & ((devices <= per_host) | (np.mod(per_host, span) == 0))
     waits = basis.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
     return np.where(layouts.pp > 1, waits * links.message_s(size / split, is_inside), 0.0)
 

@@ -1,7 +1,7 @@
 """Seconds of one micro-batch in one block on one rank: computing, and collectives that are not hidden behind it.
 
 Nothing here depends on pipeline stages, on ZeRO or on recomputation, so that layouts which differ in these alone share
-its prices (`autopar.cost_model.screening`).
+its prices (`autopar.cost_model.screening`); blocks that send over data-parallel ranks feel how far apart these lie.
 """
 
 from dataclasses import dataclass
@@ -142,7 +142,7 @@ def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, rol
 def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Floats]:
     """Ranks of a mesh dimension of labels, and how far apart they lie."""
     if mesh_dim == "dp":
-        return layouts.dp, layouts.tp * layouts.cp
+        return layouts.dp, layouts.data_stride * layouts.cp
     one = np.ones(1)
     return next(((n * one, by * one) for name, n, by in basis.shape.tensor_dims if name == mesh_dim), (layouts.tp, one))
 

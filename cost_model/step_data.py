@@ -98,7 +98,7 @@ def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str
         "all_gather",
         basis.engine.shard_gradient_bytes * elements / layouts.shard,
         layouts.data_ranks / layouts.shard,
-        layouts.tp * layouts.shard,
+        layouts.data_stride * layouts.shard,
     )
     return Gathers(gather=gather, scatter=scatter, copies=copies)
 
@@ -109,8 +109,8 @@ def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[
         one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
         return np.asarray(element_bytes * one), np.asarray(engine.shard_gradient_bytes * one)
     return (
-        links.seconds("all_gather", element_bytes * elements, layouts.shard, layouts.tp),
-        links.seconds("reduce_scatter", engine.shard_gradient_bytes * elements, layouts.shard, layouts.tp),
+        links.seconds("all_gather", element_bytes * elements, layouts.shard, layouts.data_stride),
+        links.seconds("reduce_scatter", engine.shard_gradient_bytes * elements, layouts.shard, layouts.data_stride),
     )
 
 
@@ -162,7 +162,7 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     for elements, ranks in ((state.dense, layouts.data_ranks), (state.expert, layouts.data_ranks / layouts.ep)):
         ranks = np.maximum(ranks, 1)
         shard = np.minimum(layouts.shard, ranks)
-        stride = layouts.tp * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
+        stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
         grads = engine.gradient_bytes * elements
         weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * elements
         scattered = links.seconds("reduce_scatter", grads, shard, stride)

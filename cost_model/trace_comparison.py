@@ -18,6 +18,7 @@ from autopar.cost_model.estimate import OTHER, Estimate
 from autopar.cost_model.measured_parts import COMPUTE, IDLE, MESSAGES, measured_parts
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec, Tier
+from autopar.ir.rank_order import ORDERS, strides
 
 TOGETHER, REST, ALL_RANKS = "collectives", "other", "all ranks"
 DEGREES = (
@@ -110,8 +111,10 @@ def remedy(term: Term) -> str:
 
 
 def tiers_of(cluster: ClusterSpec, degrees: Mapping[str, Any]) -> dict[str, Tier]:
-    """The slowest tier that each term's groups cross; ranks count tensor first, then data, pipeline."""
-    tp, dp, pp = degrees["tp"], degrees["dp_shard"] * degrees["dp_replicate"], degrees["pp"]
-    strides = {"tp": (tp, 1), "dp": (dp, tp), MESSAGES: (min(pp, 2), tp * dp), TOGETHER: (tp * dp, 1)}
+    """The slowest tier that each term's groups cross, by how far their last rank lies from their first."""
+    sizes = {"tp": degrees["tp"], "dp": degrees["dp_shard"] * degrees["dp_replicate"], "pp": degrees["pp"]}
+    lie = strides(degrees.get("order", ORDERS[0]), sizes)
+    far = {name: (size - 1) * lie[name] for name, size in sizes.items()}
+    spans = {"tp": far["tp"], "dp": far["dp"], MESSAGES: min(far["pp"], lie["pp"]), TOGETHER: far["tp"] + far["dp"]}
     last = cluster.num_devices - 1
-    return {name: cluster.tier(0, min((n - 1) * stride, last)) for name, (n, stride) in strides.items() if n > 1}
+    return {name: cluster.tier(0, min(span, last)) for name, span in spans.items() if span}

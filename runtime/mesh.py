@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.ir.plan import Degrees
+from autopar.ir.rank_order import strides
 from autopar.ir.sharding import DATA, Mesh
 from autopar.trace import _torch_private as private
 
@@ -105,31 +106,37 @@ def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int, bounded: Any = None)
 
 
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
-    """The mesh of a training run: torch's (pp, dp_replicate, dp_shard, tensor dimensions), and those of generated code.
+    """The mesh of a training run: torch's pp, dp_replicate, dp_shard and tensor dimensions in the order of the plan,
+    and those of generated code.
 
     Collective. A process that asks for the same mesh again gets the same groups: every group costs threads and sockets.
     """
     shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard)
-    return _training_mesh(shape, degrees.mesh, device_type, dist.group.WORLD)
+    return _training_mesh(shape, degrees.mesh, degrees.order, device_type, dist.group.WORLD)
 
 
 @cache
-def _training_mesh(shape: tuple[int, int, int], spec: Mesh, device_type: str, world: object) -> RankMesh:
-    """The mesh of one world; `world` is the group of all its ranks. Pipeline ranks lie farthest apart."""
+def _training_mesh(shape: tuple[int, int, int], spec: Mesh, order: str, device_type: str, world: object) -> RankMesh:
+    """The mesh of one world; `world` is the group of all its ranks."""
     tensor = tuple(name for name in spec.names if name != DATA)
-    names = ("pp", "dp_replicate", "dp_shard", *tensor)
+    parts = {"pp": ("pp",), DATA: ("dp_replicate", "dp_shard"), "tp": tensor}
+    names = tuple(name for part in order.split("-") for name in parts[part])
+    sizes = dict(zip(("pp", *parts[DATA], *tensor), (*shape, *spec.degrees[1:]), strict=True))
     bounded = _bounded()  # a rank that hangs ends the others in time
     override: Any = dict.fromkeys(names, bounded) if bounded else None
-    every = init_device_mesh(device_type, (*shape, *spec.degrees[1:]), mesh_dim_names=names, backend_override=override)
-    device_mesh = every[names[1:]]
-    rank = dist.get_rank()
+    in_order = tuple(sizes[name] for name in names)
+    every = init_device_mesh(device_type, in_order, mesh_dim_names=names, backend_override=override)
+    device_mesh = every[(*parts[DATA], *tensor)]
+    rank, lie = dist.get_rank(), strides(order, {"pp": shape[0], DATA: spec.degrees[0], "tp": prod(spec.degrees[1:])})
     dims = {}
     for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
-        stride = prod(spec.degrees[index + 1 :])
+        stride = lie[DATA] if name == DATA else prod(spec.degrees[index + 1 :])
         mesh = device_mesh["dp_replicate", "dp_shard"]._flatten(DATA, bounded) if name == DATA else device_mesh[name]
         dims[name] = MeshDim(name, degree, mesh.get_group(), (rank // stride) % degree, stride)
     dims |= _joined(device_mesh, spec, rank, bounded)
-    pipeline = MeshDim("pp", shape[0], every.get_group("pp"), rank // spec.size, spec.size) if shape[0] > 1 else None
+    pipeline = None
+    if shape[0] > 1:
+        pipeline = MeshDim("pp", shape[0], every.get_group("pp"), rank // lie["pp"] % shape[0], lie["pp"])
     tensor_mesh = device_mesh[tensor] if prod(spec.degrees[1:]) > 1 else None
     return RankMesh(device_mesh, dims, spec, tensor_mesh, pipeline)
 
@@ -139,13 +146,14 @@ def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.Proces
     assert mesh.pipeline is not None
     if len(stage_ranks) == mesh.pipeline.degree:
         return mesh.pipeline.group
-    return _group_of_stages(stage_ranks, mesh.pipeline.stride, dist.group.WORLD)
+    return _group_of_stages(stage_ranks, mesh.pipeline.stride, mesh.pipeline.degree, dist.group.WORLD)
 
 
 @cache
-def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, world: object) -> dist.ProcessGroup:
+def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, degree: int, world: object) -> dist.ProcessGroup:
     """Made by all ranks in the same order, as process groups must be; what torch gives a rank outside is not used."""
-    every = [[k * stride + offset for k in stage_ranks] for offset in range(stride)]
+    firsts = [rank for rank in range(dist.get_world_size()) if rank // stride % degree == 0]
+    every = [[first + k * stride for k in stage_ranks] for first in firsts]
     found: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=private.group_timeout()) for ranks in every]
     rank = dist.get_rank()
     return next((group for ranks, group in zip(every, found, strict=True) if rank in ranks), found[0])

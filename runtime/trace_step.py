@@ -120,6 +120,4 @@ def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
 
 def rank_name(rank: int, degrees: Degrees) -> str:
     """A rank with its coordinates: ``rank 3: pp 1 dp 0 tp 1``."""
-    pp, rest = divmod(rank, degrees.dp * degrees.tp)
-    dp, tp = divmod(rest, degrees.tp)
-    return f"rank {rank}: pp {pp} dp {dp} tp {tp}"
+    return f"rank {rank}: " + " ".join(f"{name} {degrees.coordinate(name, rank)}" for name in ("pp", "dp", "tp"))

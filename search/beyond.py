@@ -116,10 +116,12 @@ def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
 
 
 def limits_of(limits: Limits, cluster: ClusterSpec, beyond: Beyond) -> Limits:
-    """The limits of pp · tp · dp beside context ranks."""
+    """The limits of pp · tp · dp beside context ranks, whose ranks lie in the default order."""
     left = cluster.num_devices // beyond.cp
     degrees = tuple(tp for tp in limits.tensor_degrees if left % tp == 0)
-    return replace(limits, num_devices=left, fewer_devices=(), tensor_degrees=degrees, context=beyond.cp)
+    return replace(
+        limits, num_devices=left, fewer_devices=(), tensor_degrees=degrees, context=beyond.cp, devices_per_host=None
+    )
 
 
 def words_of(beyond: Beyond) -> str:

@@ -27,7 +27,7 @@ from autopar.search.space import WORDS, Limits, Wishes
 SAME = 1e-9  # of a number counted twice
 # what of degrees a search decides
 DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
-           "virtual_stages", "recompute", "recompute_blocks")  # fmt: skip
+           "virtual_stages", "recompute", "recompute_blocks", "order")  # fmt: skip
 
 
 def check_result(found: Searched, plan: Plan, works: ProgramWorks, limits: Limits, wanted: Wishes) -> None:

@@ -153,7 +153,7 @@ class _Kept:
 def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
     """The part of a step that candidates can save at most by keeping what they gather."""
     c, works = found.candidates.at(index), found.together.works
-    columns = (c.tp, c.num_devices, c.micro_batch, c.dp, c.pp > 1, np.isin(c.schedule, SPLITS))
+    columns = (c.tp, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
     each = distinct([numbered(column) for column in columns], len(index))
     few = c.at(each.rows)
     saved = np.zeros(len(few))

@@ -111,7 +111,9 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
     if goal.is_memory or not len(c):
         return np.arange(len(c))
     alone = np.where(c.pp > 1, 0, 1 + np.arange(len(c)))  # without a pipeline bounds are exact
-    columns: Sequence[Any] = (c.num_devices, c.tp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches)
+    columns: Sequence[Any] = (
+        c.num_devices, c.tp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
+    )  # fmt: skip
     found = distinct([numbered(column) for column in (*columns, alone)], len(c)).index
     return np.zeros(len(c), dtype=np.int64) if found is None else found
 

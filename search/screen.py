@@ -13,7 +13,7 @@ from autopar.cost_model.cluster_machine import ClusterMachine
 from autopar.cost_model.distinct import distinct, numbered, spread
 from autopar.cost_model.engine import Engine
 from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.layout import Layouts
+from autopar.cost_model.layout import Layouts, strides
 from autopar.cost_model.mechanisms import Mechanisms
 from autopar.cost_model.offload import can_offload, host_bytes
 from autopar.cost_model.pricing import family_at, shape_of
@@ -106,10 +106,11 @@ def layouts_of(
 ) -> Layouts:
     """Candidates as the cost model takes them."""
     one, more = np.ones(len(found)), beyond or Beyond()
+    tp, pp, data_ranks = found.tp.astype(float), found.pp.astype(float), found.dp.astype(float) * more.cp
     return Layouts(
-        tp=found.tp.astype(float),
+        tp=tp,
         sequence_parallel=one * sequence_parallel,
-        pp=found.pp.astype(float),
+        pp=pp,
         virtual=found.virtual.astype(float),
         cp=one * more.cp,
         ep=one * more.ep,
@@ -119,6 +120,7 @@ def layouts_of(
         micro_batch=found.micro_batch.astype(float),
         micro_batches=found.micro_batches.astype(float),
         recompute=one * recompute,
+        **strides(found.order, tp=tp, pp=pp, data_ranks=data_ranks),
     )
 
 

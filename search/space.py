@@ -1,12 +1,12 @@
-"""The space of a search: every legal combination of degrees, ZeRO stage, micro-batch, schedule and virtual stages.
+"""The space of a search: every legal combination of degrees, ZeRO stage, micro-batch, schedule, stages, order of ranks.
 
     devices      = pp · tp · dp_shard · dp_replicate
     global batch = dp_shard · dp_replicate · micro-batch · micro-batches
 
 Any number of devices is legal, not powers of two only, and fewer than there are where the objective asks for it.
 Combinations that run the same are listed once: one data-parallel rank has no ZeRO stage, ZeRO 0 no shards, a plan
-without a pipeline no schedule. What recomputation a candidate needs follows from its memory, so that it is no dimension
-here (`autopar.search.screen`).
+without a pipeline no schedule, and ranks lie in another order than the default only where that can be faster. What
+recomputation a candidate needs follows from its memory, so that it is no dimension here (`autopar.search.screen`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules import SCHEDULES, schedule_problems
 from autopar.search.pinned import PINS
 
@@ -31,7 +32,8 @@ ZERO = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates as arrays of one length. `schedule` is a position in `NAMES`; `micro_batches` are those of a step."""
+    """Candidates as arrays of one length. `schedule` is a position in `NAMES`, `order` in `ORDERS`;
+    `micro_batches` are those of a step."""
 
     tp: Integers
     pp: Integers
@@ -42,6 +44,7 @@ class Candidates:
     micro_batches: Integers
     schedule: Integers
     virtual: Integers
+    order: Integers
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -63,7 +66,7 @@ class Candidates:
     def text(self, index: int) -> str:
         """One candidate in words that no other has: ``tp=2 pp=4 ... schedule=1f1b virtual=1``."""
         values = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
-        named = {"schedule": NAMES[values["schedule"]]}
+        named = {"schedule": NAMES[values["schedule"]], "order": ORDERS[values["order"]]}
         return " ".join(f"{name}={named.get(name, value)}" for name, value in values.items())
 
     def index_of(self, text: str) -> int:
@@ -89,6 +92,7 @@ class Candidates:
             schedule=NAMES[one["schedule"]],
             virtual_stages=one["virtual"],
             recompute="full" if recompute else "none",
+            order=ORDERS[one["order"]],
         )
 
 
@@ -106,7 +110,7 @@ class Limits:
 
     The batch is that of all ranks, or `local_batch` of each data-parallel one; just one of them is given. A candidate
     uses `num_devices`, or a number of `fewer_devices`, each with as many ranks as `context` says. With `num_stages` it
-    has so many pipeline stages.
+    has so many pipeline stages. `devices_per_host` is what decides where the order of ranks counts; None: nowhere.
     """
 
     num_devices: int
@@ -118,6 +122,7 @@ class Limits:
     fewer_devices: tuple[int, ...] = ()
     context: int = 1
     num_stages: int | None = None
+    devices_per_host: float | None = None
 
     def __post_init__(self) -> None:
         assert (self.global_batch is None) != (self.local_batch is None), (self.global_batch, self.local_batch)
@@ -131,7 +136,8 @@ class Limits:
 
 # the words of --fix and --forbid: those of a plan's degrees
 WORDS = ("pp", "tp", "dp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "schedule",
-         "virtual_stages")  # fmt: skip
+         "virtual_stages", "order")  # fmt: skip
+NAMED = {"schedule": NAMES, "order": ORDERS}  # words whose values are names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +189,9 @@ def _pinned(word: str, value: Any) -> tuple[Any, list[Problem]]:
 
 
 def _value_problem(path: str, word: str, value: Any) -> Problem | None:
-    if word == "schedule":
-        return None if value in NAMES else Problem(path=path, value=value, rule=f"must be one of {', '.join(NAMES)}")
+    if word in NAMED:
+        known = NAMED[word]
+        return None if value in known else Problem(path=path, value=value, rule=f"must be one of {', '.join(known)}")
     least = 0 if word == "zero" else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (word == "zero" and value > 3):
         rule = "must be 0, 1, 2 or 3" if word == "zero" else "must be a whole number of at least 1"
@@ -208,19 +215,35 @@ def candidates(limits: Limits, wanted: Wishes) -> Candidates:
                 if pp > limits.most_stages or local is None or not allowed:
                     continue
                 left, right = ways(dp), splits(local, dp, pp)
-                if left.size and right.size:
-                    columns.append([np.array([tp]), np.array([pp]), left, right])
+                for order in _orders_of_ranks(limits, wanted, tp, pp, dp) if left.size and right.size else ():
+                    columns.append([np.array([tp]), np.array([pp]), left, right, np.array([order])])
     return concatenated([_product(*parts) for parts in columns]) if columns else _none()
 
 
-def _product(tp: Integers, pp: Integers, shards: Integers, splits: Integers) -> Candidates:
+def _product(tp: Integers, pp: Integers, shards: Integers, splits: Integers, order: Integers) -> Candidates:
     rows, columns = len(shards), len(splits)
     left, right = np.repeat(shards, columns, axis=0), np.tile(splits, (rows, 1))
     whole = np.ones(rows * columns, dtype=np.int64)
     return Candidates(
         tp=whole * tp, pp=whole * pp, dp_shard=left[:, 0], dp_replicate=left[:, 1], zero=left[:, 2],
         micro_batch=right[:, 0], micro_batches=right[:, 1], schedule=right[:, 2], virtual=right[:, 3],
+        order=whole * order,
     )  # fmt: skip
+
+
+def _orders_of_ranks(limits: Limits, wanted: Wishes, tp: int, pp: int, dp: int) -> Iterator[int]:
+    """Positions in `ORDERS`: the first that is allowed, and those that may be faster. The default has data-parallel
+    ranks nearest to each other, so that another one can only gain by messages between stages that stay in a host.
+    Context ranks have the default only."""
+    allowed = [position for position, order in enumerate(ORDERS) if wanted.allows("order", order)]
+    if pp == 1 or dp == 1 or limits.context > 1:
+        allowed = [position for position in allowed if position == 0]
+    per_host, sizes = limits.devices_per_host, {"tp": tp, "pp": pp, "dp": dp}
+    for position in allowed:
+        span = pp * strides(ORDERS[position], sizes)["pp"]
+        stays = per_host is not None and per_host % span == 0 and tp * pp * dp > per_host
+        if position == allowed[0] or stays:
+            yield position
 
 
 def _none() -> Candidates:

@@ -1,9 +1,9 @@
 """Which candidates Optuna varies: the best, the baselines, and what is nearly as fast as the best.
 
 Of every kind of pipeline (degrees, schedule, stages, micro-batch) there is one, the fastest by its exact price or,
-where it has none, by its bound: those that differ in how state is held alone mostly gain the same from the same cuts.
-Of the best one's kind there is another one too, which may have more room. Bounds choose which are priced exactly, and
-exact prices which of these are varied.
+where it has none, by its bound: those that differ in how state is held or in the order of ranks alone mostly gain the
+same from the same cuts. Of the best one's kind there is another one too, which may have more room. Bounds choose which
+are priced exactly, and exact prices which of these are varied.
 """
 
 from collections.abc import Callable, Sequence

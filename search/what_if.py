@@ -15,6 +15,7 @@ from autopar.cost_model.program_works import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
+from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules import schedule_problems
 from autopar.search.details import Curve, CurvePoint
 from autopar.search.exact import BY_STAGE, Priced, priced
@@ -183,6 +184,7 @@ def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | 
         micro_batches=count if staged else 1,
         recompute="none",
         recompute_blocks=None,
+        order=degrees.order if dp > 1 else ORDERS[0],
     )
 
 
@@ -196,6 +198,7 @@ def _bound(base: Base, changed: _Changed) -> float | None:
         global_batch=changed.global_batch,
         local_batch=None,
         tensor_degrees=tuple(tp for tp in divisors(count) if tp <= max(base.limits.tensor_degrees)),
+        devices_per_host=changed.on.machine.machine.links.devices_per_host,
     )
     every = candidates(limits, base.wanted)
     least = np.inf

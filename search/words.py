@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.estimate import MEMORY
 from autopar.ir.explanation import blocks_in_words, readable_bytes, readable_seconds
+from autopar.ir.rank_order import ORDERS
 
 if TYPE_CHECKING:
     from autopar.search.result import Counted, SearchResult
@@ -22,6 +23,8 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
     if degrees.get("pp", 1) > 1:
         stages = degrees.get("virtual_stages", 1)
         parts.append(f"{degrees['schedule']} with {stages} stages a rank" if stages > 1 else str(degrees["schedule"]))
+    if degrees.get("order", ORDERS[0]) != ORDERS[0]:
+        parts.append(f"ranks {degrees['order']}")
     if degrees.get("recompute", "none") != "none":
         blocks = degrees.get("recompute_blocks")
         parts.append(f"recomputing {'all blocks' if blocks is None else blocks_in_words(blocks, degrees.get('pp', 1))}")

@@ -39,6 +39,8 @@ def test_the_missing_one_is_derived(
         ({"tp": 2, "micro_batch": 2, "accumulate": 2}, 8, None, ["use micro_batch 4"]),
         ({"tp": 2}, None, 9, ["global_batch: must be divisible by the 2", "(nearest: 8 or 10)"]),
         ({"tp": 2}, 4, 12, ["the example inputs have 4", "(use 8)"]),
+        ({"pp": 4, "order": "dp-pp-tp"}, 8, None, ["order: needs pp and dp above 1; got 'dp-pp-tp' (leave it out"]),
+        ({"dp": 4, "order": "dp-pp-tp"}, 8, None, ["order: needs pp and dp above 1"]),
         ({"tp": 3, "dp": 3, "accumulate": 5}, 8, None, ["tp: ", "dp_shard: ", "accumulate: "]),
         (
             {"pp": 2, "recompute": "full", "recompute_blocks": [1, 0, 0]},

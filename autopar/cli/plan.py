@@ -67,7 +67,7 @@ def plan(
 ) -> None:
     """Find the fastest way to split MODEL over a cluster, and explain it. Needs no GPU and no memory for the weights.
 
-    Every legal combination of degrees, ZeRO stage, micro-batch and pipeline schedule is compared; options fix what they
+    Every legal combination of degrees, ZeRO, micro-batch, schedule, order of ranks is compared; options fix what they
     name. For example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --fix zero=1,3 -o plan.json
     """
     from autopar.cost_model.cluster_machine import checked_precision

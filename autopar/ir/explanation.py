@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules import actions
 from autopar.ir.summary import BlockSummary, Summary
 
@@ -63,7 +64,8 @@ def sizes_in_words(plan: "Plan") -> str:
     product = " × ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "no split"
     ranks = f"{degrees.world_size} rank{'s' * (degrees.world_size > 1)}"
     zero = f", ZeRO-{degrees.zero}" if degrees.dp > 1 else ""
-    return f"{product} = {ranks}{zero}" if degrees.world_size > 1 else f"one rank{zero}"
+    order = f", ranks in the order {degrees.order}" if degrees.order != ORDERS[0] else ""
+    return f"{product} = {ranks}{zero}{order}" if degrees.world_size > 1 else f"one rank{zero}"
 
 
 def _header(plan: "Plan") -> Section:

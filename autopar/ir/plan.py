@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.errors import PlanError, Problem, did_you_mean, short_repr
 from autopar.ir.explanation import as_text
+from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules import SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh, Type
 from autopar.ir.summary import Summary
@@ -32,7 +33,7 @@ class Degrees:
     (`autopar.ir.schedules`), `accumulate` times a step. With `recompute` "full" the values inside blocks are computed
     again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage (one number for all stages,
     or one for each), or in all of them. `cut_at` are the module paths at which stages after the first begin, where that
-    was asked for.
+    was asked for. `order` is that of mesh dimensions over ranks (`autopar.ir.rank_order`).
     """
 
     pp: int = 1
@@ -51,6 +52,7 @@ class Degrees:
     recompute: str = "none"
     recompute_blocks: int | tuple[int, ...] | None = None
     cut_at: tuple[str, ...] | None = None
+    order: str = ORDERS[0]
 
     @property
     def dp(self) -> int:
@@ -78,6 +80,16 @@ class Degrees:
     def rank_of_stage(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
         return rank_of_stage(self.schedule, self.pp, stage)
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """How many ranks lie from one rank of pp, dp and tp to the next."""
+        return strides(self.order, {"pp": self.pp, "dp": self.dp, "tp": self.tp})
+
+    def coordinate(self, name: str, rank: int) -> int:
+        """Where a rank is on pp, dp or tp."""
+        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        return rank // self.strides[name] % sizes[name]
 
     @property
     def mesh(self) -> Mesh:
@@ -304,7 +316,11 @@ def labels_from_dict(data: Mapping[str, Any]) -> BlockLabels:
 
 
 _ALIASES = {"dp": "dp_shard"}
-_CHOICES: Mapping[str, tuple[str, ...]] = {"schedule": tuple(SCHEDULES), "recompute": ("none", "full")}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "schedule": tuple(SCHEDULES),
+    "recompute": ("none", "full"),
+    "order": ORDERS,
+}
 
 
 def degrees_from(data: Any, source: str = "plan") -> Degrees:

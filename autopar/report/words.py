@@ -5,6 +5,7 @@ from typing import Any
 
 from autopar.cost_model.estimate import MEMORY
 from autopar.ir.explanation import blocks_in_words
+from autopar.ir.rank_order import ORDERS
 from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
 from autopar.search.result import Contender, SearchResult
 from autopar.search.words import plan_in_words, readable_value
@@ -39,6 +40,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
         )
     if pp * tp * shard * copies == 1:
         yield "one device"
+    if d.get("order", ORDERS[0]) != ORDERS[0]:
+        yield f"ranks in the order {d['order']}"
     if d.get("micro_batch") is not None:
         yield f"micro-batch {d['micro_batch']}"
     if d.get("accumulate", 1) > 1:

@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar.cost_model.engine import engine_named
 from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.layout import Layouts
+from autopar.cost_model.layout import Layouts, strides
 from autopar.cost_model.pricing import Question, layouts_of
 from autopar.cost_model.row import Row
 from autopar.cost_model.row_estimate import FULL
@@ -60,6 +60,7 @@ def layouts_like(size: int, seed: int, **fixed: float) -> Layouts:
         "micro_batch": any_of(1, 2, 3, 4, 8),
         "micro_batches": any_of(1, 1.5, 4, 32, 100),
         "recompute": any_of(0, 1, 2),
+        **strides(any_of(0, 1).astype(int), tp=tp, pp=pp, data_ranks=dp * cp),
     }
     return Layouts(**{**columns, **{name: np.array([value]) for name, value in fixed.items()}})
 

@@ -17,8 +17,8 @@ from integration_models import Wanted, built
 from integration_ranks import model_of
 
 from autopar.api import parallelize
-from autopar.ir.plan import Plan
-from autopar.runtime.mesh import training_mesh
+from autopar.ir.plan import Plan, degrees_from
+from autopar.runtime.mesh import group_of_stages, training_mesh
 from autopar.runtime.module import ParallelModel
 from autopar.runtime.pipeline import _TorchStage
 from autopar.runtime.verify import _whole, batches, this_ranks_part
@@ -109,6 +109,20 @@ def asked_for(rank: int, wanted: Wanted, plan: Plan) -> tuple[set[str], set[str]
 
     model = ParallelModel(program, plan, training_mesh(plan.degrees, "cpu"), recording, torch.device("cpu"))
     return asked & program.parameters.keys(), {name for name, _ in model.named_parameters()}
+
+
+def groups_of_order(rank: int, wish: Mapping[str, Any]) -> dict[str, Any]:
+    """The ranks of this rank's groups, "ends" those of its pipeline's ends, and its coordinates on pp, dp and tp."""
+    degrees = degrees_from(wish)
+    mesh = training_mesh(degrees, "cpu")
+    assert mesh.pipeline is not None
+    assert all(dim.of(rank) == dim.coordinate for dim in (mesh.pipeline, *mesh.dims.values()))
+    groups = {name: dim.group for name, dim in mesh.dims.items()} | {"pp": mesh.pipeline.group}
+    groups |= {"ends": group_of_stages(mesh, (0, degrees.pp - 1)), "dp_shard": mesh.device_mesh.get_group("dp_shard")}
+    found: dict[str, Any] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    at = tuple(degrees.coordinate(name, rank) for name in ("pp", "dp", "tp"))
+    assert at == (mesh.stage_rank, mesh.dims["dp"].coordinate, mesh.dims["tp"].coordinate)
+    return found | {"at": at}
 
 
 def with_dropout(rank: int, world_size: int, wish: Mapping[str, Any], local: int) -> dict[str, torch.Tensor]:

@@ -66,6 +66,7 @@ CASES = (
     case(GPT2, pp=2, tp=2, micro_batches=2),
     case(GPT2, pp=2, dp=2, zero=2, micro_batches=4),
     case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble"),
+    case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, order="dp-pp-tp"),
     case(GPT2, pp=2, tp=2, micro_batches=4, schedule="dualpipev"),
     case(GPT2, pp=2, tp=2, micro_batches=4, schedule="dualpipev", regather=False),
     case(GPT2, pp=2, tp=2, micro_batches=2, schedule="interleaved-zero-bubble", recompute="full"),

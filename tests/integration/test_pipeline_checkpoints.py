@@ -16,6 +16,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp × dp": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 2},
     "pp × tp": {"pp": 2, "tp": 2, "micro_batches": 2},
     "pp in a v": {"pp": 2, "dp": 2, "zero": 3, "schedule": "zbv-zero-bubble", "micro_batches": 4},
+    "pp in dp": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2, "order": "dp-pp-tp"},
     "four stages": {"pp": 4, "micro_batches": 2},
 }
 

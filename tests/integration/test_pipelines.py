@@ -20,7 +20,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zb
 
 
 def verified(spec: str, worlds: Worlds, batch: int, *, layers: int = 4, **wish: Any) -> Report:
-    size = wish["pp"] * wish.get("tp", 1) * wish.get("dp", 1)
+    size = wish["pp"] * wish.get("tp", 1) * wish.get("dp", 1) * wish.get("dp_replicate", 1)
     report = verify(
         spec, world_size=size, degrees=wish, layers=layers, hidden=64, seq_len=16, batch=batch, ranks=worlds(size)
     )
@@ -60,6 +60,37 @@ def test_with_other_dimensions(wish: dict[str, Any], worlds: Worlds) -> None:
 def test_all_dimensions_together(worlds: Worlds) -> None:
     wish = {"tp": 2, "pp": 2, "dp": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"}
     verified("llama3-8b", worlds, 4, layers=2, micro_batches=2, **wish)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    (
+        {"tp": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"},
+        {"tp": 2, "zero": 1, "schedule": "interleaved-1f1b"},
+        {"dp_replicate": 2, "zero": 2, "schedule": "zbv-zero-bubble"},
+        {"pp": 4, "zero": 0},
+    ),
+    ids=str,
+)
+def test_stages_inside_data_parallel_ranks(wish: dict[str, Any], worlds: Worlds) -> None:
+    """The table is tied: the first and the last rank of a pipeline sum its gradient."""
+    verified("gpt2", worlds, 4, **{"pp": 2, "dp": 2, "order": "dp-pp-tp", "micro_batches": 4} | wish)
+
+
+def test_groups_hold_the_ranks_of_the_order(worlds: Worlds) -> None:
+    def of_rank(rank: int, **degrees: Any) -> dict[str, Any]:
+        found: dict[str, Any] = worlds(8).run("pipeline_ranks:groups_of_order", degrees)[rank]
+        return found
+
+    each = {"pp": 2, "dp": 2, "tp": 2}
+    inside = {"tp": [6, 7], "pp": [4, 6], "ends": [4, 6], "dp": [2, 6], "dp_shard": [2, 6], "at": (1, 1, 0)}
+    outside = {"tp": [6, 7], "pp": [2, 6], "ends": [2, 6], "dp": [4, 6], "dp_shard": [4, 6], "at": (1, 1, 0)}
+    assert of_rank(6, **each, order="dp-pp-tp") == inside
+    assert of_rank(6, **each, order="pp-dp-tp") == of_rank(6, **each) == outside
+    found = of_rank(7, pp=4, dp=2, order="dp-pp-tp")
+    assert (found["pp"], found["ends"], found["dp"]) == ([4, 5, 6, 7], [4, 7], [3, 7])
+    found = of_rank(7, pp=4, dp=2)
+    assert (found["pp"], found["ends"], found["dp"]) == ([1, 3, 5, 7], [1, 7], [6, 7])
 
 
 @pytest.mark.parametrize("spec, layers", (("t5-large", 3), ("bert-large", 4), ("vit-l-16", 4)))

@@ -1,6 +1,7 @@
 """Plans as values: they print, compare and round-trip, and every deviation in a file is one named error."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels, Degrees, Plan, degrees_from
+from autopar.ir.rank_order import ORDERS
 from autopar.ir.sharding import I, R, S
 
 
@@ -61,6 +63,24 @@ def test_one_number_for_all_stages(text: Any) -> None:
     assert [degrees.recomputed_blocks_of(stage) for stage in range(2)] == [3, 3]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_coordinates_follow_the_order(order: str) -> None:
+    """Names of the order are digits of a rank, the first the most significant."""
+    degrees = degrees_from({"pp": 2, "dp_shard": 3, "dp_replicate": 2, "tp": 4, "order": order})
+    sizes, names = {"pp": 2, "dp": 6, "tp": 4}, order.split("-")
+    every = [tuple(degrees.coordinate(name, rank) for name in names) for rank in range(degrees.world_size)]
+    assert every == list(product(*(range(sizes[name]) for name in names)))
+    plan = a_plan(degrees=degrees, cuts=(1,))
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+    assert ("ranks in the order dp-pp-tp" in plan.explain()) == (order != ORDERS[0])
+
+
+def test_plans_without_an_order_have_the_default() -> None:
+    data = a_plan().to_dict()
+    del data["degrees"]["order"]
+    assert Plan.from_dict(data) == a_plan()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -81,6 +101,7 @@ def test_one_number_for_all_stages(text: Any) -> None:
         ({"recompute_blocks": [1, True]}, "one for every stage such as 3,2,1,0"),
         ({"recompute_blocks": 1.5}, "one for every stage such as 3,2,1,0"),
         ({"per_micro_batch": None}, "per_micro_batch: must be true or false"),
+        ({"order": "tp-pp-dp"}, "order: must be one of pp-dp-tp, dp-pp-tp"),
         ([], "mapping"),
         (None, "mapping"),
     ],

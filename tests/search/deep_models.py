@@ -71,6 +71,7 @@ def searched(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: 
         global_batch=global_batch,
         most_stages=model.layers,
         tensor_degrees=tensor_degrees(cluster.num_devices),
+        devices_per_host=cluster.groups[0].devices_per_host,
     )
     on = machinery(cluster)
     return search_degrees(model.works_of(labelled_on), cluster, limits, wishes(), on, most_exact=400)

@@ -11,6 +11,7 @@ from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.program_works import ProgramWorks, program_works
 from autopar.cost_model.row_estimate import FULL
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.device import Link
 from autopar.ir.plan import Degrees
 from autopar.planning import choose_labels
 from autopar.search.screen import Machinery
@@ -43,7 +44,8 @@ def machinery_with(cluster: ClusterSpec, memory_bytes: float, ranks_per_core: fl
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, its sequence as long as `tokens`, on a cluster whose devices have `memory_bytes` beside the reserve."""
+    """A model, its sequence as long as `tokens`, on a cluster whose devices have `memory_bytes` beside the reserve; in
+    hosts of `per_host` devices that share a link of so many `gigabits` a second, where that is given."""
 
     model: str
     cluster: str
@@ -51,10 +53,17 @@ class Case:
     tokens: int = 16
     memory_bytes: float = 80e9
     ranks_per_core: float = 1.0
+    per_host: int | None = None
+    gigabits: float = 100.0
 
     @property
     def spec(self) -> ClusterSpec:
-        return ClusterSpec.preset(self.cluster)
+        spec = ClusterSpec.preset(self.cluster)
+        if self.per_host is None:
+            return spec
+        hosts = replace(spec.groups[0], num_hosts=spec.num_devices // self.per_host, devices_per_host=self.per_host)
+        link = Link(bytes_per_s=self.gigabits * 1e9 / 8 / self.per_host, latency_s=5e-6, name="network")
+        return replace(spec, groups=(hosts,), inter_host=link)
 
     @property
     def on(self) -> Machinery:
@@ -71,4 +80,5 @@ class Case:
             global_batch=self.global_batch,
             most_stages=len(calls),
             tensor_degrees=tuple(tp for tp in (1, 2, 4, 8) if self.spec.num_devices % tp == 0),
+            devices_per_host=self.on.machine.machine.links.devices_per_host,
         )

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 from search_cases import Case
 
+from autopar.ir.rank_order import ORDERS
 from autopar.search.exact import Priced, priced
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.screen import screen
@@ -18,6 +19,17 @@ CASES = tuple(
     for (cluster, batch), memory, (model, tokens) in product(
         CLUSTERS, MEMORIES, (("llama", 16), ("llama", 512), ("gpt2", 128))
     )
+)
+
+# hosts linked slowly, beside stages that recompute: where pipeline ranks inside data-parallel ones are faster
+IN_HOSTS = (
+    Case(model="gpt2", cluster="4xh100", per_host=2, gigabits=4, global_batch=8, tokens=512, memory_bytes=20e6),
+    Case(model="gpt2", cluster="6xh100", per_host=2, gigabits=200, global_batch=6, tokens=2048),
+)
+LARGER_IN_HOSTS = (
+    Case(model="gpt2", cluster="8xh100", per_host=4, gigabits=20, global_batch=16, tokens=128, memory_bytes=10e6),
+    Case(model="llama", cluster="8xh100", per_host=2, gigabits=2, global_batch=16, tokens=512, memory_bytes=20e6),
+    Case(model="llama", cluster="6xh100", per_host=3, gigabits=40, global_batch=6, tokens=128),
 )
 
 LARGER = tuple(
@@ -56,10 +68,57 @@ def test_no_plan_is_better_on_more_devices(case: Case) -> None:
     test_no_plan_is_better_than_the_one_found(case)
 
 
+def both_orders(case: Case) -> tuple[list[Priced], list[Priced]]:
+    """Every candidate in the default order, and each in the other one, listed or not, or as it is where that is it."""
+    found, on = candidates(case.limits, wishes({"order": ORDERS[0]})), case.on
+    sides: tuple[list[Priced], list[Priced]] = ([], [])
+    for i in range(len(found)):
+        degrees = found.degrees(i)
+        other = replace(degrees, order=ORDERS[1]) if degrees.pp > 1 and degrees.dp > 1 else degrees
+        for side, one in zip(sides, (degrees, other), strict=True):
+            side.append(priced(case.works(degrees.tp), one, case.spec, on))
+    return sides
+
+
+@pytest.mark.parametrize("case", IN_HOSTS, ids=str)
+def test_no_order_of_ranks_is_better_than_the_one_found(case: Case) -> None:
+    """Whether candidates of the other order are listed or not."""
+    found = searched(case)
+    assert found.proof.is_proven
+    assert found.best is not None and found.best.degrees.order == ORDERS[1]
+    sides = both_orders(case)
+    default, other = ([one.seconds for one in side if one.fits] for side in sides)
+    assert found.best.seconds == min(other) < min(default)
+    check_not_listed(case, *sides)
+
+
+def check_not_listed(case: Case, default: list[Priced], other: list[Priced]) -> None:
+    """What is not listed is no faster, and needs as much memory."""
+    listed = candidates(case.limits, wishes())
+    known = {listed.degrees(i) for i in range(len(listed))}
+    left_out = 0
+    for one, moved in zip(default, other, strict=True):
+        assert one.needed_bytes == moved.needed_bytes
+        if replace(moved.degrees, recompute="none", recompute_blocks=None) not in known:
+            left_out += 1
+            assert moved.seconds >= one.seconds
+    assert left_out or case.spec.num_hosts == 2  # in whose hosts every pipeline beside another fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LARGER_IN_HOSTS, ids=str)
+def test_orders_of_ranks_on_more_devices(case: Case) -> None:
+    found, sides = searched(case), both_orders(case)
+    assert found.best is not None
+    assert found.best.seconds == min(one.seconds for side in sides for one in side if one.fits)
+    check_not_listed(case, *sides)
+    test_bounds_are_bounds(case)
+
+
 SHARED = replace(CASES[1], ranks_per_core=2.0)
 
 
-@pytest.mark.parametrize("case", (*CASES[::3], SHARED), ids=str)
+@pytest.mark.parametrize("case", (*CASES[::3], *IN_HOSTS, SHARED), ids=str)
 def test_bounds_are_bounds(case: Case) -> None:
     found = candidates(case.limits, wishes())
     for tp in set(found.tp.tolist()):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.cost_model.layout import Layouts
+from autopar.cost_model.layout import Layouts, strides
 from autopar.cost_model.mechanisms import mechanisms
 from autopar.cost_model.row import Row, RowEstimate
 from autopar.cost_model.row_estimate import Group, estimate_rows, prepare
@@ -138,6 +138,7 @@ def columns_of(found: Candidates, one: Published) -> dict[str, Any]:
         "micro_batches": found.micro_batches,
         "sequence_parallel": split * (found.tp > 1),
         "cp": np.full(len(found), v["cp"]),
+        **strides(0, tp=found.tp, pp=found.pp, data_ranks=found.dp * v["cp"]),
         "ep": np.minimum(v["ep"], found.dp * v["cp"] * (found.tp if v["ep"] > v["dp"] * v["cp"] else 1)),
     }
     return {name: np.asarray(column, dtype=float) for name, column in columns.items()}

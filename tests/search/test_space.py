@@ -1,7 +1,9 @@
 """The space: what is legal, listed once, and what wishes leave of it."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autopar.degrees import resolve_degrees
@@ -52,6 +54,21 @@ def test_what_runs_the_same_is_one_candidate() -> None:
     assert set(found.schedule[found.pp == 1].tolist()) == {NAMES.index("1f1b")}
 
 
+def test_ranks_of_pipelines_lie_together_where_that_keeps_them_in_a_host() -> None:
+    limits = replace(LIMITS, devices_per_host=4)
+    found = candidates(limits, wishes())
+    inside = found.at(found.order == 1)
+    listed = set(zip(inside.tp.tolist(), inside.pp.tolist(), strict=True))
+    assert listed == {(1, 2), (1, 4), (2, 2)}
+    default = found.at(found.order == 0)
+    assert rows(default) == rows(candidates(LIMITS, wishes()))  # one host, for all that is known
+    fixed = candidates(limits, wishes({"order": "dp-pp-tp"}))
+    assert len(fixed) and np.all((fixed.order == 1) & (fixed.pp > 1) & (fixed.dp > 1))
+    assert set(rows(inside)) < set(rows(fixed))
+    assert not np.any(candidates(replace(limits, devices_per_host=24), wishes()).order)
+    assert found.degrees(int(np.flatnonzero(found.order)[0])).order == "dp-pp-tp"
+
+
 def test_wishes_narrow_the_space() -> None:
     every = candidates(LIMITS, wishes())
     found = candidates(LIMITS, wishes(fix={"tp": 2, "zero": (1, 3)}, forbid={"schedule": "gpipe", "pp": (3, 6)}))
@@ -71,6 +88,8 @@ def test_wishes_that_are_none_are_refused_all_at_once() -> None:
     with pytest.raises(InputError) as caught:
         wishes(fix={"tpp": 8, "zero": 4, "pp": True}, forbid={"schedule": "1f2b"})
     text = str(caught.value)
+    with pytest.raises(InputError, match="forbid order: must be one of pp-dp-tp, dp-pp-tp"):
+        wishes(forbid={"order": "dp"})
     for part in ("fix tpp", "tp", "fix zero", "0, 1, 2 or 3", "fix pp", "forbid schedule", "1f2b", "interleaved-1f1b"):
         assert part in text
 

@@ -1,0 +1,20 @@
+"""Orders of mesh dimensions over ranks: whose ranks lie farthest apart, and whose lie next to each other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# farthest apart first; the first order is the default. Tensor ranks are neighbours in all of them, as prices have it
+ORDERS = ("pp-dp-tp", "dp-pp-tp")
+
+
+def strides(order: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """How many ranks lie from one rank of each dimension to the next, by the sizes of all.
+
+    >>> strides("pp-dp-tp", {"pp": 4, "dp": 2, "tp": 8}), strides("dp-pp-tp", {"pp": 4, "dp": 2, "tp": 8})
+    ({'tp': 1, 'dp': 8, 'pp': 16}, {'tp': 1, 'pp': 8, 'dp': 32})
+    """
+    found, stride = {}, 1
+    for name in reversed(order.split("-")):
+        found[name] = stride
+        stride = stride * sizes[name]
+    return found
