@@ -366,7 +366,7 @@ def memory_of_each_rank(
         "logits": np.where(has_last, float(_at(blocks.logits, index)), 0.0),
     }
     parts |= {"cache": np.asarray(cache * sum(parts.values())), "reserve": np.full(stages.pp, float(reserve_bytes))}
-    parts = {name: np.broadcast_to(part, (stages.pp,)) for name, part in parts.items()}
+    parts = {name: part + np.zeros(stages.pp) for name, part in parts.items()}
     return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
 
 

@@ -6,9 +6,9 @@ What is priced is what `autopar.estimate` prints for the plan. Candidates of one
 all but cuts, stages and their memory is arithmetic on arrays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -130,8 +130,7 @@ class Prepared:
         """The price of every candidate whose position is a key, with that cut."""
         cuts: dict[int, tuple[int, ...]] = self._cuts(wanted) if self.is_staged else dict.fromkeys(wanted, ())
         stages = {i: stages_at(self.works.calls, cuts[i], self.degrees[i]) for i in wanted if self.is_staged}
-        memories = self._memories(list(wanted), stages)
-        found = {i: self._recomputing(i, memories[i]) for i in wanted}
+        found = {i: self._recomputing(i, cache(partial(self._memory, i, stages.get(i)))) for i in wanted}
         for i, cut in wanted.items():
             if self._is_by_stage(cut, found[i]):
                 cuts[i], stages[i], found[i] = self._by_stage(i, cut, cuts[i])
@@ -167,19 +166,17 @@ class Prepared:
         weights[-1] += cut.out_of_last * block
         return weights
 
-    def _memories(self, wanted: Sequence[int], stages: Mapping[int, Stages]) -> dict[int, list[StepMemory]]:
-        """Memory of every wanted candidate without recomputation and with all of it."""
-        if self.is_staged:
-            return {i: [fullest(self._of_ranks(i, stages[i], level)) for level in range(len(LEVELS))] for i in wanted}
-        given = self._memory_options
-        found = [
-            step_memory(self.family, self.shape, layouts, self.on.engine, fused=self.fused, **given)
-            for layouts in self.layouts
-        ]
-        return {
-            i: [StepMemory(peak_bytes=_one(one.peak_bytes, i), parts=_each(one.parts, i)) for one in found]
-            for i in wanted
-        }
+    def _memory(self, index: int, stages: Stages | None, level: int) -> StepMemory:
+        """Memory of a candidate without recomputation, or with all of it."""
+        if stages is not None:
+            return fullest(self._of_ranks(index, stages, level))
+        found = self._unstaged_memories[level]
+        return StepMemory(peak_bytes=_one(found.peak_bytes, index), parts=_each(found.parts, index))
+
+    @cached_property
+    def _unstaged_memories(self) -> list[StepMemory]:
+        engine, given = self.on.engine, self._memory_options
+        return [step_memory(self.family, self.shape, one, engine, fused=self.fused, **given) for one in self.layouts]
 
     @property
     def _memory_options(self) -> dict[str, float]:
@@ -230,15 +227,16 @@ class Prepared:
         forward = {role: float(one[index]) for role, (one, _) in self._passes.items()}
         return costs_of(self.works.calls, self._weights(index, cut), forward, *held)
 
-    def _recomputing(self, index: int, memories: Sequence[StepMemory]) -> "_Recomputing":
+    def _recomputing(self, index: int, memory_at: Callable[[int], StepMemory]) -> "_Recomputing":
         """The fewest blocks of every stage that let a candidate fit, or all where none do; none or all of them where
-        what counts is the least memory; or as many as are pinned."""
+        what counts is the least memory; or as many as are pinned. `memory_at` is that of a position in `LEVELS`."""
         degrees, capacity = self.degrees[index], self.on.capacity_bytes
 
         def recomputing(blocks: int) -> _Recomputing:
             every = blocks * degrees.num_stages >= self.num_blocks
             share = 1.0 if every else blocks * degrees.num_stages / self.num_blocks
-            memory = memory_between(share, memories[:1] if not blocks else memories[1:] if every else memories)
+            levels = (0,) if not blocks else (1,) if every else (0, 1)
+            memory = memory_between(share, [memory_at(level) for level in levels])
             needed = float(sum(np.max(part) for name, part in memory.parts.items() if name != "cache"))
             again = replace(degrees, recompute="full", recompute_blocks=None if every else blocks)
             return _Recomputing(

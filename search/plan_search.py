@@ -301,7 +301,7 @@ class _Search:
     def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, goes_on: Callable[[], bool]) -> list[int]:
         """Candidates that may be below the best value, or fit, where every stage recomputes what it needs itself, which
         bounds do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
-        Estimates are too small by about as much for all pipelines of a schedule with as many stages of a rank."""
+        Estimates are too small by about as much for all pipelines of a schedule."""
         if self.goal.is_memory or any(on.pinned.recompute_blocks is not None for on, _ in self.machinery):
             return []
         screened = Screened(**self.columns)
@@ -318,7 +318,7 @@ class _Search:
 
         found = best_first(
             np.where(least < min(best, self.below), least, np.inf),
-            kinds_of(self.candidates, ("schedule", "virtual")),
+            kinds_of(self.candidates, ("schedule",)),
             price,
             most=MOST_BY_STAGE,
             goes_on=goes_on,
