@@ -11,6 +11,7 @@ The cut takes a rank's stages to be alike; how many blocks recompute is counted 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,13 +75,17 @@ def cuts_by_stage(
     most = (whole.sum() / len(stages.roles) + whole.max()) * (1 + 1e-9)
     sums = np.concatenate([[0.0], np.cumsum(costs.seconds)])
     longest = int((np.searchsorted(sums, sums + most, side="right") - 1 - np.arange(len(sums))).max())
-    return partition_with(
-        costs.seconds.tolist(),
-        len(stages.roles),
-        more,
-        max(1, min(longest, len(calls))),
-        can_be_alone=[bool(role) for role in calls],
-    )
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        bounds = enumerate(pairwise((0, *cuts, len(calls))))
+        return max(float(sums[b] - sums[a] + more(at, np.array(a), np.array(b))) for at, (a, b) in bounds)
+
+    can_be_alone = [bool(role) for role in calls]
+    parts, seconds = len(stages.roles), costs.seconds.tolist()
+    found = partition_with(seconds, parts, more, max(1, min(longest, len(calls))), can_be_alone=can_be_alone)
+    if found is None or slowest(found) > most:  # what does not fit elsewhere may make a part longer
+        found = partition_with(seconds, parts, more, len(calls), can_be_alone=can_be_alone)
+    return found
 
 
 def fewest_blocks(
