@@ -1,9 +1,10 @@
-"""What bounds cannot rank, by Optuna: blocks moved out of a pipeline's first and last stage.
+"""What bounds cannot rank, by Optuna: pipelines with stages of their own, blocks moved out of the first and the last.
 
 The cut that makes the slowest stage fastest need not make the step fastest: a lighter first stage holds fewer
 activations, so that fewer blocks are recomputed, and schedules feel unequal stages in different places. A trial is one
 of the best candidates (which differ in schedule, stages, micro-batch, degrees) with some blocks moved, priced by
-replaying its action list. Trials that do not fit are told to the sampler by how many bytes they miss.
+replaying its action list. What every stage then recomputes follows (`autopar.search.by_stage`). Trials that do not fit
+are told to the sampler by how many bytes they miss.
 
 Where all variations are no more than the trials that are asked for, all are tried, in one order, and priced together;
 else Optuna's sampler chooses.

@@ -21,7 +21,7 @@ UNITS: Mapping[str, str] = {"time": "s", "cost": "USD", "energy": "J", "memory":
 OBJECTIVES = tuple(UNITS)
 ON_FEWER_DEVICES = ("cost", "energy")  # which are not known to be best on all devices
 KIND, VERSION = "autopar search result", 1
-SAME = 1e-6  # of a value: what differs by less is told as equal
+SAME = 5e-4  # of a value: what differs by less is told as equal, as it is in percent with one digit
 PARTS: Mapping[str, str] = {
     **COMPUTE,
     **{name: f"{dim} collectives: {what}" for name, (dim, what) in COLLECTIVES.items()},

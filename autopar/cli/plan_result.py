@@ -44,9 +44,8 @@ def _proof(found: SearchResult) -> str:
         )
     if found.is_proven:
         return f"proven: no candidate is better ({found.counted.priced:,} priced as they would run)"
-    bound = "" if found.bound is None else f", {readable_value(found.bound, found.unit)}"
     return (
-        f"at most {found.gap:.1%} above the bound of what was not priced{bound} "
+        f"at most {found.gap:.1%} above the bound of what was not priced, {readable_value(found.bound, found.unit)} "
         f"({found.counted.priced:,} priced as they would run)"
     )
 

@@ -106,7 +106,7 @@ def _proof(found: SearchResult) -> str:
         return f"{start}; the best of them is proven, and stages of its own save this plan another {saved}."
     if found.is_proven:
         return f"{start}; the lower bounds of all others are above this plan, so none of them is better."
-    bound = "" if found.bound is None else f" None can be below {readable_value(found.bound, found.unit)}."
+    bound = f" None can be below {readable_value(found.bound, found.unit)}."
     return f"{start}. A better one could save at most {percent(found.gap, 1)}.{bound}"
 
 

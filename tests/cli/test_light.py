@@ -66,19 +66,7 @@ def test_version() -> None:
 
 def test_every_command_has_help() -> None:
     top = autopar("--help").stdout
-    commands = (
-        "plan",
-        "estimate",
-        "coverage",
-        "verify",
-        "trace",
-        "validate",
-        "doctor",
-        "calibrate",
-        "models",
-        "clusters",
-    )
-    for command in commands:
+    for command in COMMANDS:
         assert command in top
         assert autopar(command, "--help").exit_code == 0
 

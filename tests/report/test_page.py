@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from parsed import parsed
 
+from autopar.cli.plan_result import result_sections
 from autopar.report.page import html_report
 from autopar.report.page_tools import script_json
 from autopar.report.plan_page import plan_report
@@ -40,6 +41,23 @@ def test_what_a_search_says(stored: SearchResult) -> None:
         assert "All candidates" in page.words
         for one in stored.others:
             assert one.reason in page.words
+
+
+def test_what_stages_of_its_own_save(pipeline: SearchResult) -> None:
+    """The proof is of candidates, so that a plan which is below their bound is not called proven."""
+    assert pipeline.best is not None
+    proven = replace(pipeline, is_proven=True, gap=0.0, bound=pipeline.best.value / 0.95)
+    words = parsed(html_report(proven)).words
+    assert proven.saved_by_own_stages == pytest.approx(0.05)
+    assert "own stages save 5.0 %" in words
+    assert "stages of its own save this plan another 5.0 %" in words
+    assert "stages of its own save 5.0%" in result_sections(proven)[0].lines[-2]
+    alike = replace(proven, bound=pipeline.best.value * 1.0001)
+    assert alike.saved_by_own_stages == 0
+    assert "own stages save" not in parsed(html_report(alike)).words
+    alone = replace(proven, bound=None)
+    assert "none of them fits, but with stages of its own this plan does" in parsed(html_report(alone)).words
+    assert "no candidate fits, but with stages of its own this one does" in result_sections(alone)[0].lines[-2]
 
 
 def test_it_stands_alone(stored: SearchResult) -> None:
