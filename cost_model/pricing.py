@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,8 @@ from autopar.cost_model.expert_parallel import with_experts
 from autopar.cost_model.expressions import VARIANTS, Family, evaluate
 from autopar.cost_model.layout import Layouts, Shape, strides
 from autopar.cost_model.mechanisms import Mechanisms, mechanisms
-from autopar.cost_model.staged import (
-    Stages,
-    memory_of_ranks,
-    pipeline_of,
-    staged_memory,
-    stages_at,
-    whole_message_s,
-)
+from autopar.cost_model.staged import Stages, pipeline_of, stages_at, whole_message_s
+from autopar.cost_model.staged_memory import memory_of_ranks, staged_memory
 from autopar.cost_model.step import StepSeconds, step_seconds
 from autopar.cost_model.step_assembly import Pipeline, Pipelined
 from autopar.cost_model.step_basis import Passes
@@ -40,6 +34,7 @@ if TYPE_CHECKING:
     from autopar.cost_model.program_works import ProgramWorks
 
 Floats = NDArray[Any]
+V = TypeVar("V", float, Floats)
 PASSES = 3  # a product forward, for its input's gradient, for its weight's
 
 
@@ -278,12 +273,18 @@ def step_between(share: float, found: Sequence[StepSeconds]) -> StepSeconds:
 
 def memory_between(share: float, found: Sequence[StepMemory]) -> StepMemory:
     """As `step_between`; what is computed again takes the same room, however many blocks are."""
-    parts = {name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts}
-    parts["workspace"] = found[-1].parts["workspace"]
+    parts = parts_between(share, [one.parts for one in found])
     return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
 
 
-def _between(share: float, values: Sequence[Floats]) -> Floats:
+def parts_between(share: float, found: Sequence[Mapping[str, V]]) -> dict[str, V]:
+    """The parts of `memory_between`, arrays or numbers."""
+    parts = {name: _between(share, [one[name] for one in found]) for name in found[0]}
+    parts["workspace"] = found[-1]["workspace"]
+    return parts
+
+
+def _between(share: float, values: Sequence[V]) -> V:
     return values[0] if len(values) == 1 else (1 - share) * values[0] + share * values[1]
 
 

@@ -45,6 +45,13 @@ class BlockParts:
     parts: dict[str, Floats]
     hidden: dict[str, Floats]
 
+    def at(self, index: Any) -> "BlockParts":
+        """The parts of an index."""
+        parts, hidden = (
+            {name: spread(np.asarray(one), index) for name, one in each.items()} for each in (self.parts, self.hidden)
+        )
+        return BlockParts(weight=spread(self.weight, index), parts=parts, hidden=hidden)
+
 
 def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[BlockPrices, BlockParts]:
     """A repeated block without the collectives of ZeRO."""

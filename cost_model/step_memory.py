@@ -100,6 +100,20 @@ def step_memory(
     """Peak of every layout."""
     blocks = block_bytes(family, shape, layouts, engine, fused=fused)
     elements = rank_elements(family, shape, layouts)
+    return memory_of_ends(shape, layouts, engine, blocks, elements, reserve_bytes=reserve_bytes, cache=cache)
+
+
+def memory_of_ends(
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    blocks: BlockBytes,
+    elements: RankElements,
+    *,
+    reserve_bytes: float,
+    cache: float,
+) -> StepMemory:
+    """As `step_memory`, of what blocks keep and ranks have of parameters."""
     first, last = ends_bytes(shape, layouts, engine, blocks, elements, reserve_bytes=reserve_bytes, cache=cache)
     parts = {name: fuller(first, last, part, last.parts[name]) for name, part in first.parts.items()}
     parts |= {"cache": fuller(first, last, first.cache, last.cache), "reserve": reserve_bytes + 0.0 * first.total}

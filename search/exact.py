@@ -8,40 +8,25 @@ all but cuts, stages and their memory is arithmetic on arrays.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost_model.pricing import (
-    Pricing,
-    Question,
-    family_at,
-    layouts_of_degrees,
-    memory_between,
-    ranks_per_core,
-    shape_of,
-    step_between,
-)
+from autopar.cost_model.layout import Layouts
+from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between, ranks_per_core
 from autopar.cost_model.program_works import ProgramWorks
-from autopar.cost_model.staged import (
-    Stages,
-    bytes_of_roles,
-    fullest,
-    memory_of_each_rank,
-    pipelines_of,
-    role_bytes,
-    stages_at,
-)
-from autopar.cost_model.step import StepSeconds, priced_blocks, step_of
-from autopar.cost_model.step_assembly import passes_of_roles
-from autopar.cost_model.step_basis import Basis, Floats
-from autopar.cost_model.step_memory import StepMemory, step_memory
+from autopar.cost_model.staged import Known, Stages, pipelines_of, stages_at
+from autopar.cost_model.staged_memory import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
+from autopar.cost_model.step import StepSeconds, step_of
+from autopar.cost_model.step_basis import Floats
+from autopar.cost_model.step_memory import StepMemory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.search.by_stage import CallCosts, costs_of, cuts_by_stage, fewest_blocks
 from autopar.search.cuts import partition
 from autopar.search.screen import Machinery, pipeline_seconds
+from autopar.search.shared_prices import SharedPrices
 
 LEVELS = (0, 2)  # of recomputation: none and full
 
@@ -86,19 +71,22 @@ def priced(
 ) -> Priced:
     """Price `degrees`, which recompute nothing, with as much recomputation as they need, or with none or all of it
     where what counts is the `least_memory`. `works` are those of labels for their tensor degree."""
-    return Prepared(works, [degrees], cluster, on, least_memory=least_memory).priced({0: cut})[0]
+    beyond = on.beyond
+    layouts = layouts_of_degrees(works, [degrees], recompute=0, cp=beyond.cp, ep=beyond.ep)
+    return Prepared(works, layouts, lambda _: degrees, cluster, on, least_memory=least_memory).priced([(0, cut)])[0]
 
 
 class Prepared:
-    """Candidates of one tensor degree, all with several stages or all with one, whose blocks are priced.
+    """Candidates of one tensor degree on the same devices, by their positions in `layouts`, which recompute nothing.
 
-    Other cuts of a candidate are priced without pricing its blocks again.
+    What they share is priced once, whichever of them are asked for.
     """
 
     def __init__(
         self,
         works: ProgramWorks,
-        degrees: Sequence[Degrees],
+        layouts: Layouts,
+        degrees: Callable[[int], Degrees],
         cluster: ClusterSpec,
         on: Machinery,
         *,
@@ -106,185 +94,216 @@ class Prepared:
     ) -> None:
         self.works, self.degrees, self.on, self.least_memory = works, degrees, on, least_memory
         self.sharing = ranks_per_core(on.machine, cluster)
-        beyond = on.beyond
-        self.layouts = [
-            layouts_of_degrees(works, degrees, recompute=level, cp=beyond.cp, ep=beyond.ep) for level in LEVELS
-        ]
-        self.allowed = np.broadcast_to(on.allows(works, self.layouts[0]), len(degrees))
-        self.shape, self.fused = shape_of(works), on.engine.attention == "fused"
-        self.family = family_at(works, self.layouts[0], on.mechanisms)
-        self.basis = Basis(
-            shape=self.shape,
-            machine=on.machine.machine,
-            engine=on.engine,
-            mechanisms=on.mechanisms,
-            in_float8=on.precision == "fp8",
-            fused=self.fused,
-        )
-        self.blocks = priced_blocks(self.basis, self.family, self.layouts[0])
+        self.shared = SharedPrices(works, layouts, on)
+        self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
-        self.is_staged = degrees[0].num_stages > 1
-        self.of_roles = role_bytes(self.family, self.shape, self.layouts[0], on.engine, fused=self.fused)
+        self.can_be_alone = [bool(role) for role in works.calls]
+        self.runs: Known = {}
 
-    def priced(self, wanted: Mapping[int, Cut]) -> dict[int, Priced]:
-        """The price of every candidate whose position is a key, with that cut."""
-        cuts: dict[int, tuple[int, ...]] = self._cuts(wanted) if self.is_staged else dict.fromkeys(wanted, ())
-        stages = {i: stages_at(self.works.calls, cuts[i], self.degrees[i]) for i in wanted if self.is_staged}
-        found = {i: self._recomputing(i, cache(partial(self._memory, i, stages.get(i)))) for i in wanted}
-        for i, cut in wanted.items():
-            if self._is_by_stage(cut, found[i]):
-                cuts[i], stages[i], found[i] = self._by_stage(i, cut, cuts[i])
-        steps = self._steps(stages, {i: one.share for i, one in found.items()})
-        regather = self.works.regather
-        return {i: _priced(one, cuts[i], steps[i], regather) for i, one in found.items()}
+    def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[Priced]:
+        """The prices of candidates with a cut each, all with several stages or all with one."""
+        plans = [self._with_stages(index, cut) for index, cut in wanted if self.degrees(index).num_stages > 1]
+        plans = plans or self._without_stages([index for index, _ in wanted])
+        return [
+            Priced(
+                degrees=plan.degrees,
+                cuts=plan.cuts,
+                seconds=float(np.max(step.seconds)),
+                needed_bytes=plan.needed_bytes,
+                fits=plan.fits,
+                step=step,
+                memory=plan.memory,
+                pipelines=pipelines,
+                regather=self.works.regather,
+            )
+            for plan, (step, pipelines) in zip(plans, self._steps(plans), strict=True)
+        ]
 
-    def _cuts(self, wanted: Mapping[int, Cut]) -> dict[int, tuple[int, ...]]:
+    def _without_stages(self, index: Sequence[int]) -> "list[_Plan]":
+        layouts, positions = self.shared.layouts.at(index), np.array(index)
+        found = []
+        for level in LEVELS:
+            again = replace(layouts, recompute=np.full(len(index), float(level)))
+            parts = self.shared.unstaged_memory(again, positions).parts
+            columns = [np.broadcast_to(part, len(index)).tolist() for part in parts.values()]
+            found.append([dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)])
+        return [
+            self._recomputing(i, self.degrees(i), (), None, lambda level, at=at: found[level][at])  # type: ignore[misc]
+            for at, i in enumerate(index)
+        ]
+
+    def _with_stages(self, index: int, cut: Cut) -> "_Plan":
+        degrees = self.degrees(index)
+        cuts = self._cuts(index, cut, degrees.num_stages)
+        stages = stages_at(self.works.calls, cuts, degrees)
+        held = self._held(index, stages)
+
+        @cache
+        def parts(level: int) -> dict[str, float]:
+            memory = fullest(held.memory(level * held.calls))
+            return {name: float(part[0]) for name, part in memory.parts.items()}
+
+        found = self._recomputing(index, degrees, cuts, stages, parts)
+        return self._by_stage(found, cut, held) if self._is_by_stage(cut, found) else found
+
+    def _cuts(self, index: int, cut: Cut, num_stages: int) -> tuple[int, ...]:
         """The calls before which stages begin: the slowest stage is as fast as can be; or those that are pinned."""
         if (cuts := self.on.pinned.cuts) is not None:
-            return dict.fromkeys(wanted, cuts)
-        can_be_alone = [bool(role) for role in self.works.calls]
-        return {
-            i: partition(self._weights(i, cut), self.degrees[i].num_stages, can_be_alone=can_be_alone)
-            for i, cut in wanted.items()
-        }
+            return cuts
+        return partition(self._weights(index, cut), num_stages, can_be_alone=self.can_be_alone)
 
-    @cached_property
-    def _passes(self) -> dict[str, tuple[Floats, Floats]]:
-        """Seconds of one micro-batch in every role, forward and both ways, of all candidates."""
-        passes = passes_of_roles(self.basis, self.layouts[0], self.blocks.prices, self.blocks.weights)
-        size = len(self.degrees)
-        return {
-            role: (np.broadcast_to(one.forward, size), np.broadcast_to(one.both, size)) for role, one in passes.items()
-        }
+    def _passes(self, index: int) -> Mapping[str, tuple[float, float]]:
+        """Seconds of one micro-batch in every role, forward and both ways."""
+        return self.shared.passes[self.shared.row[index]]
 
     def _weights(self, index: int, cut: Cut) -> list[float]:
         """Seconds of every call, the ends taken to be slower by as many blocks as are moved out of them."""
-        seconds = {role: float(both[index]) for role, (_, both) in self._passes.items()}
+        seconds = {role: both for role, (_, both) in self._passes(index).items()}
         weights = [seconds[role] if role else 0.0 for role in self.works.calls]
         block = sum(count * seconds[role] for role, count in self.works.counts) / self.num_blocks
         weights[0] += cut.out_of_first * block
         weights[-1] += cut.out_of_last * block
         return weights
 
-    def _memory(self, index: int, stages: Stages | None, level: int) -> StepMemory:
-        """Memory of a candidate without recomputation, or with all of it."""
-        if stages is not None:
-            return fullest(self._of_ranks(index, stages, level))
-        found = self._unstaged_memories[level]
-        return StepMemory(peak_bytes=_one(found.peak_bytes, index), parts=_each(found.parts, index))
+    def _held(self, index: int, stages: Stages) -> HeldByRanks:
+        shared, row = self.shared, int(self.shared.row[index])
+        shape, layout, given = shared.basis.shape, shared.layouts.at([index]), shared.memory_options
+        return held_by_ranks(stages, shared.bytes_of_roles, row, shape, layout, self.on.engine, **given)
 
-    @cached_property
-    def _unstaged_memories(self) -> list[StepMemory]:
-        engine, given = self.on.engine, self._memory_options
-        return [step_memory(self.family, self.shape, one, engine, fused=self.fused, **given) for one in self.layouts]
-
-    @property
-    def _memory_options(self) -> dict[str, float]:
-        return {
-            "reserve_bytes": self.on.machine.profile.reserve_bytes,
-            "cache": self.on.mechanisms.allocator_cache,
-        }
-
-    def _of_ranks(self, index: int, stages: Stages, level: int = 0) -> StepMemory:
-        """Memory of every rank of a candidate."""
-        layout, engine = self.layouts[level].at([index]), self.on.engine
-        return memory_of_each_rank(stages, self.of_roles, index, self.shape, layout, engine, **self._memory_options)
-
-    def _is_by_stage(self, cut: Cut, found: "_Recomputing") -> bool:
+    def _is_by_stage(self, cut: Cut, found: "_Plan") -> bool:
         if isinstance(self.on.pinned.recompute_blocks, tuple):
             return True
         is_open = self.on.pinned.recompute_blocks is None and not self.least_memory
-        return cut.by_stage and self.is_staged and is_open and found.blocks > 0
+        return cut.by_stage and is_open and found.blocks > 0
 
-    def _by_stage(self, index: int, cut: Cut, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], Stages, "_Recomputing"]:
+    def _by_stage(self, even: "_Plan", cut: Cut, held: HeldByRanks) -> "_Plan":
         """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned."""
-        capacity, pinned, degrees = self.on.capacity_bytes, self.on.pinned, self.degrees[index]
+        capacity, pinned, cuts, stages = self.on.capacity_bytes, self.on.pinned, even.cuts, even.stages
+        assert stages is not None
         room = capacity - self.on.machine.profile.reserve_bytes
-        stages = stages_at(self.works.calls, cuts, degrees)
         if pinned.cuts is None and pinned.recompute_blocks is None:
-            cuts = cuts_by_stage(self.works.calls, self._costs(index, cut), stages, room_bytes=room) or cuts
-            stages = stages_at(self.works.calls, cuts, degrees)
+            cuts = cuts_by_stage(self.works.calls, self._costs(even.index, cut), stages, room_bytes=room) or cuts
+            if cuts != even.cuts:
+                stages = stages_at(self.works.calls, cuts, even.degrees)
+                held = self._held(even.index, stages)
 
         def memory(again: tuple[int, ...]) -> StepMemory:
-            return self._of_ranks(index, replace(stages, again=again))
+            return held.memory(held.first_blocks(again))
 
         again = pinned.recompute_blocks
         if not isinstance(again, tuple):
             again = fewest_blocks(stages, lambda counts: memory(counts).needed_bytes, capacity)
-        needed = memory(again)
-        found = _Recomputing(
+        found = memory(again)
+        needed, degrees = float(np.max(found.needed_bytes)), self.degrees(even.index)
+        return _Plan(
+            index=even.index,
             degrees=replace(degrees, recompute="full", recompute_blocks=again) if any(again) else degrees,
+            cuts=cuts,
+            stages=replace(stages, again=again),
             blocks=max(again),
             share=0.0,
-            memory=fullest(needed),
-            needed_bytes=float(np.max(needed.needed_bytes)),
-            fits=bool(np.max(needed.needed_bytes) <= capacity and self.allowed[index]),
+            memory=fullest(found),
+            needed_bytes=needed,
+            fits=bool(needed <= capacity and self.allowed[even.index]),
         )
-        return cuts, replace(stages, again=again), found
 
     def _costs(self, index: int, cut: Cut) -> CallCosts:
-        held = bytes_of_roles(self.of_roles, index, self.shape, self.layouts[0].at([index]), self.on.engine)
-        forward = {role: float(one[index]) for role, (one, _) in self._passes.items()}
+        shared, row = self.shared, int(self.shared.row[index])
+        layout, shape = shared.layouts.at([index]), shared.basis.shape
+        held = bytes_of_roles(shared.bytes_of_roles, row, shape, layout, self.on.engine)
+        forward = {role: one for role, (one, _) in self._passes(index).items()}
         return costs_of(self.works.calls, self._weights(index, cut), forward, *held)
 
-    def _recomputing(self, index: int, memory_at: Callable[[int], StepMemory]) -> "_Recomputing":
+    def _recomputing(
+        self,
+        index: int,
+        degrees: Degrees,
+        cuts: tuple[int, ...],
+        stages: Stages | None,
+        parts_at: Callable[[int], dict[str, float]],
+    ) -> "_Plan":
         """The fewest blocks of every stage that let a candidate fit, or all where none do; none or all of them where
-        what counts is the least memory; or as many as are pinned. `memory_at` is that of a position in `LEVELS`."""
-        degrees, capacity = self.degrees[index], self.on.capacity_bytes
+        what counts is the least memory; or as many as are pinned. `parts_at` are bytes of its memory at a position in
+        `LEVELS`."""
+        capacity = self.on.capacity_bytes
 
-        def recomputing(blocks: int) -> _Recomputing:
+        def recomputing(blocks: int) -> tuple[float, dict[str, float], float, bool]:
             every = blocks * degrees.num_stages >= self.num_blocks
             share = 1.0 if every else blocks * degrees.num_stages / self.num_blocks
             levels = (0,) if not blocks else (1,) if every else (0, 1)
-            memory = memory_between(share, [memory_at(level) for level in levels])
-            needed = float(sum(np.max(part) for name, part in memory.parts.items() if name != "cache"))
-            again = replace(degrees, recompute="full", recompute_blocks=None if every else blocks)
-            return _Recomputing(
-                degrees=again if blocks else degrees,
-                blocks=blocks,
-                share=share,
-                memory=memory,
-                needed_bytes=needed,
-                fits=needed <= capacity and bool(self.allowed[index]),
-            )
+            parts = parts_between(share, [parts_at(level) for level in levels])
+            needed = sum(part for name, part in parts.items() if name != "cache")
+            return share, parts, needed, needed <= capacity and bool(self.allowed[index])
+
+        def needed_with(blocks: int) -> float:
+            return recomputing(blocks)[2]
+
+        def fits_with(blocks: int) -> bool:
+            return recomputing(blocks)[3]
 
         most = -(-self.num_blocks // degrees.num_stages)
         if isinstance(self.on.pinned.recompute_blocks, int):
-            return recomputing(min(self.on.pinned.recompute_blocks, most))
-        found, least = recomputing(0), 0
-        if self.least_memory:
-            return min(found, recomputing(most), key=lambda one: one.needed_bytes)
-        if not found.fits:
-            found = recomputing(most)
-            while found.fits and found.blocks - least > 1:
-                one = recomputing((found.blocks + least) // 2)
-                found, least = (one, least) if one.fits else (found, one.blocks)
-        return found
+            blocks = min(self.on.pinned.recompute_blocks, most)
+        elif self.least_memory:
+            blocks = min((0, most), key=needed_with)
+        else:
+            blocks = 0 if fits_with(0) else most
+            least = 0 if blocks and fits_with(most) else blocks
+            while blocks - least > 1:
+                middle = (blocks + least) // 2
+                blocks, least = (middle, least) if fits_with(middle) else (blocks, middle)
+        share, parts, needed, fits = recomputing(blocks)
+        every = blocks * degrees.num_stages >= self.num_blocks
+        again = replace(degrees, recompute="full", recompute_blocks=None if every else blocks) if blocks else degrees
+        return _Plan(
+            index=index,
+            degrees=again,
+            cuts=cuts,
+            stages=stages,
+            blocks=blocks,
+            share=share,
+            memory=StepMemory(
+                peak_bytes=np.array([sum(parts.values())]),
+                parts={name: np.array([part]) for name, part in parts.items()},
+            ),
+            needed_bytes=needed,
+            fits=fits,
+        )
 
-    def _steps(self, stages: Mapping[int, Stages], shares: Mapping[int, float]) -> dict[int, list[StepSeconds]]:
-        """Every step without recomputation and with all of it, or without stages only the one of them that runs."""
-        found: dict[int, list[StepSeconds]] = {i: [] for i in shares}
-        for level, layouts in zip(LEVELS, self.layouts, strict=True):
-            wanted = [i for i, share in shares.items() if (share < 1 or self.is_staged if level == 0 else share > 0)]
-            if not wanted:
-                continue
-            pipeline = None
-            if self.is_staged:
-                each = [stages[i] if i in wanted else None for i in range(len(self.degrees))]
-                pipeline = pipelines_of(each, self.on.engine, self.on.mechanisms.message_exposed, self.sharing)
-            step = step_of(self.basis, layouts, self.blocks, pipeline)
-            for i in wanted:
-                found[i].append(
-                    StepSeconds(seconds=_one(step.seconds, i), parts=_each(step.parts, i), hidden=_each(step.hidden, i))
-                )
-        return found
+    def _steps(self, plans: "Sequence[_Plan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
+        """The step of every plan, of steps without recomputation and with all of it, and with stages the seconds of
+        their pipelines; without stages only those of the two that it needs are priced."""
+        ones = [(k, level) for k, plan in enumerate(plans) for level in _levels(plan)]
+        index = np.array([plans[k].index for k, _ in ones])
+        layouts, blocks = self.shared.at(index, np.array([float(level) for _, level in ones]))
+        stages, pipeline = [plans[k].stages for k, _ in ones], None
+        if stages[0] is not None:
+            each = [one for one in stages if one is not None]
+            pipeline = pipelines_of(each, self.on.engine, self.on.mechanisms.message_exposed, self.sharing, self.runs)
+        steps = step_of(self.shared.basis, layouts, blocks, pipeline)
+        of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
+        # of every plan the first and the last of its steps, which may be one
+        first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
+        last = np.append(first[1:], len(ones)) - 1
+        share = np.array([plan.share for plan in plans])
+        rows = np.array([np.broadcast_to(row, len(ones)) for row in (steps.seconds, *_each(steps))])
+        both = (1 - share) * rows[:, first] + share * rows[:, last]
+        found = np.where(first == last, rows[:, first], both)
+        return [
+            (_step(steps, found[:, k : k + 1]), tuple(of_pipelines[a : b + 1]) if plan.cuts else ())
+            for k, (plan, a, b) in enumerate(zip(plans, first.tolist(), last.tolist(), strict=True))
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recomputing:
-    """A plan that recomputes in some blocks of every stage, and what it needs."""
+class _Plan:
+    """A candidate with its stages, and what it recomputes: in `blocks` of every stage at most, `share` of all blocks
+    where that is between none and all in every stage."""
 
+    index: int
     degrees: Degrees
+    cuts: tuple[int, ...]
+    stages: Stages | None
     blocks: int
     share: float
     memory: StepMemory
@@ -292,29 +311,26 @@ class _Recomputing:
     fits: bool
 
 
-def _priced(found: _Recomputing, cuts: tuple[int, ...], steps: Sequence[StepSeconds], regather: bool) -> Priced:
-    step = step_between(found.share, steps)
-    return Priced(
-        degrees=found.degrees,
-        cuts=cuts,
-        seconds=float(np.max(step.seconds)),
-        needed_bytes=found.needed_bytes,
-        fits=found.fits,
-        step=step,
-        memory=found.memory,
-        pipelines=tuple(float(np.max(pipeline_seconds(one))) for one in steps) if cuts else (),
-        regather=regather,
+def _levels(plan: _Plan) -> tuple[int, ...]:
+    """Of which steps that of a plan is made, and its pipeline compared with."""
+    none, full = LEVELS
+    if not plan.share:
+        return (none,)
+    return (full,) if plan.share == 1 and plan.stages is None else LEVELS
+
+
+def _each(step: StepSeconds) -> tuple[Floats, ...]:
+    return (*step.parts.values(), *step.hidden.values())
+
+
+def _step(like: StepSeconds, values: Floats) -> StepSeconds:
+    """A step of values in the order of `_each`, behind its seconds."""
+    at = 1 + len(like.parts)
+    return StepSeconds(
+        seconds=values[0],
+        parts=dict(zip(like.parts, values[1:at], strict=True)),
+        hidden=dict(zip(like.hidden, values[at:], strict=True)),
     )
-
-
-def _one(values: Floats, index: int) -> Floats:
-    """The value of one candidate; an array of one value is that of all."""
-    column = np.asarray(values).reshape(-1)
-    return column[index : index + 1] if len(column) > 1 else column
-
-
-def _each(values: Mapping[str, Floats], index: int) -> dict[str, Floats]:
-    return {name: _one(value, index) for name, value in values.items()}
 
 
 def pricing_of(works: ProgramWorks, plan: Priced, cluster: ClusterSpec, on: Machinery) -> Pricing:

@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.cost_model.program_works import ProgramWorks
 from autopar.search.exact import AS_IT_IS, Cut, Prepared, Priced
 from autopar.search.objective import Goal
+from autopar.search.screen import layouts_of
 from autopar.search.space import Candidates
 
+Index = NDArray[np.intp]
 Varied = tuple[int, Cut]  # a candidate, and how it is cut
 
 
@@ -17,6 +22,7 @@ class Together:
         self.candidates, self.works, self.goal = candidates, works, goal
         self.devices = candidates.num_devices
         self.found: dict[Varied, Priced] = {}
+        self.prepared: dict[tuple[int, int], tuple[Index, Prepared]] = {}
 
     def priced(self, index: int, cut: Cut = AS_IT_IS) -> Priced:
         """One candidate as it would run on the devices that it uses."""
@@ -32,7 +38,26 @@ class Together:
                 key = int(self.devices[index]), int(c.tp[index]), bool(c.pp[index] * c.virtual[index] > 1)
                 groups.setdefault(key, []).append(one)
         for (devices, tp, _), group in groups.items():
-            part, degrees = self.goal.parts[devices], [self.candidates.degrees(index) for index, _ in group]
-            prepared = Prepared(self.works[tp], degrees, part.cluster, part.on, least_memory=self.goal.is_memory)
-            prices = prepared.priced({position: cut for position, (_, cut) in enumerate(group)})
-            self.found |= {one: prices[position] for position, one in enumerate(group)}
+            mine, prepared = self._prepared(devices, tp)
+            places = np.searchsorted(mine, [index for index, _ in group]).tolist()
+            prices = prepared.priced([(place, cut) for place, (_, cut) in zip(places, group, strict=True)])
+            self.found |= dict(zip(group, prices, strict=True))
+
+    def _prepared(self, devices: int, tp: int) -> tuple[Index, Prepared]:
+        """All candidates of a tensor degree on so many devices, and what prices them."""
+        if (devices, tp) not in self.prepared:
+            c, part, works = self.candidates, self.goal.parts[devices], self.works[tp]
+            mine = np.flatnonzero((self.devices == devices) & (c.tp == tp))
+            layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel, beyond=part.on.beyond)
+            self.prepared[devices, tp] = (
+                mine,
+                Prepared(
+                    works,
+                    layouts,
+                    lambda place: c.degrees(int(mine[place])),
+                    part.cluster,
+                    part.on,
+                    least_memory=self.goal.is_memory,
+                ),
+            )
+        return self.prepared[devices, tp]
