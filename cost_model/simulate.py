@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import PlanError, Problem
-from autopar.ir.schedules import Action, Pass, actions, live_micro_batches, rank_of_stage
+from autopar.ir.schedules import KINDS, Action, Pass, live_micro_batches, numbered_actions, rank_of_stage
 
 Orders = Sequence[Sequence[Action]]
 _NEVER = -1.0  # times are not negative
@@ -149,22 +149,23 @@ def simulate(
     orders: Orders, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
 ) -> Simulation:
     """Replay the action lists of all ranks. Raises PlanError where ranks wait for each other, and says for what."""
-    replay = _replay(orders, _rank_of_stage(orders, seconds))
+    ranks = _rank_of_stage(orders, seconds)
+    each = [(stage, _CODES[kind], micro_batch) for order in orders for stage, kind, micro_batch in order]
+    replay = _replay(np.array(each).reshape(-1, 3).T, [*map(len, orders)], ranks)
+    if not isinstance(replay, Replay):
+        raise _stuck(orders, replay, ranks)
     times = replayed(replay, seconds, messages=messages)
-    starts, ends, sent, arrived = (
-        _by_rank(replay, column) for column in (times.starts_s, times.ends_s, times.sent_s, times.arrived_s)
-    )
-    busy = [sum(end) - sum(start) for start, end in zip(starts, ends, strict=True)]
+    busy = [sum(end) - sum(start) for start, end in zip(times.starts_s, times.ends_s, strict=True)]
     return Simulation(
         orders=orders,
         rank_of_stage=replay.rank_of_stage,
         step_s=times.step_s,
         busy_s=np.array(busy),
         sending_s=times.sending_s,
-        starts_s=starts,
-        ends_s=ends,
-        sent_s=sent,
-        arrived_s=arrived,
+        starts_s=times.starts_s,
+        ends_s=times.ends_s,
+        sent_s=times.sent_s,
+        arrived_s=times.arrived_s,
     )
 
 
@@ -174,7 +175,7 @@ def shared_step_s(run: "Simulation | Replayed", ranks_per_core: float) -> float:
     At any moment all ranks that compute have the same speed, so that the order of events stays and time runs faster:
     with k of p ranks at work by p/k, but a rank has one core at most. Where none computes, messages take their time.
     """
-    starts, ends = (np.concatenate([np.atleast_1d(one) for one in column]) for column in (run.starts_s, run.ends_s))
+    starts, ends = (np.concatenate(column) for column in (run.starts_s, run.ends_s))
     times = np.concatenate([starts, ends])
     order = np.argsort(times, kind="stable")
     working = np.cumsum(np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])[order])
@@ -209,18 +210,14 @@ def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
     The largest of all rows times what stages hold is `peak_held_bytes`.
     """
     stages, found = pp * virtual_stages, []
-    for order in actions(schedule, pp, virtual_stages, micro_batches):
-        own = sorted({stage for stage, _, _ in order})
-        counts, rows, grows = dict.fromkeys(own, 0), {(0,) * len(own)}, False
-        for stage, kind, _ in order:
-            if kind == "F":
-                counts[stage] += 1
-                grows = True
-            elif kind != "I":
-                if grows:
-                    rows.add(tuple(counts.values()))
-                counts[stage] -= 1
-                grows = False
+    for order in numbered_actions(schedule, pp, virtual_stages, micro_batches):
+        each = np.array(order) // micro_batches
+        code, stage = each % len(KINDS), each // len(KINDS)
+        own = np.unique(stage)
+        kept = code != _CODES["I"]
+        begins, held = code[kept] == _CODES["F"], stage[kept][:, None] == own
+        counts = np.cumsum(np.where(begins[:, None], 1, -1) * held, axis=0)
+        rows = {(0,) * len(own), *map(tuple, counts[:-1][begins[:-1] & ~begins[1:]].tolist())}
         every = np.zeros((len(rows), stages))
         every[:, own] = sorted(rows)
         found.append(every)
@@ -229,123 +226,150 @@ def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
 
 # ---- the sweep ----
 
-_CODES: dict[Pass, int] = {"F": 0, "B": 1, "I": 2, "W": 3}
+_CODES: dict[Pass, int] = {kind: code for code, kind in enumerate(KINDS)}
+_NONE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Action lists in an order in which they can run, whatever passes last; one row per action.
+    """Action lists in an order in which they can run, whatever passes last; `columns` of one row per action.
 
     A row is its rank; its pass, kind by stage; the cell with the time of what it waits for, and the cell that its end
-    goes to; its message, direction by stage, -1 where none is sent. Cells are what stages need of each micro-batch,
-    the last one is what nobody needs.
+    goes to; its message, direction by stage, and the pass of weights that follows it on its rank and has no row of its
+    own, as it waits for nothing; -1 where there is none. Cells are what stages need of each micro-batch, the last one
+    is what nobody needs.
     """
 
-    orders: Orders
+    num_ranks: int
     rank_of_stage: Sequence[int]
-    rows: tuple[tuple[int, int, int, int, int], ...]
+    columns: tuple[list[int], ...]
     num_cells: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Times of a replay's rows; `sending_s` are seconds per rank in sends that block."""
+    """Times of a replay by rank, in the order of its actions; `sending_s` are seconds per rank in sends that block."""
 
     step_s: float
     num_ranks: int
     sending_s: NDArray[np.float64]
-    starts_s: list[float]
-    ends_s: list[float]
-    sent_s: list[float]
-    arrived_s: list[float]
+    starts_s: list[list[float]]
+    ends_s: list[list[float]]
+    sent_s: list[list[float]]
+    arrived_s: list[list[float]]
 
 
 @lru_cache(maxsize=64)
 def replay_of(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Replay:
     """A schedule's own action lists, to be replayed with any seconds."""
     ranks = tuple(rank_of_stage(schedule, pp, stage) for stage in range(pp * virtual_stages))
-    return _replay(actions(schedule, pp, virtual_stages, micro_batches), ranks)
+    orders = numbered_actions(schedule, pp, virtual_stages, micro_batches)
+    each, micro_batch = np.divmod(np.array([number for order in orders for number in order]), micro_batches)
+    found = _replay(np.array([each // len(KINDS), each % len(KINDS), micro_batch]), [*map(len, orders)], ranks)
+    assert isinstance(found, Replay), (schedule, pp, virtual_stages, micro_batches)
+    return found
 
 
-def _replay(orders: Orders, ranks: Sequence[int]) -> Replay:
-    """Rows of all actions; `ranks` are those of stages. Each rank runs until it has to wait; a message wakes its
-    receiver. Raises PlanError where ranks wait for each other.
-
-    A pass's gradient, and with it the pass, is there only after the stage's forward pass: no need to look at that.
-    """
-    stages, count = len(ranks), 1 + max((action.micro_batch for order in orders for action in order), default=0)
-    # by stage and micro-batch: the inputs of F, the gradients of B or I, what I leaves for W; and what nobody needs
-    size, last = stages * count, 3 * stages * count
-    is_there = [True] * count + [False] * (last - count + 1)
-    first_cell = {"F": 0, "B": size, "I": size, "W": 2 * size}  # of what a pass needs
-    done, rows = [0] * len(orders), []
-    waiting, is_waiting = list(range(len(orders))), [True] * len(orders)
+def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]) -> Replay | list[int]:
+    """Rows of all actions, which are columns of stage, pass and micro-batch, rank after rank; `ranks` are those of
+    stages. Each rank runs until it has to wait; a message wakes its receiver. Where ranks wait for each other, how far
+    each comes."""
+    rows, to_rank, place, num_cells = _rows(actions, lengths, ranks)
+    needs, gives, wakes = rows[2].tolist(), rows[3].tolist(), to_rank.tolist()
+    stops = np.cumsum(np.bincount(rows[0], minlength=len(lengths))).tolist()
+    num_inputs = num_cells // (3 * len(ranks))
+    is_there = [True] * num_inputs + [False] * (num_cells - num_inputs)
+    done, order = [0, *stops[:-1]], list[int]()
+    waiting, is_waiting = list(range(len(lengths))), [True] * len(lengths)
     while waiting:
         rank = waiting.pop()
         is_waiting[rank] = False
-        order, position = orders[rank], done[rank]
-        while position < len(order):
-            stage, kind, micro_batch = order[position]
-            code, cell = _CODES[kind], stage * count + micro_batch
-            needs = cell + first_cell[kind]
-            if not is_there[needs]:
-                break
-            gives, message = last, -1
-            if code == 0 and stage == stages - 1:
-                gives = size + cell
-            elif code == 0 or (code < 3 and stage > 0):
-                to = stage + 1 if code == 0 else stage - 1
-                gives = cell + count if code == 0 else size + cell - count
-                if ranks[to] != rank:
-                    message = stage if code == 0 else stages + to
-                    if not is_waiting[ranks[to]]:
-                        waiting.append(ranks[to])
-                        is_waiting[ranks[to]] = True
-            is_there[gives] = True
-            if code == 2:
-                is_there[2 * size + cell] = True
-            # W follows I on its own rank, and waits for nothing else
-            rows.append((rank, code * stages + stage, 0 if code == 3 else needs, gives, message))
+        begin = position = done[rank]
+        stop = stops[rank]
+        while position < stop and is_there[needs[position]]:
+            is_there[gives[position]] = True
             position += 1
         done[rank] = position
-    if any(position < len(order) for order, position in zip(orders, done, strict=True)):
-        raise _stuck(orders, done, ranks)
-    return Replay(orders=orders, rank_of_stage=ranks, rows=tuple(rows), num_cells=last + 1)
+        order += range(begin, position)
+        for to in set(wakes[begin:position]):
+            if to >= 0 and not is_waiting[to]:
+                waiting.append(to)
+                is_waiting[to] = True
+    if len(order) < len(needs):
+        ends = zip(done, stops, lengths, strict=True)
+        return [length if position == stop else int(place[position]) for position, stop, length in ends]
+    columns = tuple(column[order].tolist() for column in rows)
+    return Replay(num_ranks=len(lengths), rank_of_stage=ranks, columns=columns, num_cells=num_cells)
+
+
+def _rows(
+    actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], int]:
+    """Columns of the rows of actions, rank after rank; the rank that each sends to, or -1; its place in the list of its
+    own; and how many cells there are.
+
+    A pass's gradient, and with it the pass, is there only after the stage's forward pass: no need to look at that.
+    """
+    stage, code, micro_batch = actions
+    stages, count = len(ranks), 1 + int(micro_batch.max(initial=0))
+    # by stage and micro-batch: the inputs of F, the gradients of B or I, what I leaves for W; and what nobody needs
+    size, last = stages * count, 3 * stages * count
+    cell, rank = stage * count + micro_batch, np.repeat(np.arange(len(lengths)), lengths)
+    is_forward, is_weight, at = code == _CODES["F"], code == _CODES["W"], np.arange(len(cell))
+    needs = cell + size * np.array([0, 1, 1, 2])[code]
+    # W follows I on its own rank, and waits for nothing else
+    behind = np.full(size, len(cell))
+    behind[cell[code == _CODES["I"]]] = at[code == _CODES["I"]]
+    follows = is_weight & (behind[cell] < at)
+    needs[follows] = 0
+    crosses = np.where(is_forward, stage < stages - 1, ~is_weight & (stage > 0))
+    to = np.where(crosses, np.where(is_forward, stage + 1, stage - 1), stage)
+    gives = np.where(is_forward, cell + count, size + cell - count)
+    gives = np.where(crosses, gives, np.where(is_forward, size + cell, last))
+    to_rank = np.array(ranks)[to]
+    sends = to_rank != rank
+    message = np.where(sends, np.where(is_forward, stage, stages + to), _NONE)
+    # one row of two passes where W comes next
+    passes = code * stages + stage
+    joins = follows & np.append(False, (rank[1:] == rank[:-1]) & ~is_weight[:-1])
+    then = np.where(np.append(joins[1:], False), np.append(passes[1:], 0), _NONE)
+    place = at - np.cumsum([0, *lengths])[rank]
+    found = np.array([rank, passes, needs, gives, message, then, np.where(sends, to_rank, _NONE), place])[:, ~joins]
+    return found[:6], found[6], found[7], last + 1
 
 
 def replayed(
     replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
 ) -> Replayed:
     """Replay action lists with the seconds of their passes."""
-    blocks = messages == "blocking"
-    lasting = [*seconds.forward_s, *seconds.backward_s, *seconds.input_s, *seconds.weight_s]
-    lasts = [*seconds.forward_message_s, 0.0, *seconds.backward_message_s]
-    there, num_ranks = [0.0] * replay.num_cells, len(replay.orders)
-    starts, ends, sent, arrived = list[float](), list[float](), list[float](), list[float]()
-    free, port, sending = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
-    for rank, which, needs, gives, message in replay.rows:
-        start = free[rank]
-        if there[needs] > start:
-            start = there[needs]
+    blocks, ranks = messages == "blocking", range(replay.num_ranks)
+    lasting, lasts = _lasting(seconds)
+    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))
+    starts, ends, sent, arrived = ([list[float]() for _ in ranks] for _ in range(4))
+
+    def write(rank: int, start: float, end: float, begin: float, arrives: float) -> None:
+        for column, time in zip((starts, ends, sent, arrived), (start, end, begin, arrives), strict=True):
+            column[rank].append(time)
+
+    for rank, which, needs, gives, message, then in zip(*replay.columns, strict=True):
+        start = max(free[rank], there[needs])
         end = now = start + lasting[which]
-        starts.append(start)
-        ends.append(end)
         if message < 0:
             there[gives] = end
-            sent.append(_NEVER)
-            arrived.append(_NEVER)
+            write(rank, start, end, _NEVER, _NEVER)
         else:
-            begin = end if end > port[rank] else port[rank]
+            begin = max(end, port[rank])
             arrives = there[gives] = port[rank] = begin + lasts[message]
-            sent.append(begin)
-            arrived.append(arrives)
+            write(rank, start, end, begin, arrives)
             if blocks:
                 sending[rank] += arrives - end
                 now = arrives
-        free[rank] = now
+        free[rank] = now + lasting[then]
+        if then >= 0:
+            write(rank, now, free[rank], _NEVER, _NEVER)
     return Replayed(
         step_s=max(free, default=0.0),
-        num_ranks=num_ranks,
+        num_ranks=replay.num_ranks,
         sending_s=np.array(sending),
         starts_s=starts,
         ends_s=ends,
@@ -358,14 +382,12 @@ def run_seconds(
     replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
 ) -> tuple[float, NDArray[np.float64]]:
     """Seconds of a replay, and those of every rank in sends that block; as `replayed`, which keeps all times."""
-    lasting = [*seconds.forward_s, *seconds.backward_s, *seconds.input_s, *seconds.weight_s]
-    lasts = [*seconds.forward_message_s, 0.0, *seconds.backward_message_s]
-    there, num_ranks, blocks = [0.0] * replay.num_cells, len(replay.orders), messages == "blocking"
-    free, port, sending = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
-    for rank, which, needs, gives, message in replay.rows:
+    blocks = messages == "blocking"
+    lasting, lasts = _lasting(seconds)
+    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))
+    for rank, which, needs, gives, message, then in zip(*replay.columns, strict=True):
         start, arrived = free[rank], there[needs]
         end = (arrived if arrived > start else start) + lasting[which]
-        free[rank] = end
         if message < 0:
             there[gives] = end
         else:
@@ -373,16 +395,15 @@ def run_seconds(
             there[gives] = port[rank] = arrives = (end if end > begin else begin) + lasts[message]
             if blocks:
                 sending[rank] += arrives - end
-                free[rank] = arrives
+                end = arrives
+        free[rank] = end + lasting[then]
     return max(free, default=0.0), np.array(sending)
 
 
-def _by_rank(replay: Replay, times: Sequence[float]) -> list[list[float]]:
-    """Times of rows as those of every rank's actions."""
-    found: list[list[float]] = [[] for _ in replay.orders]
-    for row, time in zip(replay.rows, times, strict=True):
-        found[row[0]].append(time)
-    return found
+def _lasting(seconds: StageSeconds) -> tuple[list[float], list[float]]:
+    """Seconds of passes and of messages as rows count them; the last pass is none."""
+    passes = [*seconds.forward_s, *seconds.backward_s, *seconds.input_s, *seconds.weight_s, 0.0]
+    return passes, [*seconds.forward_message_s, 0.0, *seconds.backward_message_s]
 
 
 # ---- what cannot run ----

@@ -15,15 +15,17 @@ compares the two. What is listed here is what runs, and what a simulator replays
 | dualpipev              | 2                | DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1                   |
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 from autopar.errors import Problem
 
 Pass = Literal["F", "B", "I", "W"]
+KINDS: tuple[Pass, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +108,25 @@ def _rounds_fit(pp: int, micro_batches: int) -> bool:
     return micro_batches % max(1, micro_batches // pp) == 0
 
 
-@lru_cache(maxsize=64)
 def actions(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Per pipeline rank, its actions in the order in which they run. Sizes are those that `schedule_problems` takes."""
+    found = []
+    for order in numbered_actions(schedule, pp, virtual_stages, micro_batches):
+        pairs = [divmod(number, micro_batches) for number in order]
+        found.append(tuple(Action(each // len(KINDS), KINDS[each % len(KINDS)], at) for each, at in pairs))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def numbered_actions(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """As `actions`, each of them as a number: lists are long, and a search replays many.
+
+    The number is (stage · 4 + position of the pass in `KINDS`) · `micro_batches` + micro-batch.
+    """
     return tuple(tuple(_of_rank(schedule, rank, pp, virtual_stages, micro_batches)) for rank in range(pp))
 
 
-def _of_rank(schedule: str, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+def _of_rank(schedule: str, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[int]:
     match schedule:
         case "gpipe":
             return _one_stage(rank, micro_batches, micro_batches)
@@ -125,100 +139,83 @@ def _of_rank(schedule: str, rank: int, pp: int, virtual_stages: int, micro_batch
     return _interleaved(rank, pp, virtual_stages, micro_batches, splits=SCHEDULES[schedule].splits_backward)
 
 
-def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
+def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[int]:
     """The order of a rank with one stage that runs at most `ahead` forward passes before the backward of the first.
 
     torch's class runs so too, but the order that it publishes counts micro-batches from 1 on the last rank.
     """
-    order: list[Action] = []
-    for micro_batch in range(micro_batches + ahead):
-        if micro_batch < micro_batches:
-            order.append(Action(stage, "F", micro_batch))
-        if ahead <= micro_batch + 1 <= micro_batches + ahead - 1:
-            order.append(Action(stage, "B", micro_batch + 1 - ahead))
-    return order
+    forward, backward = (_pass(stage, kind) * micro_batches for kind in ("F", "B"))
+    return _in_turns(
+        (0, range(forward, forward + micro_batches)), (ahead - 1, range(backward, backward + micro_batches))
+    )
 
 
-def _interleaved(rank: int, pp: int, virtual_stages: int, micro_batches: int, *, splits: bool) -> list[Action]:
+def _interleaved(rank: int, pp: int, virtual_stages: int, micro_batches: int, *, splits: bool) -> list[int]:
     """Rounds of about `pp` micro-batches through each of the rank's stages in turn; backward in the other direction.
 
     Where the backward pass is split, a weight's part comes `rank` passes after that of the inputs.
     """
     round_size = micro_batches // max(1, micro_batches // pp)
-    total = virtual_stages * micro_batches
     ahead = (virtual_stages - 1) * round_size + (1 if splits else 2) * (pp - 1 - rank)
-    warm_up = min(ahead, total)
-    delay = rank if splits else 0
+    warm_up = min(ahead, virtual_stages * micro_batches)
+    rounds = [range(begin, begin + round_size) for begin in range(0, micro_batches, round_size)]
+    own = range(rank, virtual_stages * pp, pp)
 
-    def passes(kind: Pass) -> list[Action]:
-        own = range(virtual_stages) if kind == "F" else range(virtual_stages - 1, -1, -1)
-        return [
-            Action(stage * pp + rank, kind, micro_batch)
-            for begin in range(0, micro_batches, round_size)
-            for stage in own
-            for micro_batch in range(begin, begin + round_size)
-        ]
+    def passes(kind: Pass, stages: Sequence[int]) -> list[int]:
+        each = [_pass(stage, kind) * micro_batches for stage in stages]
+        return [number + micro_batch for one in rounds for number in each for micro_batch in one]
 
-    forward, backward = passes("F"), passes("I" if splits else "B")
-    weights = passes("W") if splits else []
-    order: list[Action] = []
-    for step in range(total + warm_up + delay):
-        if step < total:
-            order.append(forward[step])
-        if warm_up <= step < warm_up + total:
-            order.append(backward[step - warm_up])
-        if splits and step >= warm_up + delay:
-            order.append(weights[step - warm_up - delay])
+    forward, back = (0, passes("F", own)), own[::-1]
+    if not splits:
+        return _in_turns(forward, (warm_up, passes("B", back)))
+    return _in_turns(forward, (warm_up, passes("I", back)), (warm_up + rank, passes("W", back)))
+
+
+def _pass(stage: int, kind: Pass) -> int:
+    return stage * len(KINDS) + KINDS.index(kind)
+
+
+def _in_turns(*passes: tuple[int, Sequence[int]]) -> list[int]:
+    """Lists of passes that run one pass each in every step, in their order, from the step on at which each begins."""
+    order: list[int] = []
+    ends = sorted({end for begin, own in passes for end in (begin, begin + len(own))})
+    for start, stop in pairwise(ends):
+        running = [own[start - begin : stop - begin] for begin, own in passes if begin <= start < begin + len(own)]
+        order.extend(chain.from_iterable(zip(*running, strict=True)))
     return order
 
 
-def _zbv(rank: int, pp: int, micro_batches: int) -> list[Action]:
+def _zbv(rank: int, pp: int, micro_batches: int) -> list[int]:
     """torch plans for at least ``2·pp - 1`` micro-batches and leaves out those that are not there."""
     first, second = rank, 2 * pp - 1 - rank
     planned = max(2 * pp - 1, micro_batches)
-    order: list[Action] = []
-    done: Counter[tuple[int, Pass]] = Counter()
-
-    def run(stage: int, *passes: Pass) -> None:
-        for kind in passes:
-            order.append(Action(stage, kind, done[stage, kind]))
-            done[stage, kind] += 1
-
-    for _ in range(2 * (pp - rank) - 1):
-        run(first, "F")
-    for _ in range(rank):
-        run(second, "F")
-        run(first, "F")
-    for _ in range(pp - rank):
-        run(second, "F", "I", "W")
-    while done[second, "F"] < planned:
-        if done[first, "F"] < planned:
-            run(first, "F")
-        run(first, "I", "W")
-        run(second, "F", "I", "W")
-    for _ in range(rank):
-        run(first, "I")
-        run(second, "I")
-    for _ in range(pp - rank):
-        run(first, "I", "W")
-    for stage in (second, first):
-        while done[stage, "W"] < planned:
-            run(stage, "W")
-    return [action for action in order if action.micro_batch < micro_batches]
+    (f, i, w), (f2, i2, w2) = ([_pass(stage, kind) for kind in ("F", "I", "W")] for stage in (first, second))
+    order = [f] * (2 * (pp - rank) - 1) + [f2, f] * rank + [f2, i2, w2] * (pp - rank)
+    late = planned - (2 * pp - 1 - rank)  # forward passes of the first stage that are left
+    order += [f, i, w, f2, i2, w2] * late + [i, w, f2, i2, w2] * (planned - pp - late)
+    order += [i, i2] * rank + [i, w] * (pp - rank)
+    order += [w2] * (planned - order.count(w2)) + [w] * (planned - order.count(w))
+    done, numbers = dict.fromkeys(order, 0), list[int]()
+    for each in order:
+        if done[each] < micro_batches:
+            numbers.append(each * micro_batches + done[each])
+        done[each] += 1
+    return numbers
 
 
-def _dualpipev(rank: int, pp: int, micro_batches: int) -> list[Action]:
+def _dualpipev(rank: int, pp: int, micro_batches: int) -> list[int]:
     """The eight steps of DeepSeek's own DualPipeV; a forward and a backward pass that overlap there stand in a row."""
     first, second = rank, 2 * pp - 1 - rank
-    order: list[Action] = []
-    done: Counter[tuple[int, bool]] = Counter()  # by stage and whether forward
-    weights: deque[Action] = deque()
+    order: list[int] = []
+    done = dict.fromkeys(((stage, is_forward) for stage in (first, second) for is_forward in (True, False)), 0)
+    weights: deque[int] = deque()
 
     def run(stage: int, kind: Pass) -> None:
-        order.append(Action(stage, kind, done[stage, kind == "F"]))
-        done[stage, kind == "F"] += 1
+        micro_batch = done[stage, kind == "F"]
+        order.append(_pass(stage, kind) * micro_batches + micro_batch)
+        done[stage, kind == "F"] = micro_batch + 1
         if kind == "I":
-            weights.append(order[-1]._replace(kind="W"))
+            weights.append(_pass(stage, "W") * micro_batches + micro_batch)
 
     def run_weights() -> None:
         if weights:
