@@ -227,12 +227,12 @@ def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
 # ---- the sweep ----
 
 _CODES: dict[Pass, int] = {kind: code for code, kind in enumerate(KINDS)}
-_NONE = -1
+_NONE, _IS_THERE = -1, -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Action lists in an order in which they can run, whatever passes last; `columns` of one row per action.
+    """Action lists in an order in which they can run, whatever passes last; one row per action.
 
     A row is its rank; its pass, kind by stage; the cell with the time of what it waits for, and the cell that its end
     goes to; its message, direction by stage, and the pass of weights that follows it on its rank and has no row of its
@@ -242,7 +242,7 @@ class Replay:
 
     num_ranks: int
     rank_of_stage: Sequence[int]
-    columns: tuple[list[int], ...]
+    rows: Sequence[tuple[int, ...]]
     num_cells: int
 
 
@@ -272,41 +272,40 @@ def replay_of(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
 
 def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]) -> Replay | list[int]:
     """Rows of all actions, which are columns of stage, pass and micro-batch, rank after rank; `ranks` are those of
-    stages. Each rank runs until it has to wait; a message wakes its receiver. Where ranks wait for each other, how far
+    stages. Each rank runs until it has to wait, and again once that is there. Where ranks wait for each other, how far
     each comes."""
-    rows, to_rank, place, num_cells = _rows(actions, lengths, ranks)
-    needs, gives, wakes = rows[2].tolist(), rows[3].tolist(), to_rank.tolist()
-    stops = np.cumsum(np.bincount(rows[0], minlength=len(lengths))).tolist()
-    num_inputs = num_cells // (3 * len(ranks))
-    is_there = [True] * num_inputs + [False] * (num_cells - num_inputs)
-    done, order = [0, *stops[:-1]], list[int]()
-    waiting, is_waiting = list(range(len(lengths))), [True] * len(lengths)
-    while waiting:
-        rank = waiting.pop()
-        is_waiting[rank] = False
-        begin = position = done[rank]
-        stop = stops[rank]
-        while position < stop and is_there[needs[position]]:
-            is_there[gives[position]] = True
+    rows, place, num_cells = _rows(actions, lengths, ranks)
+    counts = np.bincount(rows[0], minlength=len(lengths))
+    stops, num_inputs = np.cumsum(counts), num_cells // (3 * len(ranks))
+    rows = np.insert(rows, stops, num_cells, axis=1)  # behind the last row of every rank one that waits for ever
+    stops += np.arange(len(lengths))
+    needs, gives = rows[2].tolist(), rows[3].tolist()
+    cells = [_IS_THERE] * num_inputs + [_NONE] * (num_cells - num_inputs + 1)  # or the rank that waits for it
+    done, order, ready = (stops - counts).tolist(), list[int](), list(range(len(lengths)))
+    while ready:
+        rank = ready.pop()
+        position = done[rank]
+        while cells[needs[position]] == _IS_THERE:
+            cell = gives[position]
+            if cells[cell] >= 0:
+                ready.append(cells[cell])
+            cells[cell] = _IS_THERE
+            order.append(position)
             position += 1
+        cells[needs[position]] = rank
         done[rank] = position
-        order += range(begin, position)
-        for to in set(wakes[begin:position]):
-            if to >= 0 and not is_waiting[to]:
-                waiting.append(to)
-                is_waiting[to] = True
-    if len(order) < len(needs):
-        ends = zip(done, stops, lengths, strict=True)
-        return [length if position == stop else int(place[position]) for position, stop, length in ends]
-    columns = tuple(column[order].tolist() for column in rows)
-    return Replay(num_ranks=len(lengths), rank_of_stage=ranks, columns=columns, num_cells=num_cells)
+    if len(order) < len(place):
+        ends = zip(done, stops.tolist(), lengths, range(len(lengths)), strict=True)
+        return [length if at == stop else int(place[at - rank]) for at, stop, length, rank in ends]
+    in_order = list(zip(*rows[:, order].tolist(), strict=True))
+    return Replay(num_ranks=len(lengths), rank_of_stage=ranks, rows=in_order, num_cells=num_cells)
 
 
 def _rows(
     actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]
-) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], int]:
-    """Columns of the rows of actions, rank after rank; the rank that each sends to, or -1; its place in the list of its
-    own; and how many cells there are.
+) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
+    """Columns of the rows of actions, rank after rank, their places in the lists of their ranks, and how many cells
+    there are.
 
     A pass's gradient, and with it the pass, is there only after the stage's forward pass: no need to look at that.
     """
@@ -326,16 +325,13 @@ def _rows(
     to = np.where(crosses, np.where(is_forward, stage + 1, stage - 1), stage)
     gives = np.where(is_forward, cell + count, size + cell - count)
     gives = np.where(crosses, gives, np.where(is_forward, size + cell, last))
-    to_rank = np.array(ranks)[to]
-    sends = to_rank != rank
-    message = np.where(sends, np.where(is_forward, stage, stages + to), _NONE)
+    message = np.where(np.array(ranks)[to] != rank, np.where(is_forward, stage, stages + to), _NONE)
     # one row of two passes where W comes next
     passes = code * stages + stage
     joins = follows & np.append(False, (rank[1:] == rank[:-1]) & ~is_weight[:-1])
     then = np.where(np.append(joins[1:], False), np.append(passes[1:], 0), _NONE)
     place = at - np.cumsum([0, *lengths])[rank]
-    found = np.array([rank, passes, needs, gives, message, then, np.where(sends, to_rank, _NONE), place])[:, ~joins]
-    return found[:6], found[6], found[7], last + 1
+    return np.array([rank, passes, needs, gives, message, then])[:, ~joins], place[~joins], last + 1
 
 
 def replayed(
@@ -351,7 +347,7 @@ def replayed(
         for column, time in zip((starts, ends, sent, arrived), (start, end, begin, arrives), strict=True):
             column[rank].append(time)
 
-    for rank, which, needs, gives, message, then in zip(*replay.columns, strict=True):
+    for rank, which, needs, gives, message, then in replay.rows:
         start = max(free[rank], there[needs])
         end = now = start + lasting[which]
         if message < 0:
@@ -385,7 +381,7 @@ def run_seconds(
     blocks = messages == "blocking"
     lasting, lasts = _lasting(seconds)
     there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))
-    for rank, which, needs, gives, message, then in zip(*replay.columns, strict=True):
+    for rank, which, needs, gives, message, then in replay.rows:
         start, arrived = free[rank], there[needs]
         end = (arrived if arrived > start else start) + lasting[which]
         if message < 0:
