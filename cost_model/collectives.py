@@ -23,8 +23,8 @@ host NCCL walks a chain of g-1 hops where we take a tree. Parallel aggregated tr
 Hierarchical: Cho et al. 2019, "BlueConnect", section 3. Switch: NVLink SHARP (NVLS), in NCCL since 2.17.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal
 
@@ -90,7 +90,8 @@ def seconds(
     the tensor before it is scattered or after it is gathered, for "send" the message. 0 for one rank. The fixed cost
     of a call is not in it. Raises InputError for an unknown kind or algorithm.
     """
-    found = list(seconds_by_algorithm(kind, whole_bytes, group, algorithm, library=library).values())
+    names = _algorithms(kind, algorithm, library)
+    found = [_of_protocols(kind, whole_bytes, group, name, library.protocols).min(axis=0) for name in names]
     fastest: Number = np.minimum.reduce(np.broadcast_arrays(*found))[()]
     return fastest
 
@@ -99,12 +100,17 @@ def seconds_by_algorithm(
     kind: Transfer, whole_bytes: Number, group: Group, algorithm: Algorithm | None = None, *, library: Library = NCCL
 ) -> dict[str, Number]:
     """As `seconds`, of each algorithm and protocol by its name, ``ring/ll128``."""
+    names = _algorithms(kind, algorithm, library)
+    found = {name: _of_protocols(kind, whole_bytes, group, name, library.protocols) for name in names}
+    return {f"{name}/{p}": found[name][k][()] for name in names for k, p in enumerate(library.protocols)}
+
+
+def _algorithms(kind: Transfer, algorithm: Algorithm | None, library: Library) -> tuple[Algorithm, ...]:
     if kind not in library.algorithms:
         raise InputError(f"no transfer {kind!r}; {did_you_mean(kind, tuple(library.algorithms))}")
     if algorithm is not None and algorithm not in _ALGORITHMS:
         raise InputError(f"no algorithm {algorithm!r}; {did_you_mean(algorithm, tuple(_ALGORITHMS))}")
-    names = library.algorithms[kind] if algorithm is None else (algorithm,)
-    return {f"{name}/{p}": _priced(kind, whole_bytes, group, name, p) for name in names for p in library.protocols}
+    return library.algorithms[kind] if algorithm is None else (algorithm,)
 
 
 # Of the bandwidth, of the latency of a hop in a host and of one between hosts; by whether it is a tree, and protocol.
@@ -121,10 +127,14 @@ _SHARES: Mapping[tuple[bool, Protocol], tuple[float, float, float]] = {
 }
 
 
-def _priced(kind: Transfer, whole_bytes: Number, group: Group, algorithm: Algorithm, protocol: Protocol) -> Number:
-    if algorithm == "switch" and protocol != "simple":
-        return np.inf
-    bandwidth, in_host, between = _SHARES[algorithm == "tree", protocol]
+def _of_protocols(
+    kind: Transfer, whole_bytes: Number, group: Group, algorithm: Algorithm, protocols: Sequence[Protocol]
+) -> NDArray[Any]:
+    """Seconds by each protocol, in arrays with an axis of protocols before their own."""
+    whole = np.asarray(whole_bytes, float)
+    axes = max(whole.ndim, *(np.ndim(getattr(group, each.name)) for each in fields(group)))
+    shares = np.array([_SHARES[algorithm == "tree", protocol] for protocol in protocols]).T
+    bandwidth, in_host, between = shares.reshape(3, len(protocols), *[1] * axes)
     scaled = replace(
         group,
         in_host_bytes_per_s=group.in_host_bytes_per_s * bandwidth,
@@ -133,8 +143,12 @@ def _priced(kind: Transfer, whole_bytes: Number, group: Group, algorithm: Algori
         inter_host_latency_s=group.inter_host_latency_s * between,
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = _ALGORITHMS[algorithm](kind, np.asarray(whole_bytes, float), scaled)
-    priced: Number = np.where(np.asarray(group.ranks) > 1, found, 0.0)[()]
+        found = _ALGORITHMS[algorithm](kind, whole, scaled)
+    priced = np.where(np.asarray(group.ranks) > 1, found, 0.0)
+    if priced.ndim <= axes:
+        priced = np.broadcast_to(priced, (len(protocols), *priced.shape))
+    if algorithm == "switch":  # it has the simple protocol only
+        priced = np.array([one if p == "simple" else one + np.inf for p, one in zip(protocols, priced, strict=True)])
     return priced
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import resources
@@ -180,18 +180,7 @@ def _builder(value: Any, leaves: dict[Polynomial, int]) -> Callable[[list[Any]],
 
 def free_symbols(works: Any) -> tuple[str, ...]:
     """The names of all symbols of a block, family or operator, sorted."""
-    return tuple(sorted({name for leaf in set(_leaves(works)) for name in leaf.symbols}))
-
-
-def _leaves(value: Any) -> Iterator[Polynomial]:
-    if isinstance(value, Polynomial):
-        yield value
-    elif dataclasses.is_dataclass(value):
-        for each in dataclasses.fields(value):
-            yield from _leaves(getattr(value, each.name))
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _leaves(item)
+    return _prepared(works)[0].names
 
 
 # ---- files ----

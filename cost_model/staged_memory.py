@@ -119,7 +119,7 @@ class HeldByRanks:
     def first_blocks(self, again: Sequence[int]) -> NDArray[np.float64]:
         """How many blocks of every role are among the first ones of each stage that compute again."""
         if np.count_nonzero(self.is_block) == 1:
-            return np.minimum(self.calls, np.array(again)[:, None]) * self.is_block
+            return np.asarray(np.minimum(self.calls, np.array(again)[:, None]) * self.is_block)
         roles, _ = counted(self.stages.roles)
         first = [own[:most] for own, most in zip(self.stages.repeated, again, strict=True)]
         return np.array([[own.count(role) for role in roles] for own in first], dtype=np.float64)

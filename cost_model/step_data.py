@@ -158,17 +158,21 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     engine, links = basis.engine, basis.machine.links
     state = state_of(basis, family, layouts, per_rank)
     num_calls = basis.shape.blocks / layouts.pp + len(ENDS)  # ZeRO 1 calls for every block by itself
-    whole, sharded = np.zeros(1), np.zeros(1)
-    for elements, ranks in ((state.dense, layouts.data_ranks), (state.expert, layouts.data_ranks / layouts.ep)):
-        ranks = np.maximum(ranks, 1)
-        shard = np.minimum(layouts.shard, ranks)
-        stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
-        grads = engine.gradient_bytes * elements
-        weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * elements
-        scattered = links.seconds("reduce_scatter", grads, shard, stride)
+    # of parameters of all data-parallel ranks, and of experts
+    elements = np.array(np.broadcast_arrays(state.dense, state.expert))
+    ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / layouts.ep)), 1)
+    shard = np.minimum(layouts.shard, ranks)
+    stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
+    grads = engine.gradient_bytes * elements
+    weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * elements
+    in_calls = scattered = links.seconds("reduce_scatter", grads, shard, stride)
+    if links.calls is not None:
         in_calls = links.seconds("reduce_scatter", grads, shard, stride, num_calls=num_calls)
-        gathered = links.seconds("all_gather", weights, shard, stride, num_calls=num_calls)
-        copies = 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
-        whole = whole + scattered + links.seconds("all_gather", grads, shard, stride) + copies
-        sharded = sharded + in_calls + gathered + copies
+    gathered = links.seconds("all_gather", weights, shard, stride, num_calls=num_calls)
+    again = links.seconds("all_gather", grads, shard, stride)
+    copies = 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
+    whole, sharded = np.zeros(1), np.zeros(1)
+    for k in range(len(elements)):
+        whole = whole + scattered[k] + again[k] + copies[k]
+        sharded = sharded + in_calls[k] + gathered[k] + copies[k]
     return DataPrices(state=state, whole=whole, sharded=sharded)

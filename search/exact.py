@@ -154,7 +154,7 @@ class Prepared:
 
     def _passes(self, index: int) -> Mapping[str, tuple[float, float]]:
         """Seconds of one micro-batch in every role, forward and both ways."""
-        return self.shared.passes[self.shared.row[index]]
+        return self.shared.passes[int(self.shared.row[index])]
 
     def _weights(self, index: int, cut: Cut) -> list[float]:
         """Seconds of every call, the ends taken to be slower by as many blocks as are moved out of them."""

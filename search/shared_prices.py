@@ -61,9 +61,7 @@ class SharedPrices:
         """Candidates with so much recomputation each (a position in `RECOMPUTE`), and what a step of them is put
         together from."""
         layouts, row = replace(self.layouts.at(index), recompute=recompute), self.row[index]
-        first, last = (
-            replace(one.at(row), weight=spread(np.asarray(one.weight), row)) for one in self.ends.values()
-        )
+        first, last = (replace(one.at(row), weight=spread(np.asarray(one.weight), row)) for one in self.ends.values())
         place, family = self.place[index], self._parameters(row)
         has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
         prices = StepPrices(
@@ -126,11 +124,18 @@ class SharedPrices:
 
     def _parameters(self, row: Index) -> Family[Any]:
         """The blocks of rows with no numbers but those of their parameters."""
-        names = ("parameters_split", "parameters_whole", "parameters_expert")
         blocks = []
         for role in self.family.roles:
             work = self.family.block(role, VARIANTS[0])
-            own = {name: spread(np.asarray(getattr(work, name)), row) for name in names}
-            bare = replace(work, products=(), eager=(), fused=(), sent=(), **own)
+            bare = replace(
+                work,
+                products=(),
+                eager=(),
+                fused=(),
+                sent=(),
+                parameters_split=spread(np.asarray(work.parameters_split), row),
+                parameters_whole=spread(np.asarray(work.parameters_whole), row),
+                parameters_expert=spread(np.asarray(work.parameters_expert), row),
+            )
             blocks.append((role, tuple((variant, bare) for variant in VARIANTS)))
         return replace(self.family, blocks=tuple(blocks))
