@@ -151,6 +151,7 @@ def held_by_ranks(
     roles, calls = counted(stages.roles)
     of_ranks = np.zeros((stages.pp, len(roles)))
     np.add.at(of_ranks, stages.rank_index, calls)
+    nothing = np.zeros(stages.pp)
 
     def of_roles(values: Mapping[str, Floats]) -> NDArray[np.float64]:
         return np.array([float(_at(values[role], index)) if role in values else 0.0 for role in roles])
@@ -168,7 +169,7 @@ def held_by_ranks(
         saved=saved,
         freed=saved - inputs,
         kept_bytes=calls @ kept_bytes(saved, inputs, np.where(layout.recompute == 1, 1, 0), engine),
-        state={name: np.broadcast_to(part, stages.pp) for name, part in state.items()},
+        state={name: part + nothing for name, part in state.items()},
         logits=np.where(has_last, float(_at(blocks.logits, index)), 0.0),
         cache=cache,
         reserve_bytes=float(reserve_bytes),

@@ -119,22 +119,27 @@ def _starts(
     inside = np.maximum(begins, 0)
     own = part = sums[stops][:, None] - sums[inside]
     own[(begins < 0) | (anchors[stops][:, None] <= anchors[inside])] = np.inf
-    square = part**2
-    first = np.where((stops <= longest) & (anchors > 0), sums, np.inf)
-    first = first if more is None else first + more(0, np.zeros_like(stops), stops)
-    largest, squares, found = first, first**2, []
+    largest = np.where((stops <= longest) & (anchors > 0), sums, np.inf)
+    largest = largest if more is None else largest + more(0, np.zeros_like(stops), stops)
+    squares, found, count = largest**2, [], len(sums) - 1
     worst, even = np.empty_like(part), np.empty_like(part)
     for position in range(1, parts):
+        left = parts - 1 - position
+        # where the part may end: those behind it take what is left, one element each at least
+        ends = slice(max(position + 1, count - longest * left), max(count - left, 0) + 1)
+        froms, whole, of_part = inside[ends], worst[ends], part[ends]
         if more is not None:
-            part = own + more(position, inside, stops[:, None])
-            square = part**2
-        np.maximum(largest.take(inside, out=worst, mode="clip"), part, out=worst)
-        best = worst.min(axis=1)
-        np.add(squares.take(inside, out=even, mode="clip"), square, out=even)
-        even[worst > (best * (1 + 1e-12))[:, None]] = np.inf
-        at = even.argmin(axis=1)
-        found.append(inside[stops, at])
-        largest, squares = best, even[stops, at]
+            of_part = own[ends] + more(position, froms, stops[ends, None])
+        np.maximum(largest.take(froms, out=whole, mode="clip"), of_part, out=whole)
+        best = whole.min(axis=1)
+        sum_of = np.add(squares.take(froms, out=even[ends], mode="clip"), of_part**2, out=even[ends])
+        sum_of[whole > (best * (1 + 1e-12))[:, None]] = np.inf
+        at = sum_of.argmin(axis=1)[:, None]
+        starts = np.zeros_like(stops)
+        largest, squares = np.full(len(sums), np.inf), np.full(len(sums), np.inf)
+        starts[ends] = np.take_along_axis(froms, at, axis=1)[:, 0]
+        largest[ends], squares[ends] = best, np.take_along_axis(sum_of, at, axis=1)[:, 0]
+        found.append(starts)
     return found if np.isfinite(largest[-1]) else None
 
 

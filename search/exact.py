@@ -143,8 +143,12 @@ class Prepared:
             memory = fullest(held.memory(level * held.calls))
             return {name: float(part[0]) for name, part in memory.parts.items()}
 
-        found = self._recomputing(index, degrees, cuts, stages, parts)
-        return self._by_stage(found, cut, held) if self._is_by_stage(cut, found) else found
+        if self._is_by_stage(cut, lambda: not self._fits(index, _needed(parts(0)))):
+            return self._by_stage(index, cut, cuts, held)
+        return self._recomputing(index, degrees, cuts, stages, parts)
+
+    def _fits(self, index: int, needed_bytes: float) -> bool:
+        return needed_bytes <= self.on.capacity_bytes and bool(self.allowed[index])
 
     def _cuts(self, index: int, cut: Cut, num_stages: int) -> tuple[int, ...]:
         """The calls before which stages begin: the slowest stage is as fast as can be; or those that are pinned."""
@@ -170,22 +174,22 @@ class Prepared:
         shape, layout, given = shared.basis.shape, shared.layouts.at([index]), shared.memory_options
         return held_by_ranks(stages, shared.bytes_of_roles, row, shape, layout, self.on.engine, **given)
 
-    def _is_by_stage(self, cut: Cut, found: "_Plan") -> bool:
+    def _is_by_stage(self, cut: Cut, must_recompute: Callable[[], bool]) -> bool:
         if isinstance(self.on.pinned.recompute_blocks, tuple):
             return True
         is_open = self.on.pinned.recompute_blocks is None and not self.least_memory
-        return cut.by_stage and is_open and found.blocks > 0
+        return cut.by_stage and is_open and must_recompute()
 
-    def _by_stage(self, even: "_Plan", cut: Cut, held: HeldByRanks) -> "_Plan":
-        """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned."""
-        capacity, pinned, cuts, stages = self.on.capacity_bytes, self.on.pinned, even.cuts, even.stages
-        assert stages is not None
+    def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Plan":
+        """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned; `even` are
+        the cuts of stages that recompute as many blocks each, which hold what is `held`."""
+        capacity, pinned, cuts, stages = self.on.capacity_bytes, self.on.pinned, even, held.stages
         room = capacity - self.on.machine.profile.reserve_bytes
         if pinned.cuts is None and pinned.recompute_blocks is None:
-            cuts = cuts_by_stage(self.works.calls, self._costs(even.index, cut), stages, room_bytes=room) or cuts
-            if cuts != even.cuts:
-                stages = stages_at(self.works.calls, cuts, even.degrees)
-                held = self._held(even.index, stages)
+            cuts = cuts_by_stage(self.works.calls, self._costs(index, cut), stages, room_bytes=room) or even
+            if cuts != even:
+                stages = stages_at(self.works.calls, cuts, self.degrees(index))
+                held = self._held(index, stages)
 
         def memory(again: tuple[int, ...]) -> StepMemory:
             return held.memory(held.first_blocks(again))
@@ -194,9 +198,9 @@ class Prepared:
         if not isinstance(again, tuple):
             again = fewest_blocks(stages, lambda counts: memory(counts).needed_bytes, capacity)
         found = memory(again)
-        needed, degrees = float(np.max(found.needed_bytes)), self.degrees(even.index)
+        needed, degrees = float(np.max(found.needed_bytes)), self.degrees(index)
         return _Plan(
-            index=even.index,
+            index=index,
             degrees=replace(degrees, recompute="full", recompute_blocks=again) if any(again) else degrees,
             cuts=cuts,
             stages=replace(stages, again=again),
@@ -204,7 +208,7 @@ class Prepared:
             share=0.0,
             memory=fullest(found),
             needed_bytes=needed,
-            fits=bool(needed <= capacity and self.allowed[even.index]),
+            fits=self._fits(index, needed),
         )
 
     def _costs(self, index: int, cut: Cut) -> CallCosts:
@@ -225,21 +229,18 @@ class Prepared:
         """The fewest blocks of every stage that let a candidate fit, or all where none do; none or all of them where
         what counts is the least memory; or as many as are pinned. `parts_at` are bytes of its memory at a position in
         `LEVELS`."""
-        capacity = self.on.capacity_bytes
 
-        def recomputing(blocks: int) -> tuple[float, dict[str, float], float, bool]:
+        def recomputing(blocks: int) -> tuple[float, dict[str, float]]:
             every = blocks * degrees.num_stages >= self.num_blocks
             share = 1.0 if every else blocks * degrees.num_stages / self.num_blocks
             levels = (0,) if not blocks else (1,) if every else (0, 1)
-            parts = parts_between(share, [parts_at(level) for level in levels])
-            needed = sum(part for name, part in parts.items() if name != "cache")
-            return share, parts, needed, needed <= capacity and bool(self.allowed[index])
+            return share, parts_between(share, [parts_at(level) for level in levels])
 
         def needed_with(blocks: int) -> float:
-            return recomputing(blocks)[2]
+            return _needed(recomputing(blocks)[1])
 
         def fits_with(blocks: int) -> bool:
-            return recomputing(blocks)[3]
+            return self._fits(index, needed_with(blocks))
 
         most = -(-self.num_blocks // degrees.num_stages)
         if isinstance(self.on.pinned.recompute_blocks, int):
@@ -252,12 +253,11 @@ class Prepared:
             while blocks - least > 1:
                 middle = (blocks + least) // 2
                 blocks, least = (middle, least) if fits_with(middle) else (blocks, middle)
-        share, parts, needed, fits = recomputing(blocks)
-        every = blocks * degrees.num_stages >= self.num_blocks
-        again = replace(degrees, recompute="full", recompute_blocks=None if every else blocks) if blocks else degrees
+        share, parts = recomputing(blocks)
+        again = replace(degrees, recompute="full", recompute_blocks=None if share == 1 else blocks)
         return _Plan(
             index=index,
-            degrees=again,
+            degrees=again if blocks else degrees,
             cuts=cuts,
             stages=stages,
             blocks=blocks,
@@ -266,8 +266,8 @@ class Prepared:
                 peak_bytes=np.array([sum(parts.values())]),
                 parts={name: np.array([part]) for name, part in parts.items()},
             ),
-            needed_bytes=needed,
-            fits=fits,
+            needed_bytes=_needed(parts),
+            fits=self._fits(index, _needed(parts)),
         )
 
     def _steps(self, plans: "Sequence[_Plan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
@@ -309,6 +309,11 @@ class _Plan:
     memory: StepMemory
     needed_bytes: float
     fits: bool
+
+
+def _needed(parts: Mapping[str, float]) -> float:
+    """All parts of memory without the cache, which the allocator gives back before it fails."""
+    return sum(part for name, part in parts.items() if name != "cache")
 
 
 def _levels(plan: _Plan) -> tuple[int, ...]:
