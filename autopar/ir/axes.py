@@ -52,7 +52,8 @@ class Axes:
     def size(self, variable: Variable) -> int:
         return self._size[variable]
 
-    def _find(self, variable: Variable) -> Variable:
+    def root(self, variable: Variable) -> Variable:
+        """The variable that stands for all that are known to be the same."""
         while self._parent[variable] != variable:
             self._parent[variable] = self._parent[self._parent[variable]]
             variable = self._parent[variable]
@@ -61,14 +62,14 @@ class Axes:
     def atoms(self, variables: Variable | Iterable[Variable]) -> tuple[Atom, ...]:
         """The ordered atoms of a product of variables; atoms of size 1 are left out."""
         if isinstance(variables, int):
-            root = self._find(variables)
+            root = self.root(variables)
             if self._children[root] is None:
                 return (root,) if self._size[root] != 1 else ()
         stack = [variables] if isinstance(variables, int) else list(variables)
         found: list[Atom] = []
         stack.reverse()
         while stack:
-            root = self._find(stack.pop())
+            root = self.root(stack.pop())
             children = self._children[root]
             if children is not None:
                 stack.extend(reversed(children))
@@ -78,7 +79,7 @@ class Axes:
 
     def split(self, atom: Atom, sizes: Sequence[int]) -> tuple[Atom, ...]:
         """Refine an atom into an ordered product of fresh atoms everywhere it occurs."""
-        root = self._find(atom)
+        root = self.root(atom)
         assert self._children[root] is None and prod(sizes) == self._size[root]
         children = tuple(self.new(size) for size in sizes)
         self._children[root] = children
@@ -87,7 +88,7 @@ class Axes:
     def unify(self, left: Sequence[Variable], right: Sequence[Variable]) -> bool:
         """State that two products are the same dimension(s); False, and nothing done, where they cross."""
         if len(left) == len(right) == 1:  # most are single atoms
-            a, b = self._find(left[0]), self._find(right[0])
+            a, b = self.root(left[0]), self.root(right[0])
             if a == b:
                 return True
             if self._children[a] is None and self._children[b] is None and self._size[a] == self._size[b]:
@@ -103,8 +104,8 @@ class Axes:
         if [self._size[a] for a in left_atoms] != [self._size[b] for b in right_atoms]:
             return False  # one axis occurs twice with different cuts
         for a, b in zip(left_atoms, right_atoms, strict=True):
-            if a != b and self._find(a) != self._find(b):
-                self._parent[self._find(b)] = self._find(a)
+            if a != b and self.root(a) != self.root(b):
+                self._parent[self.root(b)] = self.root(a)
         return True
 
     def _refine(self, variables: Sequence[Variable], sizes: Sequence[int]) -> None:
@@ -117,5 +118,5 @@ class Axes:
                 parts.append(sizes[start])
                 covered *= sizes[start]
                 start += 1
-            if len(parts) > 1 and covered == self._size[atom] and self._children[self._find(atom)] is None:
+            if len(parts) > 1 and covered == self._size[atom] and self._children[self.root(atom)] is None:
                 self.split(atom, parts)

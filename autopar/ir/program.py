@@ -140,7 +140,8 @@ class Program:
 
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` why they cannot.
     `updates` names the new values of the buffers that forward changes; these buffers are ports, others constants.
-    `unused` are the model's parameters that no block takes.
+    `unused` are the model's parameters that no block takes. `analysis` is what `autopar.trace.analysis` found where axes
+    are written into the blocks.
     """
 
     blocks: tuple[Block, ...]
@@ -162,6 +163,7 @@ class Program:
     buffers: Mapping[str, BufferInfo] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    analysis: object = field(default=None, repr=False)
 
     @property
     def every_parameter(self) -> Mapping[str, ParameterInfo]:

@@ -1,7 +1,7 @@
 """Variants: the ways in which one operator can run on one mesh dimension, as types of its operands and output."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.sharding import Dims, I, P, R, S, Type, chunk
 from autopar.rules.rule import Rule, Spec
@@ -35,6 +35,7 @@ class Bound:
     operands: tuple[Dims, ...]
     output: Dims
     zero_padded: frozenset[int] = frozenset()
+    known: dict[int, tuple[Variant, ...]] = field(default_factory=dict, compare=False, repr=False)  # by degree
 
     def position(self, spec: Spec, factor: str, axis: int) -> tuple[int, int] | None:
         """Where an axis of a factor lies in an operand: (dimension, position), None if it has it not."""
@@ -118,10 +119,11 @@ def whole_variants(bound: Bound) -> list[Variant]:
     return found
 
 
-def variants(bound: Bound, degree: int) -> Iterator[Variant]:
-    """All variants of a bound rule on a mesh dimension of the given degree, each made when it is asked for."""
-    yield from whole_variants(bound)
-    yield from _splits(bound, degree)
+def variants(bound: Bound, degree: int) -> tuple[Variant, ...]:
+    """All variants of a bound rule on a mesh dimension of the given degree, made when they are first asked for."""
+    if degree not in bound.known:
+        bound.known[degree] = (*whole_variants(bound), *_splits(bound, degree))
+    return bound.known[degree]
 
 
 def by_label(found: Iterable[Variant], label: str) -> Variant:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.axes import Axes, Variable
-from autopar.ir.program import Block, Program
+from autopar.ir.program import Block, CallSite, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.rules.registry import rule_of
 from autopar.rules.rule import Call, Rule, Slot, Spec, whole_rule
@@ -22,6 +22,8 @@ Key = tuple[int, NodeName]  # (block, node)
 class Analysis:
     """Dims of every value and the bound rule of every operator, per block; calls hold slots for operands."""
 
+    graphs: tuple[fx.Graph, ...]  # of the program's blocks
+    sites: tuple[CallSite, ...]
     dims: tuple[Mapping[NodeName, Dims], ...]
     bounds: tuple[Mapping[NodeName, Bound], ...]
     calls: tuple[Mapping[NodeName, Call], ...]
@@ -61,6 +63,8 @@ class _Unifier:
         self.rules: list[dict[NodeName, tuple[Rule, dict[str, Variable]]]] = [{} for _ in program.blocks]
         self.calls: list[dict[NodeName, Call]] = [{} for _ in program.blocks]
         self.operands: list[dict[NodeName, tuple[NodeName, ...]]] = [{} for _ in program.blocks]
+        self.atoms_of: dict[Variable, tuple[tuple[int, int], ...]] = {}
+        self.dims_of: dict[tuple[Variable, ...], Dims] = {}
 
     def variables(self, shape: Sequence[int]) -> list[Variable]:
         return [self.axes.new(size) for size in shape]
@@ -118,9 +122,27 @@ class _Unifier:
 
         return all(one(s, v) for s, v in zip(rule.inputs, inputs, strict=True)) and one(rule.output, out)
 
+    def atoms(self, variable: Variable) -> tuple[tuple[int, int], ...]:
+        """Its atoms with their sizes, asked for once all is unified."""
+        root = self.axes.root(variable)
+        if root not in self.atoms_of:
+            self.atoms_of[root] = tuple((a, self.axes.size(a)) for a in self.axes.atoms(root))
+        return self.atoms_of[root]
+
     def dims(self, variables: Sequence[Variable]) -> Dims:
-        atoms = tuple(self.axes.atoms(v) for v in variables)
-        return Dims(tuple(tuple(self.axes.size(a) for a in dim) for dim in atoms), atoms)
+        """The dims of a value, asked for once all is unified; equal ones are one object."""
+        roots = tuple(self.axes.root(v) for v in variables)
+        if roots not in self.dims_of:
+            atoms = [self.atoms(root) for root in roots]
+            sizes, axes = (tuple(tuple(pair[i] for pair in dim) for dim in atoms) for i in (1, 0))
+            self.dims_of[roots] = Dims(sizes, axes)
+        return self.dims_of[roots]
+
+
+def _rivals(mesh: Mesh) -> list[int]:
+    """Degrees of mesh dimensions that compete for axes; none where there is but one."""
+    found = [degree for name, degree in mesh.as_dict().items() if name != "dp" and degree > 1]
+    return found if len(found) > 1 else []
 
 
 def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
@@ -129,9 +151,7 @@ def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
     Only mesh dimensions of one kind compete for an axis: `dp` owns the batch, so with a single other dimension
     nothing is refined.
     """
-    rivals = [degree for name, degree in mesh.as_dict().items() if name != "dp" and degree > 1]
-    if len(rivals) < 2:
-        return
+    rivals = _rivals(mesh)
     for atom in atoms:
         parts, rest = [], axes.size(atom)
         for degree, following in pairwise(rivals):
@@ -143,7 +163,13 @@ def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
 
 
 def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
-    """Axes of a program; with a mesh, refined so that every axis is split by at most one mesh dimension."""
+    """Axes of a program; with a mesh, refined so that every axis is split by at most one mesh dimension.
+
+    Where that refines nothing it is the analysis that a program was `described` with.
+    """
+    known = program.analysis
+    if isinstance(known, Analysis) and _is_of(known, program) and not (mesh and _rivals(mesh)):
+        return known
     state = _Unifier(program)
     state.boundaries()
     for i, block in enumerate(program.blocks):
@@ -157,7 +183,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         if info.batch_dim is not None and info.name in state.outer
         for a in axes.atoms(state.outer[info.name][info.batch_dim])
     }
-    if mesh is not None:
+    if mesh is not None and _rivals(mesh):
         every = {a for block in state.values for dims in block.values() for a in axes.atoms(dims)}
         refinement(axes, sorted(every - batch), mesh)
     sequence = {
@@ -174,7 +200,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         {
             name: Bound(
                 rule,
-                {f: tuple((a, axes.size(a)) for a in axes.atoms(v)) for f, v in factors.items()},
+                {f: state.atoms(v) for f, v in factors.items()},
                 tuple(dims[i][n] for n in state.operands[i][name]),
                 dims[i][name],
                 frozenset(k for k, n in enumerate(state.operands[i][name]) if n in zero_padded[i]),
@@ -184,6 +210,8 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         for i, rules in enumerate(state.rules)
     )
     return Analysis(
+        graphs=tuple(block.graph for block in program.blocks),
+        sites=program.calls,
         dims=dims,
         bounds=bounds,
         calls=tuple(state.calls),
@@ -215,4 +243,12 @@ def described(program: Program, analysis: Analysis) -> Program:
         batch_axes=analysis.batch_axes,
         sequence_axes=analysis.sequence_axes,
         hidden_axes=analysis.hidden_axes,
+        analysis=analysis,
     )
+
+
+def _is_of(analysis: Analysis, program: Program) -> bool:
+    """Whether a program still has the blocks and calls that were analysed."""
+    graphs = [block.graph for block in program.blocks]
+    same = len(graphs) == len(analysis.graphs) and all(a is b for a, b in zip(graphs, analysis.graphs, strict=True))
+    return same and analysis.sites is program.calls

@@ -7,7 +7,7 @@ own.
 
 import io
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class _Pickler(pickle.Pickler):
 def to_bytes(program: Program) -> bytes:
     """What `from_bytes` makes the program of again."""
     out = io.BytesIO()
-    _Pickler(out).dump(program)
+    _Pickler(out).dump(replace(program, analysis=None))  # it has functions of rules, and is made again
     return out.getvalue()
 
 
