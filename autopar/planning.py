@@ -27,6 +27,7 @@ from autopar.trace.analysis import Analysis, analyse
 
 if TYPE_CHECKING:
     from autopar.runtime.parameters import Held
+    from autopar.search.labels import Known
     from autopar.trace.capture import Inputs, LossFunction
     from autopar.trace.captured import Capture
 
@@ -156,28 +157,27 @@ def choose_labels(
     degrees: Degrees,
     *,
     held: "Mapping[str, Held] | None" = None,
-    analysed: Analysis | None = None,
     regather: bool = True,
+    known: "Known | None" = None,
 ) -> Labelled:
     """Labels, with the degrees and axes that they are for: `tp` becomes two mesh dimensions where heads want it.
 
-    `analysed` are the program's axes where they are known already: they are the same on every mesh with one tensor
-    dimension, which `degrees` then ask for. `regather` is that of the plan.
+    `regather` is that of the plan, `known` what earlier labellings of the same program have left.
 
     Raises `PlanError` where a degree does not divide the model, and `InfeasibleError` where the solver finds nothing.
     """
     from autopar.search.labels import LabelOptions, label  # not needed where labels are kept
     from autopar.search.tensor_dims import tensor_dims
 
-    analysis = analyse(program, degrees.mesh) if analysed is None else analysed
+    analysis = analyse(program, degrees.mesh)
     free = degrees.tp_dims is None and held is None
     split = tensor_dims(program, analysis, degrees.tp) if free else None
     if split is not None:
         with contextlib.suppress(PlanError, InfeasibleError):
-            return choose_labels(program, cluster, replace(degrees, tp_dims=split), regather=regather)
+            return choose_labels(program, cluster, replace(degrees, tp_dims=split), regather=regather, known=known)
     pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
     options = LabelOptions(pinned=pinned, regather=regather)
-    return degrees, analysis, label(program, analysis, degrees, cluster, options=options)
+    return degrees, analysis, label(program, analysis, degrees, cluster, options=options, known=known)
 
 
 def coverage(

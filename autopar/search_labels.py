@@ -4,11 +4,11 @@ What was priced is what runs: a plan's labels are not chosen anew for its own mi
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cost_model.program_works import ProgramWorks, on_mesh, program_works
+from autopar.cost_model.program_works import ProgramWorks, merged_works
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
@@ -22,6 +22,9 @@ from autopar.trace.analysis import Analysis, analyse
 
 if TYPE_CHECKING:
     from autopar.cost_model.block_autograd import NodeRun
+    from autopar.cost_model.block_export import Work
+    from autopar.cost_model.block_flow import Flow
+    from autopar.search.labels import Known
 
 LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels hold for any number
 LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
@@ -43,7 +46,8 @@ class SearchLabels:
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.chosen: dict[int, Chosen] = {}
         self.kept: dict[int, Chosen] = {}
-        self.analysis: Analysis | None = None  # on meshes with one tensor dimension
+        self.known: Known | None = None
+        self.blocks: list[_Block] = []
         self.runs: tuple[Mapping[str, NodeRun], ...] | None = None  # of blocks under autograd, whatever their labels
 
     def works(self, tp: int) -> ProgramWorks:
@@ -74,41 +78,39 @@ class SearchLabels:
         return found
 
     def _keeping(self, tp: int) -> Chosen:
+        from autopar.cost_model.block_export import kept_work
+
         degrees, found, _ = self.chosen[tp]
-        works = self._works_of_same_labels(found, self.kept)
-        if works is None:
-            analysis = self.analysis if degrees.tp_dims is None else None
-            analysis = analysis or analyse(self.program, degrees.mesh)
-            runs = self._runs(analysis)
-            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=runs, regather=False)
-        return degrees, found, works
+        blocks = self._blocks(found, analyse(self.program, degrees.mesh))
+        works = [kept_work(block.flow, block.work) for block in blocks]
+        return degrees, found, merged_works(self.program, works, found.blocks, found.mesh, regather=False)
 
     def _choose(self, wanted: Degrees) -> Chosen:
-        self.analysis = self.analysis or analyse(self.program, wanted.mesh)
+        from autopar.search.labels import Known
+
+        self.known = self.known or Known()
         degrees, analysis, found = choose_labels(
-            self.program, self.cluster, wanted, analysed=self.analysis, regather=self.regather
+            self.program, self.cluster, wanted, regather=self.regather, known=self.known
         )
-        runs = self._runs(analysis)
-        works = self._works_of_same_labels(found, self.chosen)
-        if works is None:
-            works = program_works(self.program, analysis, found.blocks, found.mesh, runs=runs, regather=self.regather)
-        return degrees, found, works
+        works = [block.work for block in self._blocks(found, analysis)]
+        return degrees, found, merged_works(self.program, works, found.blocks, found.mesh, regather=self.regather)
 
-    def _runs(self, analysis: Analysis) -> "tuple[Mapping[str, NodeRun], ...]":
+    def _blocks(self, found: Labelling, analysis: Analysis) -> "list[_Block]":
+        """The program's blocks under labels, those of another degree where that has labelled them likewise."""
+        from autopar.cost_model.block_export import block_runs, flow_of, naming_of, work_of  # not where works are kept
+
         if self.runs is None:
-            from autopar.cost_model.block_export import block_runs  # not needed where works are kept
-
             self.runs = block_runs(self.program, analysis)
-        return self.runs
-
-    def _works_of_same_labels(self, found: Labelling, known: Mapping[int, Chosen]) -> ProgramWorks | None:
-        """What blocks cost where another degree has the same labels. On two tensor dimensions it depends on degrees."""
-        mesh = found.mesh
-        for _, other, works in known.values():
-            alike = other.mesh.names == mesh.names and _is_split(other.mesh) == _is_split(mesh)
-            if alike and len(mesh.names) == 2 and other.blocks == found.blocks:
-                return on_mesh(works, self.program, mesh)
-        return None
+        naming, blocks = naming_of(analysis, found.mesh), []
+        for index, labels in enumerate(found.blocks):
+            known = (one for one in self.blocks if one.index == index and one.is_under(labels, found.mesh))
+            block = next(known, None)
+            if block is None:
+                flow = flow_of(self.program, index, analysis, labels, naming, self.runs[index], self.regather)
+                block = _Block(index=index, mesh=found.mesh, flow=flow, work=work_of(flow))
+                self.blocks.append(block)
+            blocks.append(block)
+        return blocks
 
     def hold(self, chosen: int, tp: int) -> bool:
         """Whether the labels of a tensor degree are legal for another one too, and split axes into even parts there."""
@@ -116,12 +118,12 @@ class SearchLabels:
         degrees, found, _ = self.chosen[chosen]
         if degrees.tp_dims is not None:
             return False
-        self.analysis = self.analysis or analyse(self.program, degrees.mesh)
+        analysis = analyse(self.program, degrees.mesh)
         try:
-            check(self.program, self.analysis, found.blocks, replace(degrees, tp=tp).mesh)
+            check(self.program, analysis, found.blocks, replace(degrees, tp=tp).mesh)
         except PlanError:
             return False
-        return all(size % tp == 0 for size in _split_sizes(self.program, self.analysis, found.blocks, degrees.mesh))
+        return all(size % tp == 0 for size in _split_sizes(self.program, analysis, found.blocks, degrees.mesh))
 
     def of(self, program: Program, degrees: Degrees) -> Labelled | None:
         """The labels of a tensor degree for another batch of the program; None where its blocks are not those of the
@@ -141,6 +143,21 @@ class SearchLabels:
         except PlanError:
             return None
         return own, analysis, replace(found, mesh=own.mesh, blocks=blocks)
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class _Block:
+    """A distinct block under its labels on a mesh, and its work."""
+
+    index: int
+    mesh: Mesh
+    flow: "Flow"
+    work: "Work"
+
+    def is_under(self, labels: BlockLabels, mesh: Mesh) -> bool:
+        """Whether it is the same under labels on a mesh: degrees are symbols, but with two tensor dimensions."""
+        alike = self.mesh.names == mesh.names and _is_split(self.mesh) == _is_split(mesh)
+        return (self.mesh == mesh or (alike and len(mesh.names) == 2)) and self.flow.labels == labels
 
 
 def _is_split(mesh: Mesh) -> list[bool]:

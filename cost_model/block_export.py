@@ -13,7 +13,7 @@ from functools import cache
 from math import prod
 
 from autopar.cost_model.block_autograd import NodeRun, run_block
-from autopar.cost_model.block_flow import Flow, Need, fused_groups, needs_of_group, needs_of_product
+from autopar.cost_model.block_flow import Flow, Need, needs_of_product
 from autopar.cost_model.block_sizes import Naming, sequence_sizes, sizes_of
 from autopar.cost_model.compute import operator_name, unruled_flops
 from autopar.cost_model.conversions import ConversionStep, conversion_steps, wire
@@ -46,11 +46,14 @@ def block_works(
     `block_runs` of the same program; `regather` is that of a plan.
     """
     runs = block_runs(program, analysis) if runs is None else runs
-    naming = Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
-    return tuple(
-        _work(flow_of(program, i, analysis, labels[i], naming, runs[i], regather), (roles or {}).get(i, block.name))
-        for i, block in enumerate(program.blocks)
-    )
+    naming = naming_of(analysis, mesh, by_size)
+    flows = (flow_of(program, i, analysis, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
+    return tuple(work_of(flow, (roles or {}).get(i)) for i, flow in enumerate(flows))
+
+
+def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
+    """What sizes are called on a mesh."""
+    return Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
 
 
 def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
@@ -128,27 +131,36 @@ def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> b
     return name is not None and operand == 0 and operator_name(getattr(nodes[name], "target", "")) == "linear"
 
 
-def _work(flow: Flow, role: str) -> Work:
-    groups = fused_groups(flow)
+def work_of(flow: Flow, role: str | None = None) -> Work:
+    """The work of a block, by the block's name or another."""
     products = [name for name in flow.runs if flow.is_product(name)]
-    written = _written(flow, groups)
-    needs = {need for name in products for need in needs_of_product(flow, name)}
-    of_group = [needs_of_group(flow, members, written) for members in groups]
-    saved_fused = sum((_need_bytes(flow, need) for need in needs.union(*of_group)), start=_zero())
-    fused = tuple(_fused(flow, members, written, kept) for members, kept in zip(groups, of_group, strict=True))
+    pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
     split, whole, expert = _parameters(flow)
     return BlockWork(
-        role=role,
+        role=role or flow.block.name,
         products=tuple(_product(flow, name) for name in products),
         eager=tuple(_eager(flow)),
-        fused=fused,
+        fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
         sent=tuple(_sent(flow)),
         saved_eager_bytes=polynomial(_saved_eager(flow)),
-        saved_fused_bytes=polynomial(saved_fused),
+        saved_fused_bytes=polynomial(_saved_fused(flow, flow.needs_of_groups)),
         input_bytes=polynomial(sum((_value_bytes(flow, p) for p in _inputs(flow)), start=_zero())),
         parameters_split=polynomial(split),
         parameters_whole=polynomial(whole),
         parameters_expert=polynomial(expert),
+    )
+
+
+def kept_work(flow: Flow, work: Work) -> Work:
+    """The work of a block with what it gathers kept, from that where it is gathered again."""
+    if not flow.regathered:
+        return work
+    kept = replace(flow, regathered=frozenset())
+    return replace(
+        work,
+        sent=tuple(_sent(kept)),
+        saved_eager_bytes=polynomial(_saved_eager(kept)),
+        saved_fused_bytes=polynomial(_saved_fused(kept, flow.needs_of_groups)),
     )
 
 
@@ -171,6 +183,12 @@ def _need_bytes(flow: Flow, need: Need) -> Expr:
         return flow.sizes[need.value].piece_bytes(flow.runs[need.value].kept[need.inside].piece)
     whole = flow.naming.whole(flow.dims[need.value])
     return whole / need.divisor * flow.info(need.value).dtype.itemsize
+
+
+def _saved_fused(flow: Flow, of_groups: Sequence[set[Need]]) -> Expr:
+    """What backward passes of products and of fused groups need."""
+    needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
+    return sum((_need_bytes(flow, need) for need in needs.union(*of_groups)), start=_zero())
 
 
 def _saved_eager(flow: Flow) -> Expr:
@@ -211,7 +229,7 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
         prod((factors[f] for f in sorted(parts[which]) if f in factors), start=symbol("b") ** 0)
         for which in ("m", "n", "count")
     )
-    if operator_name(sizes.call.target) == "grouped_mm":
+    if flow.operators[name] == "grouped_mm":
         m = m / count  # rows of one expert when all have as many
     attention = 2 if flow.is_attention(name) else 1
     forward, backward = _attention_bytes(flow, name) if flow.is_attention(name) else _product_bytes(flow, name)
@@ -299,17 +317,6 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
             yield _memory(f"{name} gradients", _zero(), 3 * more * _value_bytes(flow, name), (0, more))
 
 
-def _written(flow: Flow, groups: Sequence[tuple[str, ...]]) -> frozenset[str]:
-    """Values inside groups that others read."""
-    readers = flow.readers()
-    group_of = {name: i for i, members in enumerate(groups) for name in members}
-    return frozenset(
-        name
-        for name, i in group_of.items()
-        if any(group_of.get(reader, -1) != i for reader, _ in readers.get(name, ()))
-    )
-
-
 def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Polynomial]:
     """One kernel forward and one backward: what crosses the border of the group, masks, and gradients of both."""
     inputs: dict[tuple[str, Expr], tuple[Expr, bool]] = {}
@@ -355,7 +362,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
         sizes = flow.sizes[name]
         for j, variant in enumerate(sizes.chosen):
             if variant.factor in sizes.bound.rule.invariant and mesh.degrees[j] > 1:
-                for count in INSIDE.get(operator_name(sizes.call.target), ()):
+                for count in INSIDE.get(flow.operators[name], ()):
                     rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
                     yield Sent(
                         collective="all_reduce", mesh_dim=mesh.names[j], is_forward=True, whole_bytes=rows, of="inside"
@@ -373,11 +380,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
 
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
     """Elements on one rank: split by some mesh dimension, whole, and of matrices that tokens choose among."""
-    of_experts = {
-        flow.base(flow.operands[name][1])[0]
-        for name in flow.runs
-        if operator_name(flow.nodes[name].target) == "grouped_mm"
-    }
+    of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] == "grouped_mm"}
     split = whole = expert = _zero()
     for port in flow.block.ports:
         if port.role != "parameter":

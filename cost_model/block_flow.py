@@ -8,6 +8,7 @@ operators; as a path that leaves a group passes something that adds to the depth
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -44,9 +45,39 @@ class Flow:
     regathered: frozenset[Edge]
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def roles(self) -> Mapping[str, str]:
         return {port.name: str(port.role) for port in self.block.ports}
+
+    @cached_property
+    def operators(self) -> Mapping[str, str]:
+        """What every operator is called."""
+        return {name: operator_name(self.nodes[name].target) for name in self.sizes}
+
+    @cached_property
+    def layouts(self) -> frozenset[str]:
+        return frozenset(n for n, run in self.runs.items() if self.operators[n] in LAYOUT or run.owner != n)
+
+    @cached_property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Operators between products and collectives, by group in order of their first."""
+        return fused_groups(self)
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Values inside groups that others read."""
+        readers = self.readers()
+        group_of = {name: i for i, members in enumerate(self.groups) for name in members}
+        return frozenset(
+            name
+            for name, i in group_of.items()
+            if any(group_of.get(reader, -1) != i for reader, _ in readers.get(name, ()))
+        )
+
+    @cached_property
+    def needs_of_groups(self) -> "list[set[Need]]":
+        """What the backward pass of every group needs."""
+        return [needs_of_group(self, members, self.written) for members in self.groups]
 
     def info(self, name: str) -> Any:
         return self.nodes[name].meta["info"]
@@ -70,11 +101,10 @@ class Flow:
         return name in self.sizes and (self.is_attention(name) or self.sizes[name].bound.rule.flops is not None)
 
     def is_attention(self, name: str) -> bool:
-        return name in self.sizes and operator_name(self.nodes[name].target) == ATTENTION
+        return self.operators.get(name) == ATTENTION
 
     def is_layout(self, name: str) -> bool:
-        run = self.runs.get(name)
-        return run is not None and (operator_name(self.nodes[name].target) in LAYOUT or run.owner != name)
+        return name in self.layouts
 
     def is_eager(self, name: str) -> bool:
         return name in self.runs and not self.is_product(name) and not self.is_layout(name)
@@ -128,7 +158,7 @@ def depths(flow: Flow) -> Mapping[str, int]:
 
 
 def fused_groups(flow: Flow) -> list[tuple[str, ...]]:
-    """Operators between products and collectives, by group in order of their first."""
+    """See `Flow.groups`."""
     depth = depths(flow)
     group: dict[str, str] = {name: name for name in flow.runs if flow.is_eager(name)}
 
@@ -193,7 +223,7 @@ def needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str]
             need((name, k))
 
     def mask(name: str) -> None:
-        if operator_name(flow.nodes[name].target) in RANDOM:
+        if flow.operators[name] in RANDOM:
             own = (i for i, kept in enumerate(flow.runs[name].kept) if kept.value is None)
             found.update(Need(name, flow.divisor(flow.types(name)), i) for i in own)
 
@@ -204,6 +234,6 @@ def needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str]
                 need((name, kept.operand))
             elif kept.value is not None and name in written:
                 found.add(Need(name, flow.divisor(flow.types(name))))
-            elif operator_name(flow.nodes[name].target) not in RANDOM:
+            elif flow.operators[name] not in RANDOM:
                 compute(name)
     return found

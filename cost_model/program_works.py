@@ -7,8 +7,8 @@ are split over tensor ranks, so that both variants of a role are the same work.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from autopar.cost_model.expressions import VARIANTS, BlockWork, Family, evaluate
 from autopar.cost_model.polynomials import Polynomial
@@ -17,9 +17,6 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Mesh
 from autopar.ir.stages import main_calls
 from autopar.trace.analysis import Analysis
-
-if TYPE_CHECKING:
-    from autopar.cost_model.block_autograd import NodeRun
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,15 +57,26 @@ def program_works(
     mesh: Mesh,
     *,
     name: str = "",
-    runs: "Sequence[Mapping[str, NodeRun]] | None" = None,
     regather: bool = True,
 ) -> ProgramWorks:
-    """The work of a program under labels on a mesh of data and tensor dimensions; `runs` and `regather` as for
-    `block_works`."""
+    """The work of a program under labels on a mesh of data and tensor dimensions; `regather` as for `block_works`."""
     from autopar.cost_model.block_export import block_works  # not needed where works are kept
 
+    works = block_works(program, analysis, labels, mesh, regather=regather)
+    return merged_works(program, works, labels, mesh, name=name, regather=regather)
+
+
+def merged_works(
+    program: Program,
+    works: Sequence[BlockWork[Polynomial]],
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    *,
+    name: str = "",
+    regather: bool = True,
+) -> ProgramWorks:
+    """The work of a program of which `works` are those of its distinct blocks."""
     roles = _roles(program)
-    works = block_works(program, analysis, labels, mesh, runs=runs, regather=regather)
     used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}
     for call, role in zip(main_calls(program), roles, strict=True):
         block = program.calls[call].block
@@ -104,11 +112,6 @@ def program_works(
         sequence_parallel=_is_split(program, roles, labels, mesh),
         regather=regather,
     )
-
-
-def on_mesh(works: ProgramWorks, program: Program, mesh: Mesh) -> ProgramWorks:
-    """The work of a program on a mesh of other degrees, where labels are those of `works`: degrees are symbols."""
-    return replace(works, mesh=mesh, family=replace(works.family, source=_source(program, mesh)))
 
 
 def _source(program: Program, mesh: Mesh) -> str:

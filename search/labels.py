@@ -47,6 +47,23 @@ class LabelOptions:
     time_limit_s: float = 60.0
 
 
+Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
+
+
+class Known:
+    """What one labelling of a program leaves for the next, on another mesh: boundaries by analysis, and turns of mesh
+    dimensions that come first by all that they depend on."""
+
+    def __init__(self) -> None:
+        self.boundaries: dict[Analysis, Boundary] = {}
+        self.first: list[tuple[tuple[object, ...], Found]] = []
+
+    def boundary(self, program: Program, analysis: Analysis) -> Boundary:
+        if analysis not in self.boundaries:
+            self.boundaries[analysis] = boundary_of(program, analysis)
+        return self.boundaries[analysis]
+
+
 def label(
     program: Program,
     analysis: Analysis,
@@ -55,15 +72,18 @@ def label(
     *,
     mesh: Mesh | None = None,
     options: LabelOptions | None = None,
+    known: Known | None = None,
 ) -> Labelling:
-    """The best labels on the mesh of `degrees` (or on `mesh`, for which `analysis` was refined).
+    """The best labels on the mesh of `degrees` (or on `mesh`, for which `analysis` was refined). `known` is what
+    earlier labellings of the same program have left.
 
     Raises `PlanError`, naming every axis, where a degree does not divide what it has to split, and
     `InfeasibleError` where the solver finds no labels in time.
     """
     started = time.perf_counter()
     mesh, options = mesh or degrees.mesh, options or LabelOptions()
-    boundary = boundary_of(program, analysis)
+    known = known or Known()
+    boundary = known.boundary(program, analysis)
     problems = legal.batch_problems(program, mesh)
     if degrees.sequence_parallel:
         tensor = {name: degree for name, degree in mesh.as_dict().items() if name != DATA and degree > 1}
@@ -76,18 +96,18 @@ def label(
     for index in _order(mesh):
         if problems and mesh.names[index] == DATA:
             continue  # reported below, with what else does not divide
-        turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options)
-        found, solution = turn.solve(relaxed=True)
+        turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options, known)
+        found, solution, size_of = turn.solve(relaxed=True)
         paddable = paddable_axes(program, analysis, mesh.degrees[index])
         if legal.indivisible(analysis, found, paddable) or legal.uneven_types(boundary, found, paddable):
             relaxed = found
-            found, solution = turn.solve(relaxed=False)
+            found, solution, size_of = turn.solve(relaxed=False)
             more, remarks = legal.violations(program, analysis, boundary, relaxed, found, paddable)
             problems, notes = problems + more, notes + remarks
         notes += legal.padding_notes(program, analysis, boundary, found)
         solved.append(found)
         name = mesh.names[index]
-        objective[name], size[name] = solution.objective, turn.size
+        objective[name], size[name] = solution.objective, size_of
         gap = max(gap, solution.gap)
         notes += turn.notes()
     legal.refuse(problems, mesh)
@@ -121,17 +141,34 @@ class _Turn:
         index: int,
         solved: list[Solved],
         options: LabelOptions,
+        known: Known,
     ) -> None:
         self.program, self.analysis, self.boundary, self.degrees = program, analysis, boundary, degrees
-        self.mesh, self.index, self.solved, self.options = mesh, index, list(solved), options
+        self.mesh, self.index, self.solved, self.options, self.known = mesh, index, list(solved), options, known
         self.prices = prices_of(program, analysis, boundary, cluster, mesh, index)
-        self.size = (0, 0)
         self.axes = owned_axes(
             analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, options.hidden_axes
         )
 
-    def solve(self, *, relaxed: bool) -> tuple[Solved, Solution]:
-        required = self.degrees.sequence_parallel is True
+    def solve(self, *, relaxed: bool) -> Found:
+        """The best labels of this mesh dimension. Raises `InfeasibleError` where none are found in time."""
+        if self.solved:
+            return self._solve(relaxed)
+        mesh = self.mesh.names[self.index], self.mesh.degrees[self.index], self.index
+        asked = (self.analysis, mesh, self.axes, self.prices, self.options, *self._wanted, relaxed)
+        found = next((found for known, found in self.known.first if known == asked), None)
+        if found is None:
+            found = self._solve(relaxed)
+            self.known.first.append((asked, found))
+        return found
+
+    @property
+    def _wanted(self) -> tuple[bool, int]:
+        """Whether sequences must be split, and the micro-batches of a step."""
+        return self.degrees.sequence_parallel is True, self.degrees.num_micro_batches
+
+    def _solve(self, relaxed: bool) -> Found:
+        required, accumulate = self._wanted
         space = space_of(
             self.program,
             self.analysis,
@@ -152,17 +189,16 @@ class _Turn:
             self.solved,
             self.prices,
             regather=self.options.regather,
-            accumulate=self.degrees.num_micro_batches,
+            accumulate=accumulate,
         )
         found = problem.solve(self.options.time_limit_s)
-        self.size = (problem.network.num_choices, len(problem.network.values))
         if found is None:
             name = self.mesh.names[self.index]
             raise InfeasibleError(
                 f"no labels for {name}={self.mesh.degrees[self.index]} within {self.options.time_limit_s:g} s; "
                 f"allow more time or another degree"
             )
-        return found
+        return *found, (problem.network.num_choices, len(problem.network.values))
 
     def notes(self) -> list[str]:
         name, prices = self.mesh.names[self.index], self.prices

@@ -17,9 +17,9 @@ from math import inf, prod
 import numpy as np
 
 from autopar.cost_model.compute import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
-from autopar.cost_model.conversions import Wire, wire
+from autopar.cost_model.conversions import TABLE, Wire
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, I, Type, chunk
+from autopar.ir.sharding import DATA, I, Kind, Type, chunk
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
 from autopar.search.labels_elimination import eliminated
@@ -74,6 +74,7 @@ class DimProblem:
         self.classes: dict[str, int] = {}
         self.costs: list[FloatArray] = []
         self.values: list[Value] = []
+        self.converted: dict[tuple[Kind, Kind, bool, str, float], float] = {}  # costs: values are of few sizes
         self._classes()
         for index in range(len(program.blocks)):
             self._operators(index)
@@ -209,17 +210,17 @@ class DimProblem:
         for start in dict.fromkeys(made):
             if role == "parameter" and start.kind == "S":
                 continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
+            row = []
             for target in types:
                 kinds = start.kind, target.kind
-                if start == target:
-                    continue
-                if kinds not in costs:
+                if kinds not in costs and start != target:
                     size = whole / alike.get(kinds, 1)
-                    cost = self._convert(start, target, info.differentiable, role, size)
+                    cost = self._convert(*kinds, info.differentiable, role, size)
                     cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
                     cost += self._saved(whole, start) * (kinds == again)
                     costs[kinds] = calls * cost
-                convert[number[start], number[target]] = costs[kinds]
+                row.append(costs[kinds] if start != target else 0.0)
+            convert[number[start]] = row
         regathered = [[(start.kind, target.kind) == again for target in types] for start in types]
         return Value(
             source=source,
@@ -258,17 +259,24 @@ class DimProblem:
         # a shard is priced as a part already
         return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
 
-    def _convert(self, source: Type, target: Type, differentiable: bool, role: str, whole: float) -> float:
+    def _convert(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
         """Cost of one conversion in units; the sum of a parameter's gradient has no latency of its own."""
-        sends = wire(source, target, differentiable)
+        asked = source, target, differentiable, role, whole
+        if asked not in self.converted:
+            self.converted[asked] = self._converted(*asked)
+        return self.converted[asked]
+
+    def _converted(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
+        forward, backward = TABLE[source, target]
+        sends = forward, backward if differentiable else None
         if role in ("constant", "buffer") and sends == (None, None):
             return PER_RANK
         seconds = self._wire_s(sends, whole, whole, gradient_latency=role != "parameter")
         if sends != (None, None):
-            if self.space.name == DATA and source.kind == "S" and target.kind != "S":
+            if self.space.name == DATA and source == "S" and target != "S":
                 seconds += GATHERED_BATCH * self.prices.unit_s
             return seconds / self.prices.unit_s + PER_COLLECTIVE * sum(kind is not None for kind in sends)
-        if {source.kind, target.kind} != {"I", "R"}:
+        if {source, target} != {"I", "R"}:
             seconds += 2 * whole * self.prices.byte_s  # zeros are written, or a slice is copied
         return seconds / self.prices.unit_s + PER_MOVE
 
