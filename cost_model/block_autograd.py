@@ -65,10 +65,25 @@ class NodeRun:
     owner: str
 
 
-def run_block(block: Block, index: int, analysis: Analysis) -> Mapping[str, NodeRun]:
-    """Every operator of a block by name."""
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """A run that others are like: where its output lies, in memory of its own or in that of an operand."""
+
+    run: NodeRun
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    offset: int
+    operand: int | None
+
+
+Known = dict[object, _Like]
+
+
+def run_block(block: Block, index: int, analysis: Analysis, known: Known) -> Mapping[str, NodeRun]:
+    """Every operator of a block by name; those that are like another one in `known` are not run."""
     found: dict[str, NodeRun] = {}
-    run = _Run(analysis, index)
+    run = _Run(analysis, index, known)
     for node in block.graph.nodes:
         if node.op == "placeholder" and "info" in node.meta:
             run.port(node)
@@ -82,8 +97,8 @@ def run_block(block: Block, index: int, analysis: Analysis) -> Mapping[str, Node
 class _Run:
     """Values of one run, and which of them owns each storage; tensors are kept, so that storages stay who they are."""
 
-    def __init__(self, analysis: Analysis, index: int) -> None:
-        self.analysis, self.index = analysis, index
+    def __init__(self, analysis: Analysis, index: int, known: Known) -> None:
+        self.analysis, self.index, self.known = analysis, index, known
         self.values: dict[str, Any] = {}
         self.owner: dict[int, str] = {}
         self.alive: list[Any] = []
@@ -94,6 +109,47 @@ class _Run:
         self.owner[_storage(self.values[node.name])] = node.name
 
     def node(self, node: fx.Node) -> NodeRun:
+        names = self.analysis.operands[self.index][node.name]
+        storages = [_storage(self.values[name]) for name in names]
+        key = self._key(node, storages)
+        if key not in self.known:
+            run, out = self._run(node)
+            storage = _storage(out)
+            operand = storages.index(storage) if storage in storages else None
+            self.known[key] = _Like(run, tuple(out.shape), out.stride(), out.dtype, out.storage_offset(), operand)
+        else:
+            out = self._out(self.known[key], names)
+        self.owner.setdefault(_storage(out), node.name)
+        self.values[node.name] = out
+        self.alive.append(out)
+        return self._named(self.known[key].run, node.name, names, self.owner[_storage(out)])
+
+    def _key(self, node: fx.Node, storages: Sequence[int]) -> object:
+        """All that a run depends on: the call, how its operands lie in memory, and which of them share it."""
+        call = self.analysis.calls[self.index][node.name]
+        tensors = [self.values[name] for name in self.analysis.operands[self.index][node.name]]
+        lie = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+        shared = tuple(storages.index(storage) for storage in storages)
+        is_known = self.analysis.bounds[self.index][node.name].rule.known
+        return call.target, repr((call.args, call.kwargs)), call.operands, call.output, lie, shared, is_known
+
+    def _out(self, like: _Like, names: Sequence[str]) -> Any:
+        if like.operand is None:
+            return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=META)
+        return self.values[names[like.operand]].as_strided(like.shape, like.stride, like.offset)
+
+    def _named(self, run: NodeRun, name: str, names: Sequence[str], owner: str) -> NodeRun:
+        """A run with the names of this block's values."""
+
+        def of(kept: Kept) -> str | None:
+            if kept.operand >= 0:
+                return self._owner(names[kept.operand])
+            return None if kept.value is None else name
+
+        return replace(run, kept=tuple(replace(kept, value=of(kept)) for kept in run.kept), owner=owner)
+
+    def _run(self, node: fx.Node) -> tuple[NodeRun, Any]:
+        """What an operator does, and its output."""
         call = self.analysis.calls[self.index][node.name]
         names = self.analysis.operands[self.index][node.name]
         rule = self.analysis.bounds[self.index][node.name].rule
@@ -113,10 +169,6 @@ class _Run:
             kernels[:] = [_pieces([*leaves.values(), out])]
         else:
             kept = self._kept_by_attention(node) if attention else self._kept(node, names, out, saved)
-        storage = _storage(out)
-        self.owner.setdefault(storage, node.name)
-        self.values[node.name] = out.detach()
-        self.alive += [out, *saved, *leaves.values()]
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         if attention:
             kernels[:] = [(*_pieces([*leaves.values(), out]), _lse(out))]
@@ -125,7 +177,7 @@ class _Run:
             backward = _backward(out, wanted)
         if operator_name(node.target) in STATISTICS and len({info.dtype for info in call.operands}) == 1:
             kernels, backward = (_with_narrow_statistics(each, out.dtype.itemsize) for each in (kernels, backward))
-        return NodeRun(tuple(kernels), tuple(backward), tuple(kept), self.owner[storage])
+        return NodeRun(tuple(kernels), tuple(backward), tuple(kept), node.name), out.detach()
 
     def _kept(self, node: fx.Node, names: Sequence[str], out: Any, saved: Sequence[Any]) -> list[Kept]:
         by_storage = {_storage(self.values[name]): k for k, name in reversed(list(enumerate(names)))}

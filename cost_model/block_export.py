@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 
-from autopar.cost_model.block_autograd import NodeRun, run_block
+from autopar.cost_model.block_autograd import Known, NodeRun, run_block
 from autopar.cost_model.block_flow import Flow, Need, needs_of_product
 from autopar.cost_model.block_sizes import Naming, sequence_sizes, sizes_of
 from autopar.cost_model.compute import operator_name, unruled_flops
@@ -58,7 +58,8 @@ def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None
 
 def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
     """What torch's autograd does with every distinct block, the same under all labels."""
-    return tuple(run_block(block, i, analysis) for i, block in enumerate(program.blocks))
+    known: Known = {}
+    return tuple(run_block(block, i, analysis, known) for i, block in enumerate(program.blocks))
 
 
 def flow_of(

@@ -98,9 +98,10 @@ def stages_of(program: Program, cuts: Sequence[int], recomputed: Sequence[str] =
     _check_recomputed(program, recomputed, made)
     again = [_again(program, s, own, made, recomputed) for s in range(len(own))]
     last_use = _last_uses(program, own, made, frozenset(recomputed))
-    sent = [
-        tuple(value for value, source in made.items() if source <= s < last_use.get(value, -1)) for s in range(len(own))
-    ]
+    sent: list[list[str]] = [[] for _ in own]
+    for value, source in made.items():
+        for s in range(source, last_use.get(value, -1)):
+            sent[s].append(value)
     parameters = [
         tuple(dict.fromkeys(a for i in indices for a in program.calls[i].arguments if a in program.parameters))
         for indices in own
@@ -110,8 +111,8 @@ def stages_of(program: Program, cuts: Sequence[int], recomputed: Sequence[str] =
             index=s,
             calls=tuple(indices),
             again=again[s],
-            receives=sent[s - 1] if s else (),
-            sends=sent[s],
+            receives=tuple(sent[s - 1]) if s else (),
+            sends=tuple(sent[s]),
             parameters=tuple(str(name) for name in parameters[s]),
         )
         for s, indices in enumerate(own)
@@ -141,6 +142,8 @@ def _again(
     """Calls of earlier stages that make recomputed values which this stage uses, in order."""
     wanted = {a for i in own[stage] for a in program.calls[i].arguments if a in recomputed and made[str(a)] < stage}
     found: dict[int, tuple[str, ...]] = {}
+    if not wanted:
+        return found
     for i in reversed([i for indices in own[:stage] for i in indices]):
         call = program.calls[i]
         kept = tuple(r for r in call.results if r in wanted)
