@@ -65,6 +65,8 @@ def summarise(program: Program, analysis: Analysis, plan: Plan, cluster: Cluster
 
 def _without_rule(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Iterator[WithoutRule]:
     """Operators without a rule, and calls that the rule of their operator does not cover, which are whole likewise."""
+    if all(bound.rule.known for bounds in analysis.bounds for bound in bounds.values()):
+        return
     works = list(works_of(program, analysis, plan.blocks, plan.degrees, cluster))
     for found in whole_on_every_rank(works):
         yield WithoutRule(

@@ -130,8 +130,7 @@ class _Run:
         tensors = [self.values[name] for name in self.analysis.operands[self.index][node.name]]
         lie = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
         shared = tuple(storages.index(storage) for storage in storages)
-        is_known = self.analysis.bounds[self.index][node.name].rule.known
-        return call.target, repr((call.args, call.kwargs)), call.operands, call.output, lie, shared, is_known
+        return call.key, lie, shared, self.analysis.bounds[self.index][node.name].rule.known
 
     def _out(self, like: _Like, names: Sequence[str]) -> Any:
         if like.operand is None:

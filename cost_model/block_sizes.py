@@ -12,7 +12,7 @@ from autopar.cost_model.polynomials import Expr, symbol
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import DATA, Dims, Mesh, Type
-from autopar.rules.rule import Call
+from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import Bound, Variant, by_label, variants
 from autopar.trace.analysis import Analysis
 
@@ -124,16 +124,24 @@ class NodeSizes:
     dims: tuple[Dims, ...]  # of its operands, and of its output behind them
     known: dict[Piece, Expr] = field(default_factory=dict, repr=False)  # bytes that were asked for
 
+    @cached_property
+    def infos(self) -> tuple[TensorInfo, ...]:
+        return (*self.call.operands, self.call.output)
+
+    @cached_property
+    def types_of_values(self) -> tuple[Types, ...]:
+        return tuple(zip(*((*v.operands, v.output) for v in self.chosen), strict=True))
+
     def types(self, k: int) -> Types:
         """Types of operand k, or of the output for -1."""
-        return tuple((*v.operands, v.output)[k] for v in self.chosen)
+        return self.types_of_values[k]
 
     def elements(self, k: int) -> Expr:
         """Elements on one rank of operand k as the operator reads it, or of its output for -1."""
         return self.naming.local(self.dims[k], self.types(k))
 
     def num_bytes(self, k: int) -> Expr:
-        return self.elements(k) * (*self.call.operands, self.call.output)[k].dtype.itemsize
+        return self.elements(k) * self.infos[k].dtype.itemsize
 
     def factors(self) -> dict[str, Expr]:
         """The size of every factor on one rank."""
@@ -177,9 +185,11 @@ class NodeSizes:
         """A tensor as large as a value in every dimension, or 1, or expanded, there."""
         import sympy
 
-        shape, found, elements = self.dims[k].shape, sympy.Integer(1), 1
+        shape, found, elements = self.infos[k].shape, sympy.Integer(1), 1
         if len(shape) != len(piece.shape):
             return None
+        if shape == piece.shape:  # most are
+            return self.elements(k) if prod(shape) == piece.elements else None
         for size, own, dim in zip(piece.shape, shape, self._local_axes(k), strict=True):
             if size == own:
                 found, elements = found * prod((local for *_, local in dim), start=sympy.Integer(1)), elements * size
@@ -191,7 +201,7 @@ class NodeSizes:
         """A tensor whose dimensions are runs of a value's dimensions, all or the first of them."""
         import sympy
 
-        rest, found = list(zip(self.dims[k].shape, self._local_axes(k), strict=True)), sympy.Integer(1)
+        rest, found = list(zip(self.infos[k].shape, self._local_axes(k), strict=True)), sympy.Integer(1)
         for size in piece.shape:
             joined = 1
             while joined < size and rest:

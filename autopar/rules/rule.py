@@ -44,6 +44,11 @@ class Call:
     operands: tuple[TensorInfo, ...]
     output: TensorInfo
 
+    @property
+    def key(self) -> object:
+        """Equal for calls that are alike, whatever their operands are called."""
+        return self.target, repr((self.args, self.kwargs)), self.operands, self.output
+
     def arg(self, index: int, name: str, default: Argument = None) -> Argument:
         """Argument by position or by name."""
         return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)

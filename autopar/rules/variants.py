@@ -54,18 +54,27 @@ def split_variants(bound: Bound, degree: int) -> list[Variant]:
 
 
 def _splits(bound: Bound, degree: int) -> Iterator[Variant]:
+    """Variants differ between degrees in their share, and in whether they are legal; all are for one rank."""
+    for one in variants(bound, 1) if degree != 1 else _splits_of_axes(bound):
+        if one.factor:
+            size = bound.factors[one.factor][one.axis][1]
+            if size % degree == 0 or may_be_uneven(bound, one.factor):
+                share = chunk(size, degree) / size
+                yield Variant(one.label, one.operands, one.output, share, one.factor, one.axis)
+
+
+def _splits_of_axes(bound: Bound) -> Iterator[Variant]:
     rule = bound.rule
     for factor, atoms in bound.factors.items():
         if factor in rule.whole:
             continue
         for axis, (_, size) in enumerate(atoms):
-            if not size or (size % degree and not may_be_uneven(bound, factor)):
+            if not size:
                 continue
             operands = tuple(_operand_type(bound, k, factor, axis) for k in range(len(rule.inputs)))
             where = bound.position(rule.output, factor, axis)
             output = S(*where) if where else (I if factor in rule.invariant else P)
-            share = chunk(size, degree) / size
-            yield Variant(f"{factor}.{axis}", operands, output, share, factor, axis)
+            yield Variant(f"{factor}.{axis}", operands, output, 1.0, factor, axis)
 
 
 def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]) -> bool:

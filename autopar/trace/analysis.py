@@ -63,6 +63,7 @@ class _Unifier:
         self.rules: list[dict[NodeName, tuple[Rule, dict[str, Variable]]]] = [{} for _ in program.blocks]
         self.calls: list[dict[NodeName, Call]] = [{} for _ in program.blocks]
         self.operands: list[dict[NodeName, tuple[NodeName, ...]]] = [{} for _ in program.blocks]
+        self.known: dict[object, Rule] = {}  # by call: many are alike
         self.atoms_of: dict[Variable, tuple[tuple[int, int], ...]] = {}
         self.dims_of: dict[tuple[Variable, ...], Dims] = {}
 
@@ -97,7 +98,7 @@ class _Unifier:
         call, operands = call_of(node)
         names = tuple(n.name for n in operands)
         values = [self.values[i][n] for n in names]
-        rule = rule_of(call)
+        rule = self.known.get(call.key) or self.known.setdefault(call.key, rule_of(call))
         factors = {f: self.axes.new(size) for f, size in rule.sizes.items()}
         if not self.bind(rule, factors, values, self.values[i][node.name]):
             rule = whole_rule(call)
