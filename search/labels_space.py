@@ -101,9 +101,11 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
         block = program.blocks[call.block]
         for port, argument in zip(block.ports, call.arguments, strict=True):
             if isinstance(argument, str) and port.role != "scalar":
+                link = call.block, port.name, argument
                 roles[argument] = str(port.role)
-                readers[call.block, port.name, argument] += 1
-                parent[find(argument)] = find(first.setdefault((call.block, port.name), argument))
+                readers[link] += 1
+                if readers[link] == 1:
+                    parent[find(argument)] = find(first.setdefault(link[:2], argument))
         for name, result in zip(block.outputs, call.results, strict=True):
             parent[find(result)] = find(first.setdefault((call.block, name), result))
     groups: dict[str, list[str]] = defaultdict(list)

@@ -40,7 +40,7 @@ class Form:
     def at(self, sizes: Sizes) -> int | None:
         """The number at these sizes, None where it is not whole."""
         sequence = sizes.sequence or 1
-        terms = [(p * sizes.batch**i * sequence**j, q) for p, q, i, j in self.terms]
+        terms: list[tuple[int, int]] = [(p * sizes.batch**i * sequence**j, q) for p, q, i, j in self.terms]
         if all(n % q == 0 for n, q in terms):
             return sum(n // q for n, q in terms)
         total = sum((Fraction(n, q) for n, q in terms), Fraction(0))
