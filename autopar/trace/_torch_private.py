@@ -177,6 +177,15 @@ def quick_export() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def as_exported() -> Iterator[None]:
+    """What is called in this context is told that it is being exported."""
+    from torch._export.utils import _compiling_state_context
+
+    with _compiling_state_context():
+        yield
+
+
 def pipeline_action(text: str) -> "PipelineAction | None":
     """An action of torch's pipeline schedules, as it prints: ``0F1``."""
     from torch.distributed.pipelining import schedules

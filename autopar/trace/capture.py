@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from autopar.errors import CaptureError
 from autopar.ir.program import PartOf
-from autopar.trace._torch_private import pytree, quick_export
+from autopar.trace._torch_private import as_exported, pytree, quick_export
 from autopar.trace.in_place import needs_decomposition
 from autopar.trace.index_lists import ListsAsSlices
 
@@ -269,6 +269,16 @@ def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
         "Make this code free of data-dependent control flow (use torch.where, or fixed shapes), and give "
         "custom operators a fake kernel (torch.library.register_fake)."
     ) from failed
+
+
+def run_on_meta(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, training: bool = True
+) -> None:
+    """Call a model as an export of it does. Raises whatever the model raises."""
+    args, kwargs = split_inputs(_on_meta(example_inputs))
+    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
+        warnings.simplefilter("ignore")
+        _Outputs(model, loss_fn)(*args, **kwargs)
 
 
 def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:

@@ -28,11 +28,13 @@ Layer = tuple[str, int]  # the path of a stack and a layer's number in it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A stack of layers: `like[n]` is the first layer that layer n is equal to; `kept` are those in front to keep."""
+    """A stack of layers: `like[n]` is a layer that layer n is equal to; `kept` are those in front to keep, of which the
+    last `period` is repeated where it is given."""
 
     path: str
     like: tuple[int, ...]
     kept: int
+    period: int = 0
 
 
 class _Differs(Exception):
@@ -41,7 +43,7 @@ class _Differs(Exception):
 
 def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
     """The stacks of a captured model of which less than half has to be kept, since it is captured twice."""
-    layers, modules = _nodes_of_layers(flat.graph), dict(model.named_modules())
+    layers, modules = nodes_of_layers(flat.graph), dict(model.named_modules())
     found = []
     for path in dict.fromkeys(stack for stack, _ in layers):
         own = modules[path]._modules if path in modules else {}  # a module conv1 is no layer of a stack
@@ -52,7 +54,7 @@ def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
         like: list[int] = []
         for n, name in enumerate(names):
             firsts = (m for m in dict.fromkeys(like) if texts[m] == texts[n])
-            like.append(next((m for m in firsts if _alike(own[names[m]], own[name], (m, n))), n))
+            like.append(next((m for m in firsts if alike(own[names[m]], own[name], (m, n))), n))
         kept = max(like, default=0) + 1
         if 2 * kept < len(like):
             found.append(Stack(path=path, like=tuple(like), kept=kept))
@@ -95,7 +97,7 @@ def with_fewer_layers(
     return None
 
 
-def _nodes_of_layers(graph: fx.Graph) -> dict[Layer, list[fx.Node]]:
+def nodes_of_layers(graph: fx.Graph) -> dict[Layer, list[fx.Node]]:
     found: dict[Layer, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         layer = _layer_of(node)
@@ -127,7 +129,7 @@ def _text(nodes: Sequence[fx.Node], path: str) -> str:
     )
 
 
-def _alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
+def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
     """Whether two values are equal as attributes of layers of these numbers, in which a layer may have its own."""
     if a is b:
         return True
@@ -138,13 +140,13 @@ def _alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
     if isinstance(a, torch.Tensor):
         return (a.shape, a.dtype, a.requires_grad, a.device) == (b.shape, b.dtype, b.requires_grad, b.device)
     if isinstance(a, nn.Module):
-        return _alike(vars(a), vars(b), numbers)
+        return alike(vars(a), vars(b), numbers)
     if isinstance(a, Mapping):
-        return list(a) == list(b) and all(_alike(a[key], b[key], numbers) for key in a)
+        return list(a) == list(b) and all(alike(a[key], b[key], numbers) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(_alike(x, y, numbers) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(alike(x, y, numbers) for x, y in zip(a, b, strict=True))
     if isinstance(a, functools.partial):
-        return _alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), numbers)
+        return alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), numbers)
     return isinstance(a, (str, float, complex, bytes, set, frozenset, torch.dtype, torch.device)) and a == b
 
 
@@ -154,7 +156,7 @@ class _Writing:
     def __init__(self, flat: Flat, fewer: Flat, stacks: Sequence[Stack]) -> None:
         self.flat, self.fewer = flat, fewer
         self.stacks = {stack.path: stack for stack in stacks}
-        self.layers = _nodes_of_layers(flat.graph)
+        self.layers = nodes_of_layers(flat.graph)
         self.layer = {node: layer for layer, nodes in self.layers.items() for node in nodes}
         self.position = {node: index for nodes in self.layers.values() for index, node in enumerate(nodes)}
         self.twin: dict[fx.Node, fx.Node] = {}

@@ -1,5 +1,6 @@
 """`trace`: module and example inputs to a folded, analysed `Program`."""
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,13 +32,15 @@ from autopar.trace.constants import (
     merge_equal,
     recognise_causal,
 )
-from autopar.trace.fewer_layers import layers_to_take_out, with_fewer_layers
+from autopar.trace.fewer_layers import Stack, layers_to_take_out, with_fewer_layers, without_layers
 from autopar.trace.forms import Sizes
 from autopar.trace.micro_batches import loss_over_micro_batches
 from autopar.trace.nodes import operator_name, output_nodes
 from autopar.trace.normalize import normalise, remove_dead
 from autopar.trace.packings import split_packings
+from autopar.trace.repeated_layers import with_all_layers
 from autopar.trace.shared_axes import axes_of, with_note_on_axes
+from autopar.trace.watched_layers import watched_stacks
 
 aten = torch.ops.aten
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
@@ -93,9 +96,9 @@ def trace_twice(
     sizes = batch_and_sequence(named)
     first = (batch or sizes[0], sizes[1])
     big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *first))
-    flat = _captured(model, big, loss_fn, training)
+    flat, stacks = _first_capture(model, big, loss_fn, training)
     wanted = _small_sizes(named, sizes, first[0])
-    small, sequence_varies = _small_capture(model, example_inputs, sizes, wanted, flat, big, loss_fn, training)
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, wanted, flat, stacks, big, loss_fn, training)
     causal: frozenset[str] = frozenset()
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
@@ -139,7 +142,7 @@ def with_same_sequence(
     sizes = batch_and_sequence(named)
     at = twice.small_sizes.batch, twice.sizes.sequence
     inputs = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *at))
-    flat = _captured(model, inputs, loss_fn, training)
+    flat, _ = _first_capture(model, inputs, loss_fn, training)
     make_causal(flat.graph, twice.causal)  # what the small masks have shown
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
@@ -217,8 +220,25 @@ def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequenc
     return tuple(shape)
 
 
+def _first_capture(
+    model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool
+) -> tuple[Flat, tuple[Stack, ...]]:
+    """A capture of the whole model; where only some of the layers were exported for it, with the stacks of these."""
+    stacks = watched_stacks(model, inputs, loss_fn, training=training)
+    if stacks:
+        flat = None
+        with contextlib.suppress(CaptureError), without_layers(model, stacks):
+            flat = with_all_layers(capture_flat(model, inputs, loss_fn, training=training), stacks)
+        if flat is not None:
+            return _normalised(model, flat), stacks
+    return _captured(model, inputs, loss_fn, training), ()
+
+
 def _captured(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Flat:
-    flat = capture_flat(model, inputs, loss_fn, training=training)
+    return _normalised(model, capture_flat(model, inputs, loss_fn, training=training))
+
+
+def _normalised(model: nn.Module, flat: Flat) -> Flat:
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
@@ -232,12 +252,13 @@ def _small_capture(
     sizes: tuple[int, int | None],
     small: tuple[int, int | None],
     flat: Flat,
+    stacks: Sequence[Stack],
     big: Inputs,
     loss_fn: LossFunction | None,
     training: bool,
 ) -> tuple[Flat | None, bool]:
     """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
-    stacks = layers_to_take_out(model, flat, lambda: _captured(model, big, loss_fn, training))
+    stacks = stacks or layers_to_take_out(model, flat, lambda: _captured(model, big, loss_fn, training))
     for sequence in (small[1], sizes[1]):
         shapes = (small[0], sequence)
         resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
