@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,21 @@ _LIBRARIES = ("torch", "transformers")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedModel:
-    """A model captured for any batch. `local_batch` is that of a factory's own inputs, None for others."""
+    """A model captured for any batch. `local_batch` is that of a factory's own inputs, None for others.
+
+    `digest` is a hash of the capture's record, None of a factory's and where there is no record. A kept capture is read
+    by `read` when it is first asked for, which imports torch.
+    """
 
     name: str
-    capture: Capture
+    digest: str | None
+    read: Callable[[], Capture]
     local_batch: int | None
     notes: tuple[str, ...]
+
+    @cached_property
+    def capture(self) -> Capture:
+        return self.read()
 
 
 def cache_folder() -> Path:
@@ -91,15 +101,19 @@ def captured_model(
     path = None if folder is None else folder / f"{_key(config, asked)}.json"
     noted: tuple[str, ...] = ()
     if path is not None and path.exists():
-        from autopar.trace.capture_file import load_capture
+        from autopar.trace.capture_file import open_capture
 
         try:
-            kept, header = load_capture(path)
+            header, read = open_capture(path)
         except InputError as error:
             noted = (f"captured anew: {error}",)
         else:
             used(path)
-            return CapturedModel(name=name, capture=replace(kept, again=again), local_batch=None, notes=header.notes)
+
+            def kept() -> Capture:
+                return replace(read(), again=again)
+
+            return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
     made = _captured_now(build(CAPTURED_BATCH), CAPTURED_BATCH, training)
     if path is not None and made.capture.record is not None:
         noted += _kept(made, path, {"model": name, **{k: str(v) for k, v in asked.items() if v is not None}})
@@ -109,12 +123,15 @@ def captured_model(
 def _captured_now(found: ResolvedModel, batch: int | None, training: bool) -> CapturedModel:
     from autopar.trace.any_size import capture
     from autopar.trace.capture import input_names
+    from autopar.trace.capture_file import digest_of
     from autopar.trace.trace import batch_and_sequence
 
     local_batch, _ = batch_and_sequence(input_names(found.model, found.example_inputs))
     made = capture(found.model, found.example_inputs, batch=batch, training=training)
-    own = local_batch if found.kind == "factory" else None
-    return CapturedModel(name=found.name, capture=made, local_batch=own, notes=found.notes)
+    from_factory = found.kind == "factory"
+    digest = None if from_factory or made.record is None else digest_of(made.record)
+    own = local_batch if from_factory else None
+    return CapturedModel(name=found.name, digest=digest, read=lambda: made, local_batch=own, notes=found.notes)
 
 
 def _kept(made: CapturedModel, path: Path, about: dict[str, str]) -> tuple[str, ...]:

@@ -1,27 +1,38 @@
 """What candidates are priced on: the cluster as a machine under a profile and a precision, with autopar's engine."""
 
-from autopar.cost_model.cluster_machine import cluster_machine
+from typing import TYPE_CHECKING
+
+from autopar.cost_model.cluster_machine import ClusterMachine, cluster_machine
 from autopar.cost_model.device_profile import DeviceProfile
 from autopar.cost_model.engine import engine_named
 from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.pricing import ranks_per_core
 from autopar.ir.cluster import ClusterSpec
-from autopar.search.pinned import Pinned
-from autopar.search.screen import Machinery
+
+if TYPE_CHECKING:
+    from autopar.search.pinned import Pinned
+    from autopar.search.screen import Machinery
 
 ENGINE = "autopar"
 
 
-def machinery_of(
-    cluster: ClusterSpec, profile: DeviceProfile | None, precision: str, pinned: Pinned | None = None
-) -> Machinery:
+def machine_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: str) -> ClusterMachine:
     """Raises `InputError` where the precision is unknown or the cluster's devices do not have it."""
-    engine, constants = engine_named(ENGINE), mechanisms()
-    machine = cluster_machine(cluster, engine, constants, precision=precision, profile=profile)
+    return cluster_machine(cluster, engine_named(ENGINE), mechanisms(), precision=precision, profile=profile)
+
+
+def machinery_of(
+    cluster: ClusterSpec, profile: DeviceProfile | None, precision: str, pinned: "Pinned | None" = None
+) -> "Machinery":
+    """The machine of `machine_of` and what else candidates are priced with; raises as it does."""
+    from autopar.cost_model.pricing import ranks_per_core
+    from autopar.search.pinned import Pinned
+    from autopar.search.screen import Machinery
+
+    machine = machine_of(cluster, profile, precision)
     return Machinery(
         machine=machine,
-        engine=engine,
-        mechanisms=constants,
+        engine=engine_named(ENGINE),
+        mechanisms=mechanisms(),
         precision=precision,
         ranks_per_core=ranks_per_core(machine, cluster),
         pinned=pinned or Pinned(),

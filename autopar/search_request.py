@@ -16,6 +16,7 @@ from autopar.search.space import wishes
 from autopar.search.study import study_place
 
 if TYPE_CHECKING:
+    from autopar.cost_model.cluster_machine import ClusterMachine
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.program import Program
     from autopar.search.screen import Machinery
@@ -89,23 +90,28 @@ def question_of(
     asked: SearchRequest, program: "Program", cluster: "ClusterSpec", on: "Machinery", name: str
 ) -> dict[str, str | int]:
     """What a study answers, as its attributes: all that prices and candidates depend on."""
+    about = question_about(asked, cluster, on.machine, on.precision, name)
+    return about | {"engine": on.engine.name, "fingerprint": program.fingerprint, "sequence": program.sequence or 1}
+
+
+def question_about(
+    asked: SearchRequest, cluster: "ClusterSpec", machine: "ClusterMachine", precision: str, name: str
+) -> dict[str, str | int]:
+    """The part of `question_of` that can be said without the program."""
     wanted = wishes(asked.fix, asked.forbid)
 
     def words(given: Mapping[str, tuple[int | str, ...]]) -> str:
         return json.dumps({word: sorted(map(str, values)) for word, values in given.items()}, sort_keys=True)
 
-    profile = repr(replace(on.machine, assumptions=()))  # those of a profile's age change from day to day
+    profile = repr(replace(machine, assumptions=()))  # those of a profile's age change from day to day
     return {
         "autopar": __version__,
         "model": name,
-        "fingerprint": program.fingerprint,
         "cluster": cluster.name,
         "cluster_sha256": _sha256(json.dumps(cluster.to_dict(), sort_keys=True)),
-        "engine": on.engine.name,
-        "precision": on.precision,
-        "profile": on.machine.profile.name,
+        "precision": precision,
+        "profile": machine.profile.name,
         "profile_sha256": _sha256(profile),
-        "sequence": program.sequence or 1,
         "batch": f"global {asked.global_batch}" if asked.local_batch is None else f"local {asked.local_batch}",
         "objective": asked.objective,
         "fix": words(wanted.fix),

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 import autopar.plan_cache as plan_cache
-from autopar.capture_cache import captured_model
+from autopar.capture_cache import CapturedModel, captured_model
 from autopar.ir.cluster import ClusterSpec
 from autopar.kept_files import drop_oldest
 from autopar.plan_cache import kept_search
 from autopar.search.result import SearchResult
 from autopar.search_request import SearchRequest
-from autopar.trace.any_size import Capture
 
 pytest.importorskip("transformers")
 CLUSTER = ClusterSpec.preset("4xh100")
@@ -23,16 +22,18 @@ ASKED = SearchRequest(global_batch=8, fix={"pp": 1}, precision="bf16", trials=0)
 
 
 @pytest.fixture(scope="module")
-def captured() -> Capture:
-    return captured_model("gpt2", folder=None, layers=2, hidden=64, seq_len=16, dtype="bfloat16").capture
+def captured() -> CapturedModel:
+    return captured_model("gpt2", folder=None, layers=2, hidden=64, seq_len=16, dtype="bfloat16")
 
 
-def kept(folder: Path, captured: Capture, asked: SearchRequest = ASKED, cluster: ClusterSpec = CLUSTER) -> SearchResult:
-    return kept_search(folder, captured, cluster, asked, name="gpt2", say=lambda _: None)
+def kept(
+    folder: Path, captured: CapturedModel, asked: SearchRequest = ASKED, cluster: ClusterSpec = CLUSTER
+) -> SearchResult:
+    return kept_search(folder, captured, cluster, asked, say=lambda _: None)
 
 
 def test_an_equal_question_is_not_searched_again(
-    captured: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    captured: CapturedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = kept(tmp_path, captured)
     assert len(list((tmp_path / "plans").iterdir())) == 1
@@ -65,7 +66,7 @@ def test_an_equal_question_is_not_searched_again(
         kept(tmp_path, captured)
 
 
-def test_a_damaged_file_is_written_anew(captured: Capture, tmp_path: Path) -> None:
+def test_a_damaged_file_is_written_anew(captured: CapturedModel, tmp_path: Path) -> None:
     first = kept(tmp_path, captured)
     file = next((tmp_path / "plans").iterdir())
     for damaged in ("{", '{"kind": "other"}', file.read_text()[:-100]):
@@ -85,6 +86,6 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"new.json", "middle.json", "other.txt"}
 
 
-def test_a_folder_that_cannot_be_written_does_no_harm(captured: Capture, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_does_no_harm(captured: CapturedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert kept(tmp_path / "file" / "plans", captured).plan is not None

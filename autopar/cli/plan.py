@@ -136,7 +136,7 @@ def _searched(
     if captured.local_batch is None:
         from autopar.plan_cache import kept_search
 
-        return kept_search(cache_folder(), captured.capture, cluster, asked, name=captured.name, say=say)
+        return kept_search(cache_folder(), captured, cluster, asked, say=say)
     from autopar.searching import search_captured
 
     return search_captured(captured.capture, cluster, asked, name=captured.name, say=say)

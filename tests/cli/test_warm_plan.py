@@ -53,3 +53,10 @@ def test_from_a_kept_capture(tmp_path: Path, options: tuple[str, ...], unwanted:
     assert first == "imported autopar.search.labels autopar.trace.trace transformers"
     shutil.rmtree(tmp_path / "plans")
     assert imported(tmp_path, unwanted, *options) == "imported"
+
+
+def test_from_a_kept_search(tmp_path: Path) -> None:
+    options = ("--fix", "pp=1")
+    assert imported(tmp_path, ("torch",), *options) == "imported torch"
+    unwanted = (*SLOW, "torch", "scipy", "optuna", "autopar.searching", "autopar.planning", "autopar.trace.captured")
+    assert imported(tmp_path, unwanted, *options) == "imported"
