@@ -14,6 +14,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 ROUNDING = 1e-9  # of a price: bounds above it by less are not below it
 AHEAD = 24
+LEAST_AHEAD = 8  # several cost little more together than the first one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +68,15 @@ def best_first(
     left = bounds.copy()
     found: list[Exact] = []
     best = np.inf
-    told = set(first)
+    is_told = np.zeros(len(bounds), dtype=bool)
+    is_told[list(first)] = True
     ahead(list(first))
 
     def take(index: int) -> None:
         nonlocal best, left
-        if index not in told:
-            likely = _likely(left, classes, best)
-            told.update(likely, (index,))
+        if not is_told[index]:
+            likely = _likely(np.where(is_told, np.inf, left), classes, best)
+            is_told[[*likely, index]] = True
             ahead(likely)
         value = price(index)
         found.append(Exact(index=index, value=value))
@@ -109,8 +111,9 @@ def _smallest(left: Floats, ties: Floats | None) -> int:
 
 
 def _likely(left: Floats, classes: Integers, best: float) -> list[int]:
-    """The first of each class that is below the best price, from the smallest bound on."""
+    """The first of each class that is below the best price, from the smallest bound on; others where those are few."""
     below = np.flatnonzero(left < best)
     order = below[np.argsort(left[below], kind="stable")]
     first = np.sort(np.unique(classes[order], return_index=True)[1])
-    return [int(index) for index in order[first][:AHEAD]]
+    likely = [*order[first][:AHEAD], *order[:LEAST_AHEAD]]
+    return [int(index) for index in dict.fromkeys(likely)][: max(len(first), LEAST_AHEAD)][:AHEAD]

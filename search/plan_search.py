@@ -71,7 +71,8 @@ class Searched:
     @property
     def index_of_best(self) -> int | None:
         """The candidate that the best plan is; None where that has stages of its own or keeps what it gathers."""
-        return next((index for index, one in self.exact.items() if one is self.best), None)
+        best = self.best
+        return next((index for index, one in self.exact.items() if one is best), None)
 
 
 def search_degrees(

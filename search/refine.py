@@ -91,12 +91,17 @@ def refine(
     those that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
     """
     study, choices = _study(place, starts)
-    found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of, place is not None)
-    found.enqueue()
+    found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
     every = [(one, variation) for one in starts for variation in one.variations]
-    if len(every) <= trials:
+    all_are_tried = len(every) <= trials
+    sources = {(one.text, NONE): f"enqueued: {one.name}" for one in starts if one.name}
+    if all_are_tried:
         ahead([(one.index, moved) for one, (_, moved) in every])
-        found.enumerate([variation for _, variation in every])
+        sources |= {variation: "enumerated" for _, variation in every if variation not in sources}
+    if all_are_tried and place is None:
+        found.add(sources, goes_on)
+        return found.result()
+    found.enqueue(sources, is_shared=place is not None)
     most = min(trials, len(every))
     while goes_on() and not found.is_spent(most):
         found.one_trial(seed, most)
@@ -123,7 +128,6 @@ class _Refining:
         value: Callable[["Priced"], float],
         capacity_bytes: float,
         index_of: Callable[[str], int] | None,
-        is_shared: bool,
     ) -> None:
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
@@ -136,30 +140,38 @@ class _Refining:
             "out_of_first": moves,
             "out_of_last": moves,
         }
-        self.choices, self.is_shared = set(choices), is_shared
-        self.enqueued: set[Variation] = set()
+        self.choices = set(choices)
         self.before = {one.number for one in study.get_trials(deepcopy=False) if one.state.is_finished()}
         self.own: dict[int, Priced] = {}
         self.mine: set[int] = set()
 
-    def enqueue(self) -> None:
-        """What has a name is tried as it is, once in a study."""
-        for one in self.starts:
-            if one.name:
-                self._enqueue((one.text, NONE), f"enqueued: {one.name}")
+    def enqueue(self, sources: Mapping[Variation, str], *, is_shared: bool) -> None:
+        """These variations are tried before a sampler chooses, each once in a study."""
+        for wanted, source in sources.items():
+            if wanted[0] in self.choices:
+                # slow, and needed where others may have enqueued it
+                attributes = {SOURCE: source}
+                self.study.enqueue_trial(_params(wanted), user_attrs=attributes, skip_if_exists=is_shared)
 
-    def enumerate(self, every: Sequence[Variation]) -> None:
-        """Every variation is tried, once in a study."""
-        for one in every:
-            self._enqueue(one, "enumerated")
+    def add(self, sources: Mapping[Variation, str], goes_on: Callable[[], bool]) -> None:
+        """Price these variations while `goes_on`. Nothing is left to choose, and to ask a study of one's own for trials
+        takes longer than to price them."""
+        import optuna
 
-    def _enqueue(self, wanted: Variation, source: str) -> None:
-        text, moved = wanted
-        if text in self.choices and wanted not in self.enqueued:
-            self.enqueued.add(wanted)
-            params = {"candidate": text, "out_of_first": moved[0], "out_of_last": moved[1]}
-            # slow, and needed where others may have enqueued it
-            self.study.enqueue_trial(params, user_attrs={SOURCE: source}, skip_if_exists=self.is_shared)
+        for number, (wanted, source) in enumerate(sources.items()):
+            if not goes_on():
+                break
+            one = self.price(self.index(wanted[0]), wanted[1])
+            trial = optuna.trial.create_trial(
+                params=_params(wanted),
+                distributions=self.space,
+                value=self.value(one),
+                user_attrs={SOURCE: source},
+                constraints={MISSING: one.needed_bytes - self.capacity_bytes},
+            )
+            self.study.add_trial(trial)
+            self.own[number] = one
+            self.mine.add(number)
 
     def is_spent(self, trials: int) -> bool:
         """Whether as many different variations were told or are being priced; samplers may repeat theirs."""
@@ -227,6 +239,11 @@ class _Refining:
             state=one.state.name.lower(),
             source=source,
         )
+
+
+def _params(wanted: Variation) -> dict[str, Any]:
+    text, moved = wanted
+    return {"candidate": text, "out_of_first": moved[0], "out_of_last": moved[1]}
 
 
 def _counts(one: "optuna.trial.FrozenTrial") -> bool:
