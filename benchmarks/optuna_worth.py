@@ -3,8 +3,9 @@
 At equal numbers of prices, 20 seeds each: TPE as `autopar.search.refine` uses it, random sampling, and screening alone.
 Over two spaces:
 
-    refining     the nearly best candidates of a search and blocks moved out of end stages (every point is priced
-                 beforehand, so that regret is exact); screening alone is the best candidate as it is
+    refining     the nearly best candidates of a search and blocks moved out of end stages, with recomputation by stage
+                 (the search prices every point, so that regret is exact); screening alone is the best candidate as
+                 it is
     whole        every combination of degrees, micro-batch, ZeRO stage and schedule, without bounds: Optuna samples each
                  word and is told what is no candidate; random draws among legal candidates; screening prices the
                  baselines and then the smallest bound first, as the search does
@@ -25,18 +26,34 @@ import numpy as np
 import optuna
 from search_problem import Problem
 
-from autopar.search.exact import Cut, Priced, priced
-from autopar.search.next_best import raised_seconds
+from autopar.ir.rank_order import ORDERS
+from autopar.search.exact import Priced, priced
 from autopar.search.plan_search import Searched, search_degrees
 from autopar.search.refine import MISSING, MOST_MOVED, STARTUP
 from autopar.search.space import NAMES, Candidates, Wishes, candidates, wishes
-from autopar.search.starts import starts_of
 
 SEEDS = 20
 REFINING_TRIALS, WHOLE_TRIALS = 40, 150
 CAP = 10.0
 SHOWN = (1, 10, 20, 30, 40, 80, 150)
+EVERY = 10_000  # trials: more than there are variations, so that all are priced
 LEGAL_ASKS = 20  # times more than trials that a sampler may name what is no candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a point costs, and by how many bytes it misses: none or less where it fits."""
+
+    seconds: float
+    missing_bytes: float
+
+    @classmethod
+    def of(cls, one: Priced, capacity_bytes: float) -> "Price":
+        return cls(seconds=one.seconds, missing_bytes=one.needed_bytes - capacity_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +76,7 @@ REFINING = (
     case("llama3-70b", "64xh100", 8192, 64, layers=30, pp=(8, 16)),
     case("llama3-8b", "64xv100-32gb", 8192, 128, pp=(4, 8)),
     case("gpt3-175b", "256xa100-80gb", 2048, 512),
+    case("llama3-70b", "64xa100-40gb", 4096, 512),
 )
 WHOLE = (case("llama3-8b", "64xv100-32gb", 8192, 128), case("gpt3-175b", "256xa100-80gb", 2048, 512))
 
@@ -79,48 +97,38 @@ def main(out: Path, chart: Path) -> None:
     draw(found, chart)
 
 
-def searched(one: Case, wanted: Wishes) -> Searched:
+def searched(one: Case, wanted: Wishes, trials: int = 0) -> Searched:
     problem = one.problem
-    return search_degrees(problem.works, problem.spec, problem.limits, wanted, problem.on, most_exact=2000)
+    limits = problem.limits
+    return search_degrees(problem.works, problem.spec, limits, wanted, problem.on, most_exact=2000, trials=trials)
 
 
 def refining(one: Case) -> dict[str, Curve]:
     """Median regret by trials of each way over the refinement's points."""
-    problem = one.problem
-    found = searched(one, wishes(one.fix))
+    found = searched(one, wishes(one.fix), trials=EVERY)
     assert found.proof.best is not None
-    exact = {index: price.seconds if price.fits else np.inf for index, price in found.exact.items()}
-    best = found.proof.best.index
-    bounds = np.where(np.isin(found.candidates.tp, found.labelled), raised_seconds(found), np.inf)
-    bounds[list(exact)] = list(exact.values())
-    starts = starts_of(found.candidates, bounds, lambda ones: values(found, ones), best, found.baselines)
-    moves = range(-MOST_MOVED, MOST_MOVED + 1)
-    prices: dict[Point, Priced] = {}
-    for start in starts:
-        degrees = found.candidates.degrees(start.index)
-        works = problem.works(degrees.tp)
-        for moved in ((a, b) for a in moves for b in moves):
-            seen = prices.get((start.text, 0, 0)) if not start.is_varied else None
-            point = (start.text, *moved)
-            prices[point] = seen or priced(works, degrees, problem.spec, problem.on, cut=Cut(*moved, by_stage=True))
+    prices: dict[Point, Price] = {}
+    named: list[Point] = []
+    for trial in found.refined.trials:
+        assert trial.value is not None and trial.missing_bytes is not None
+        point = tuple(trial.params[name] for name in ("candidate", "out_of_first", "out_of_last"))
+        prices[point] = Price(seconds=trial.value, missing_bytes=trial.missing_bytes)
+        if trial.source.startswith("enqueued"):
+            named.append(point)
     space = {
-        "candidate": optuna.distributions.CategoricalDistribution([start.text for start in starts]),
+        "candidate": optuna.distributions.CategoricalDistribution(list(dict.fromkeys(point[0] for point in prices))),
         "out_of_first": optuna.distributions.IntDistribution(-MOST_MOVED, MOST_MOVED),
         "out_of_last": optuna.distributions.IntDistribution(-MOST_MOVED, MOST_MOVED),
     }
-    named: list[Point] = [(start.text, 0, 0) for start in starts if start.name]
     optimum = min(price.seconds for price in prices.values() if price.fits)
-    capacity = problem.on.capacity_bytes
+
+    def price(point: Point) -> Price:
+        return prices.get(point) or prices[point[0], 0, 0]  # what is no pipeline has no blocks to move
 
     def sampled(sampler: optuna.samplers.BaseSampler) -> Curve:
-        return curve(sampler, space, lambda point: prices[point], named, optimum, capacity, REFINING_TRIALS)
+        return curve(sampler, space, price, named, optimum, REFINING_TRIALS)
 
-    return over_seeds(sampled) | {"screening alone": [exact[best] / optimum - 1] * REFINING_TRIALS}
-
-
-def values(found: Searched, indices: Sequence[int]) -> list[float]:
-    """Exact seconds of candidates, as the search prices those that it might vary."""
-    return [found.together.priced(index).seconds for index in indices]
+    return over_seeds(sampled) | {"screening alone": [found.proof.best.value / optimum - 1] * REFINING_TRIALS}
 
 
 def whole(one: Case) -> dict[str, Curve]:
@@ -129,14 +137,15 @@ def whole(one: Case) -> dict[str, Curve]:
     every = candidates(problem.limits, wanted)
     found = searched(one, wanted)
     assert found.proof.best is not None
-    known = dict(found.exact)
-    in_order = list(found.exact.values())[:WHOLE_TRIALS]  # baselines, then the smallest bound first
-    optimum, capacity = found.proof.best.value, problem.on.capacity_bytes
+    capacity = problem.on.capacity_bytes
+    known = {index: Price.of(price, capacity) for index, price in found.exact.items()}
+    in_order = list(known.values())[:WHOLE_TRIALS]  # baselines, then the smallest bound first
+    optimum = found.proof.best.value
 
-    def price(index: int) -> Priced:
+    def price(index: int) -> Price:
         if index not in known:
             degrees = every.degrees(index)
-            known[index] = priced(problem.works(degrees.tp), degrees, problem.spec, problem.on)
+            known[index] = Price.of(priced(problem.works(degrees.tp), degrees, problem.spec, problem.on), capacity)
         return known[index]
 
     columns = words(every)
@@ -147,10 +156,10 @@ def whole(one: Case) -> dict[str, Curve]:
     }
 
     def sampled(sampler: optuna.samplers.BaseSampler) -> Curve:
-        def priced_at(point: Point) -> Priced | None:
+        def priced_at(point: Point) -> Price | None:
             return price(place[point]) if point in place else None
 
-        return curve(sampler, space, priced_at, [], optimum, capacity, WHOLE_TRIALS)
+        return curve(sampler, space, priced_at, [], optimum, WHOLE_TRIALS)
 
     def drawn(seed: int) -> Curve:
         order = np.random.default_rng(seed).permutation(len(every))[:WHOLE_TRIALS]
@@ -169,6 +178,7 @@ def words(found: Candidates) -> dict[str, list[Any]]:
         "tp": found.tp.tolist(),
         "pp": found.pp.tolist(),
         "dp_shard": found.dp_shard.tolist(),
+        "order": [ORDERS[position] for position in found.order.tolist()],
         "zero": found.zero.tolist(),
         "micro_batch": found.micro_batch.tolist(),
         "schedule": [NAMES[position] for position in found.schedule.tolist()],
@@ -179,24 +189,23 @@ def words(found: Candidates) -> dict[str, list[Any]]:
 def curve(
     sampler: optuna.samplers.BaseSampler,
     space: dict[str, Any],
-    price: Callable[[Any], Priced | None],
+    price: Callable[[Any], Price | None],
     first: Sequence[Point],
     optimum: float,
-    capacity: float,
     trials: int,
 ) -> Curve:
     """Regret after each price; what is no candidate is told as such and costs none."""
     study = optuna.create_study(sampler=sampler)
     for point in first:
         study.enqueue_trial(dict(zip(space, point, strict=True)))
-    found: list[Priced] = []
+    found: list[Price] = []
     for _ in range(LEGAL_ASKS * trials):
         trial = study.ask(space)
         one = price(tuple(trial.params[name] for name in space))
         if one is None:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             continue
-        trial.set_constraint(MISSING, one.needed_bytes - capacity)
+        trial.set_constraint(MISSING, one.missing_bytes)
         study.tell(trial, one.seconds)
         found.append(one)
         if len(found) == trials:
@@ -205,7 +214,7 @@ def curve(
     return regret + [regret[-1] if regret else CAP] * (trials - len(regret))
 
 
-def so_far(found: Sequence[Priced], optimum: float) -> Curve:
+def so_far(found: Sequence[Price], optimum: float) -> Curve:
     values = [one.seconds if one.fits else np.inf for one in found]
     return [min(CAP, float(value) / optimum - 1) for value in np.minimum.accumulate(values)]
 
