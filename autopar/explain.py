@@ -145,7 +145,7 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
     kept = [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in uses)]
     generated = generate(
         analysis, block, index, plan.blocks[index], plan.mesh,
-        keep=kept, regather=plan.regather, fuse=plan.fuses_gathers,
+        keep=kept, regather=plan.regather, fuse=True,
     )  # fmt: skip
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
     for dim, when, collective, size in _sends(generated.graph, analysis, plan, index):

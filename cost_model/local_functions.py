@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autopar.cost_model.collectives import Collective, sent_bytes
+from autopar.trace._torch_private import wanted_gradients
 from autopar.trace.local_graph import GATHER_LINEAR, KEPT_GATHER_LINEAR, NAMES
 
 aten = torch.ops.aten
@@ -203,10 +204,12 @@ class _GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         kept, *weights = ctx.saved_tensors
         mesh, dim, again = ctx.where
-        whole = _all_gather(kept, mesh, dim, 0) if again else kept
-        into_x = torch.empty_like(whole)
-        given = [weight if weight is None else torch.empty_like(weight) for weight in weights]
-        return _reduce_scatter(into_x, mesh, dim, 0), None, None, None, *given
+        into_x, *into = wanted_gradients(ctx)
+        into = into[3:]
+        _whole = _all_gather(kept, mesh, dim, 0) if again and any(into) else kept  # there beside the gradients
+        given = [torch.empty_like(weight) if wanted else None for weight, wanted in zip(weights, into, strict=True)]
+        summed = _reduce_scatter(grads[0] @ weights[0], mesh, dim, 0) if into_x else None
+        return summed, None, None, None, *given
 
 
 def gather_linear(x: torch.Tensor, mesh: PricedDim, dim: int, *weights: torch.Tensor | None) -> tuple[Any, ...]:

@@ -101,7 +101,7 @@ class _Run:
                 device=self.device,
                 keep=keep,
                 regather=self.plan.regather,
-                fuse=self.plan.fuses_gathers,
+                fuse=True,
             )
             for node in made.graph.nodes:
                 if node.target is torch.ops.aten.dropout.default:

@@ -137,7 +137,7 @@ def saved_peak(setting: Setting, runs: Mapping[int, StageRun]) -> int:
             live -= run.saved_bytes
         elif setting.splits_backward(stage):
             live -= run.kept_bytes if action.kind == "W" else run.saved_bytes - run.kept_bytes
-        elif (action.kind == "W") == separates(setting.program, stage):  # in one: the first stage last, others first
+        elif (action.kind == "W") == separates(setting.program, stage, setting.recomputed):  # in one: the first stage last, others first
             live -= run.saved_bytes
         most = max(most, live)
     return most

@@ -78,4 +78,4 @@ class Setting:
         """Whether a stage runs backward passes in two parts, for what it received and for its weights."""
         degrees = self.plan.degrees
         has_parts = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
-        return has_parts and stage.index > 0 and separates(self.program, stage)
+        return has_parts and stage.index > 0 and separates(self.program, stage, self.recomputed)

@@ -95,7 +95,7 @@ class Compiled:
             device=str(self.device),
             keep=keep,
             regather=self.plan.regather,
-            fuse=self.plan.fuses_gathers,
+            fuse=True,
         )
         if outputs:
             use_running_statistics(generated.graph)

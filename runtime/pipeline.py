@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import Action, actions
-from autopar.ir.stages import Stage, separates
+from autopar.ir.stages import Stage, recomputed_calls, separates
 from autopar.runtime import zero
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.mesh import MeshDim
@@ -174,6 +174,7 @@ class Pipeline:
             else _there_and_back(degrees)
         )
         device = compiled.device
+        recomputed = recomputed_calls(compiled.program, degrees, stages)
         self._torch_stages = []
         for number in sorted(modules):
             stage = stages[number]
@@ -189,7 +190,7 @@ class Pipeline:
                 output_args=_metas(compiled, sent),
                 group=pipeline.group,
                 degrees=degrees,
-                separates=separates(compiled.program, stage),
+                separates=separates(compiled.program, stage, recomputed),
             )
             self._torch_stages.append(made)
         loss_fn = _same if trains else None

@@ -141,13 +141,6 @@ class Plan:
     def mesh(self) -> Mesh:
         return self.degrees.mesh
 
-    @property
-    def fuses_gathers(self) -> bool:
-        """Whether a gather and its products are one function, whose backward pass sends beside products. One that runs
-        in parts would send in both of them, which is worth it only to gather again."""
-        degrees = self.degrees
-        return self.regather or degrees.pp == 1 or not SCHEDULES[degrees.schedule].splits_backward
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         data = asdict(self)

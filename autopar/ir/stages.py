@@ -4,7 +4,7 @@ A value that a later stage uses is sent from stage to stage until the last one t
 says so, computed anew from the inputs by every stage that uses it: masks and position tables cost less than a message.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -241,8 +241,9 @@ def _check_buffers(program: Program, stages: Sequence[Stage]) -> None:
                     )
 
 
-def separates(program: Program, stage: Stage) -> bool:
-    """Whether torch can run a stage's backward pass in two parts, for what it received and for its weights.
+def separates(program: Program, stage: Stage, recomputed: Collection[int]) -> bool:
+    """Whether a stage's backward pass runs in two parts, for what it received and for its weights; `recomputed` are the
+    calls that are computed again, which torch would do in the first part and once more for every weight in the second.
 
     It finds the weights' part from where each weight meets what was received, and runs every such part once: a weight
     that is used twice, or whose products are used without having met it, is not found or run twice. What no gradient
@@ -250,6 +251,8 @@ def separates(program: Program, stage: Stage) -> bool:
     """
     if not stage.index:
         return True  # receives nothing: its backward pass is one part anyway
+    if not set(stage.calls).isdisjoint(recomputed):
+        return False
     seen: set[str] = set()
     reached = set(stage.receives)
     for i in stage.calls:

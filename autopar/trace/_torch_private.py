@@ -158,6 +158,22 @@ def backward_of_weights(weights: Sequence[Any], rest: Any) -> None:
     _backward.stage_backward_weight(iter(weights), rest)
 
 
+def wanted_gradients(ctx: Any) -> list[bool]:
+    """Which arguments' gradients a backward pass wants of an `autograd.Function`, as `ctx.needs_input_grad` has it for
+    a whole one. A pass that runs in parts wants some in each, and runs the function in both."""
+    if torch.compiler.is_compiling():
+        return list(ctx.needs_input_grad)
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    return [needs and _will_run(next(nodes)) for needs in ctx.needs_input_grad]
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # refused for leaves whose gradients are asked for, which therefore will run
+        return True
+
+
 @contextmanager
 def quick_export() -> Iterator[None]:
     """Export in half the time: without what only debugging reads, and without collecting garbage in between.

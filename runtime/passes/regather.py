@@ -3,9 +3,11 @@
 The fused function starts the input-gradient collective before it computes the weight gradients, so that the two
 overlap (Korthikanti et al. 2022, section 4.2.2). It saves the gathered tensor, as autograd over separate nodes would,
 or the shard (7.5 instead of 11.5 sbh bytes in a Llama attention block at t = 8), which it then gathers beside the
-products of the input's gradient. Which gathers are fused is said in `autopar.trace.local_graph`.
+products of the input's gradient. A backward pass in parts has the input's gradient in the first and the weights', with
+the second gather, in the second. Which gathers are fused is said in `autopar.trace.local_graph`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from autopar.runtime.conversions import (
     start_reduce_scatter,
 )
 from autopar.runtime.mesh import MeshDim
+from autopar.trace._torch_private import wanted_gradients
 
 aten = torch.ops.aten
 
@@ -35,21 +38,27 @@ class _GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         kept, *weights = ctx.saved_tensors
         mesh, dim, again = ctx.where
-        gathering = start_all_gather(kept, mesh) if again else None
-        into_x: torch.Tensor | None = None
-        for grad, weight in zip(grads, weights[::2], strict=True):
-            product = grad @ weight
-            into_x = product if into_x is None else into_x.add_(product)
-        assert into_x is not None
-        scattering = start_reduce_scatter(into_x, mesh, dim)
+        into_x, *into = wanted_gradients(ctx)
+        into = into[3:]
+        gathering = start_all_gather(kept, mesh) if again and any(into) else None
+        scattering = start_reduce_scatter(_products(grads, weights[::2]), mesh, dim) if into_x else None
         whole = kept if gathering is None else ordered(c10d.wait_tensor(gathering), mesh, dim)
         whole = whole.flatten(0, -2)
         into_weights: list[torch.Tensor | None] = []
-        for k, (grad, bias) in enumerate(zip(grads, weights[1::2], strict=True)):
+        for grad, into_weight, into_bias in zip(grads, into[::2], into[1::2], strict=True):
             rows = grad.flatten(0, -2)
-            into_weights.append(rows.t() @ whole if ctx.needs_input_grad[4 + 2 * k] else None)
-            into_weights.append(None if bias is None else rows.sum(0))
-        return c10d.wait_tensor(scattering), None, None, None, *into_weights
+            into_weights.append(rows.t() @ whole if into_weight else None)
+            into_weights.append(rows.sum(0) if into_bias else None)
+        summed = None if scattering is None else c10d.wait_tensor(scattering)
+        return summed, None, None, None, *into_weights
+
+
+def _products(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The gradient of what the products share."""
+    total = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total.add_(grad @ weight)
+    return total
 
 
 def gather_linear(x: torch.Tensor, mesh: MeshDim, dim: int, *weights: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -137,9 +137,13 @@ def test_planted_omissions_are_refused() -> None:
 
 
 def test_stages_whose_backward_pass_separates() -> None:
-    """Llama's do; T5's do not where a table of positions, used by every layer, is not made of what was received."""
+    """Llama's do where nothing is computed again; T5's do not where a table of positions, used by every layer, is not
+    made of what was received."""
     case = the_case("llama")
-    assert all(separates(case.program, stage) for stage in stages_of(case.program, even_cuts(case, 4)))
+    assert all(separates(case.program, stage, ()) for stage in stages_of(case.program, even_cuts(case, 4)))
+    stages = stages_of(case.program, even_cuts(case, 4))
+    recomputed = stages[1].calls[:1]
+    assert [separates(case.program, stage, recomputed) for stage in stages] == [True, False, True, True]
     case = the_case("t5")
-    found = [separates(case.program, stage) for stage in stages_of(case.program, even_cuts(case, 4))]
+    found = [separates(case.program, stage, ()) for stage in stages_of(case.program, even_cuts(case, 4))]
     assert found[0] and not all(found)
