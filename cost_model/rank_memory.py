@@ -27,7 +27,6 @@ from autopar.cost_model.zero_traffic import groups_of, is_sharded, padded_elemen
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedules import SCHEDULES, actions
-from autopar.ir.stages import separates
 from autopar.trace.analysis import Analysis
 
 NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
@@ -137,7 +136,7 @@ def saved_peak(setting: Setting, runs: Mapping[int, StageRun]) -> int:
             live -= run.saved_bytes
         elif setting.splits_backward(stage):
             live -= run.kept_bytes if action.kind == "W" else run.saved_bytes - run.kept_bytes
-        elif (action.kind == "W") == separates(setting.program, stage, setting.recomputed):  # in one: the first stage last, others first
+        elif (action.kind == "W") == (stage.index == 0):  # in one: the first stage last, others first
             live -= run.saved_bytes
         most = max(most, live)
     return most

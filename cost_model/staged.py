@@ -32,7 +32,7 @@ class Stages:
     """The roles of every stage's calls, and how micro-batches pass through them: `runs` times the schedule.
 
     `again` are how many of its first repeated blocks every stage computes again; None where that is the same in all
-    stages, as layouts have it.
+    stages, as layouts have it: then `recomputes` says whether it is any.
     """
 
     roles: tuple[tuple[str, ...], ...]
@@ -42,6 +42,7 @@ class Stages:
     micro_batches: int
     runs: int
     again: tuple[int, ...] | None = None
+    recomputes: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -90,6 +91,7 @@ def stages_at(calls: Sequence[str], cuts: Sequence[int], degrees: Degrees) -> St
         micro_batches=degrees.micro_batches,
         runs=degrees.accumulate,
         again=degrees.recompute_blocks if isinstance(degrees.recompute_blocks, tuple) else None,
+        recomputes=degrees.recompute == "full",
     )
 
 
@@ -195,10 +197,19 @@ def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> 
     backward pass is computed again, where stages differ in that."""
     roles, counts = counted(stages.roles)
     forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
+    if SCHEDULES[stages.schedule].splits_backward:
+        weight = np.where(_is_whole(stages), 0.0, weight)
     if stages.again is None:
         return forward, backward, weight, np.zeros(len(stages.roles))
     again = np.array([sum(passes[role][0] for role in own) for own in recomputed(stages)])
     return forward, backward + again, weight, again
+
+
+def _is_whole(stages: Stages) -> list[bool]:
+    """The stages that recompute, whose backward passes therefore do not run in parts (`autopar.ir.stages.separates`).
+    The first one's is one part anyway."""
+    again = stages.again or [len(own) * stages.recomputes for own in stages.repeated]
+    return [False, *(min(most, len(own)) > 0 for most, own in zip(again[1:], stages.repeated[1:], strict=True))]
 
 
 def recomputed(stages: Stages) -> list[tuple[str, ...]]:

@@ -259,7 +259,7 @@ class Prepared:
             index=index,
             degrees=again if blocks else degrees,
             cuts=cuts,
-            stages=stages,
+            stages=stages if stages is None else replace(stages, recomputes=blocks > 0),
             blocks=blocks,
             share=share,
             memory=StepMemory(
