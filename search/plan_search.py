@@ -310,7 +310,9 @@ class _Search:
         if self.goal.is_memory or any(on.pinned.recompute_blocks is not None for on, _ in self.machinery):
             return []
         screened = Screened(**self.columns)
-        mine = can_be_priced & (screened.share > 0) & (self.candidates.pp > 1)
+        recomputes = screened.share > 0
+        recomputes[[index for index, one in self.exact.items() if one.degrees.recompute != "none"]] = True
+        mine = can_be_priced & recomputes & (self.candidates.pp > 1)
         if not np.any(mine):
             return []
         seconds = np.where(mine, screened.by_stage_seconds, np.inf)

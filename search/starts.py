@@ -45,7 +45,7 @@ def starts_of(
     by_bound = near[np.argsort(bounds[near], kind="stable")].tolist()
     likely = list(dict.fromkeys([*_first_of_kinds(kinds, by_bound), *_first_of_kinds(kinds, others)]))
     near_enough = sorted((value, index) for value, index in zip(values(likely), likely, strict=True) if value <= most)
-    varied = [*([best] if staged[best] else []), *_first_of_kinds(kinds, [index for _, index in near_enough])]
+    varied = [*([best] if found.pp[best] > 1 else []), *_first_of_kinds(kinds, [index for _, index in near_enough])]
     return [
         Start(index=i, text=found.text(i), name=names.get(i, ""), is_varied=i in varied)
         for i in dict.fromkeys([*names, *varied])
