@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from search_cases import Case, machinery_with
 
 from autopar.cost_model.pricing import layouts_of
-from autopar.cost_model.staged import Stages, stages_at
+from autopar.cost_model.staged import Stages, seconds_of_stages, stages_at
 from autopar.ir.plan import Degrees
 from autopar.search.by_stage import fewest_blocks, live_micro_batches
 from autopar.search.cuts import partition_with
@@ -171,6 +171,19 @@ def test_fewer_blocks_recompute_and_the_step_is_faster(part: float) -> None:
     assert own.seconds < even.seconds
 
 
+@pytest.mark.parametrize("again", [(0, 1, 0, 2), (2, 0, 0, 0), (0, 0, 0, 0), None])
+def test_stages_that_recompute_have_whole_backward_passes(again: tuple[int, ...] | None) -> None:
+    """Nothing is left for the weights' part, but in the first stage, whose backward pass is one part anyway."""
+    degrees = replace(STAGED, schedule="interleaved-zero-bubble", recompute="full", recompute_blocks=again)
+    stages = stages_at(CASE.works(1).calls, (2, 4, 6), degrees)
+    seconds = {role: (1.0, 2.0, 0.75) for roles in stages.roles for role in roles}
+    _, _, weight, _ = seconds_of_stages(stages, seconds)
+    recompute = [False, *(again is None or count > 0 for count in (again or (0,) * 4)[1:])]
+    assert (weight > 0).tolist() == [not one for one in recompute]
+    whole = replace(stages, schedule="1f1b")
+    assert np.all(seconds_of_stages(whole, seconds)[2] > 0)  # nothing asks for it there
+
+
 # ---- the search ----
 
 
@@ -200,6 +213,20 @@ def test_the_search_finds_the_best_of_all_stages_and_cuts() -> None:
                     one = priced(works, degrees, CASE.spec, pinned(on, recompute_blocks=(first, last), cuts=(cut,)))
                     least = min(least, one.seconds if one.fits else np.inf)
     assert best.seconds == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("part", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_no_candidate_that_recomputes_is_better_with_stages_of_its_own(pp: int, part: float) -> None:
+    """Also where the bound of its memory says that it recomputes nothing."""
+    degrees = Degrees(pp=pp, dp_shard=4 // pp, zero=1, micro_batch=1, micro_batches=4 * pp)
+    on = machinery(degrees, part)
+    found = search(on, pp=pp, tp=1)
+    assert found.best is not None
+    recomputing = [i for i, one in found.exact.items() if one.degrees.recompute != "none" and one.degrees.pp > 1]
+    for index in recomputing:
+        own = priced(CASE.works(1), found.candidates.degrees(index), CASE.spec, on, cut=BY_STAGE)
+        assert not own.fits or found.best.seconds <= own.seconds * (1 + 1e-9)
 
 
 def test_what_fits_only_with_stages_of_its_own() -> None:
