@@ -85,6 +85,6 @@ def test_what_blocks_cost_that_keep_what_they_gather(
         raise AssertionError("made again")
 
     monkeypatch.setattr("autopar.search_labels.choose_labels", fail)
-    monkeypatch.setattr("autopar.search_labels.program_works", fail)
+    monkeypatch.setattr("autopar.search_labels.merged_works", fail)
     read = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path).works_kept(2)
     assert read.family == kept.family and read.regather is False

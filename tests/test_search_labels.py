@@ -27,7 +27,7 @@ def test_degrees_with_the_same_labels_share_what_blocks_cost(model: str, monkeyp
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("priced again")
 
-    monkeypatch.setattr("autopar.search_labels.program_works", fail)
+    monkeypatch.setattr("autopar.cost_model.block_export.work_of", fail)
     found = both.works(4)
     names = found.__dataclass_fields__
     assert {name: getattr(found, name) for name in names} == {name: getattr(expected[4], name) for name in names}

@@ -163,7 +163,7 @@ class Program:
     buffers: Mapping[str, BufferInfo] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    analysis: object = field(default=None, repr=False)
+    analysis: object = field(default=None, repr=False, compare=False)
 
     @property
     def every_parameter(self) -> Mapping[str, ParameterInfo]:

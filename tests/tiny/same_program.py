@@ -12,7 +12,7 @@ GRAPHS = ("blocks", "constants")
 
 def differences(one: Program, two: Program) -> list[str]:
     """Names of what differs; of a graph, the first node that does."""
-    names = [field.name for field in fields(Program) if field.name not in GRAPHS]
+    names = [field.name for field in fields(Program) if field.compare and field.name not in GRAPHS]
     found = [name for name in ("fingerprint", *names) if getattr(one, name) != getattr(two, name)]
     if len(one.blocks) != len(two.blocks):
         return [*found, f"{len(one.blocks)} and {len(two.blocks)} blocks"]
