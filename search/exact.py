@@ -23,6 +23,7 @@ from autopar.cost_model.step_basis import Floats
 from autopar.cost_model.step_memory import StepMemory
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
+from autopar.ir.schedules import SCHEDULES
 from autopar.search.by_stage import CallCosts, costs_of, cuts_by_stage, fewest_blocks
 from autopar.search.cuts import partition
 from autopar.search.screen import Machinery, pipeline_seconds
@@ -282,6 +283,8 @@ class Prepared:
             pipeline = pipelines_of(each, self.on.engine, self.on.mechanisms.message_exposed, self.sharing, self.runs)
         steps = step_of(self.shared.basis, layouts, blocks, pipeline)
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
+        for k, seconds in self._in_parts(plans).items():
+            of_pipelines[next(at for at, one in enumerate(ones) if one[0] == k)] = seconds
         # of every plan the first and the last of its steps, which may be one
         first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
         last = np.append(first[1:], len(ones)) - 1
@@ -293,6 +296,22 @@ class Prepared:
             (_step(steps, found[:, k : k + 1]), tuple(of_pipelines[a : b + 1]) if plan.cuts else ())
             for k, (plan, a, b) in enumerate(zip(plans, first.tolist(), last.tolist(), strict=True))
         ]
+
+    def _in_parts(self, plans: "Sequence[_Plan]") -> dict[int, float]:
+        """Seconds of the pipelines of plans that recompute if they did not, where backward passes would run in parts:
+        what others of their class are compared with."""
+        found = {
+            k: replace(plan.stages, recomputes=False)
+            for k, plan in enumerate(plans)
+            if plan.stages is not None and plan.stages.recomputes and SCHEDULES[plan.stages.schedule].splits_backward
+        }
+        if not found:
+            return {}
+        layouts, blocks = self.shared.at(np.array([plans[k].index for k in found]), np.zeros(len(found)))
+        exposed = self.on.mechanisms.message_exposed
+        pipeline = pipelines_of([*found.values()], self.on.engine, exposed, self.sharing, self.runs)
+        seconds = pipeline_seconds(step_of(self.shared.basis, layouts, blocks, pipeline))
+        return dict(zip(found, np.broadcast_to(seconds, len(found)).tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from autopar.cost_model.distinct import distinct, numbered
 from autopar.cost_model.program_works import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.schedules import SCHEDULES
 from autopar.search.baselines import Baseline, baselines
 from autopar.search.best_first import Proof, best_first
 from autopar.search.exact import AS_IT_IS, BY_STAGE, Cut, Priced
@@ -127,10 +126,7 @@ def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np
     more = [max(0.0, pipeline - bound) for pipeline, bound in zip(one.pipelines, bounds, strict=True)]
     share = screened.share[alike]
     found = [part * seconds for part, seconds in zip((1 - share, share), more, strict=False)]
-    total = np.asarray(sum(found, np.zeros(len(alike))))
-    if SCHEDULES[one.degrees.schedule].splits_backward and one.degrees.recompute != "none":
-        return np.where(share > 0, total, 0.0)  # others may run in parts, which is faster
-    return total
+    return np.asarray(sum(found, np.zeros(len(alike))))
 
 
 class _Search:
