@@ -117,9 +117,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = f"{func!r}({self.text(args)};{self.text(kwargs)})"
         out = func(*args, **(kwargs or {}))
-        if (
-            isinstance(out, torch.Tensor) or getattr(func, "__name__", "") != "__get__"
-        ):  # what a shape is read for is seen later
+        reads_attribute = getattr(func, "__name__", "") == "__get__"  # what a shape is read for is seen later
+        if isinstance(out, torch.Tensor) or not reads_attribute:
             own = self.calls[self.layer]
             own.append(f"{given}->{self.result(out, str(len(own)))}")
         return out
