@@ -36,7 +36,8 @@ SCORES = 5 * HEADS * SEQUENCE / HIDDEN
 
 @cache
 def program() -> Program:
-    model = Megatron(HIDDEN, HEADS).bfloat16().to("meta")
+    with torch.device("meta"):
+        model = Megatron(HIDDEN, HEADS).bfloat16()
     ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device="meta")
     return trace(model, {"input_ids": ids, "labels": ids.clone()})
 
