@@ -7,8 +7,9 @@ Modules are compiled before, in a command that is not counted, and stay so even 
 set: what pip installs is compiled.
 
 Peers, in processes of their own in the same rounds: ``import torch``, below which no command that reads a capture can
-be, and imports with the export of the whole model (`benchmarks/export_alone.py`). Machines are compared by them: on the
-one on which the wanted seconds were set, the export of Llama of 32, 80 and 126 layers took 6.0, 9.4 and 13.4 s.
+be, and imports with the export of the whole model (`benchmarks/export_alone.py`), of which "cold/x" and "warm/x"
+are parts. Machines are compared by them: on the one on which the wanted seconds were set, the export of Llama of 32, 80
+and 126 layers took 6.0, 9.4 and 13.4 s.
 """
 
 import argparse
