@@ -140,11 +140,15 @@ class Ranks:
         """Run ``module:function(rank, *arguments)`` on every rank; results in rank order.
 
         Raises `RankError` with the first rank's error and traceback; the world is then gone. `describe` names a rank
-        in it.
+        in it. A run that is interrupted ends the world too: what its ranks still send would answer the next run.
         """
-        for pipe in self._pipes:
-            pipe.send((target, arguments))
-        return self._collect("done", describe)
+        try:
+            for pipe in self._pipes:
+                pipe.send((target, arguments))
+            return self._collect("done", describe)
+        except BaseException:
+            self.close()
+            raise
 
     def _collect(self, wanted: str, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
         results: dict[int, Any] = {}

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -190,6 +191,10 @@ def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str]
 
 def pid(rank: int) -> int:
     return os.getpid()
+
+
+def sleep(rank: int, seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def repeated_calls(rank: int, wanted: Wanted, plan: Plan) -> float:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ def test_a_failing_rank_ends_all(who: int, fault: str, cause: str, four_ranks: R
     assert not any(is_running(pid) for pid in pids) and not four_ranks.is_open
     if fault != "kill":  # the original traceback
         assert "integration_ranks.py" in str(caught.value) and "in fail" in str(caught.value)
+
+
+@pytest.mark.timeout(90)
+def test_an_interrupted_run_ends_all_ranks(two_ranks: Ranks) -> None:
+    """What they would still send is not the answer to the next run."""
+    pids = two_ranks.run("integration_ranks:pid")
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        two_ranks.run("integration_ranks:sleep", 60.0)
+    assert not any(is_running(pid) for pid in pids) and not two_ranks.is_open
 
 
 @pytest.mark.timeout(120)
