@@ -121,8 +121,8 @@ def _starts(
     own[(begins < 0) | (anchors[stops][:, None] <= anchors[inside])] = np.inf
     largest = np.where((stops <= longest) & (anchors > 0), sums, np.inf)
     largest = largest if more is None else largest + more(0, np.zeros_like(stops), stops)
-    squares, found, count = largest**2, [], len(sums) - 1
-    worst, even = np.empty_like(part), np.empty_like(part)
+    squares, found, count = largest**2, np.zeros((parts - 1, len(sums)), dtype=np.int64), len(sums) - 1
+    worst, even, firsts = np.empty_like(part), np.empty_like(part), stops * longest
     for position in range(1, parts):
         left = parts - 1 - position
         # where the part may end: those behind it take what is left, one element each at least
@@ -134,13 +134,12 @@ def _starts(
         best = whole.min(axis=1)
         sum_of = np.add(squares.take(froms, out=even[ends], mode="clip"), of_part**2, out=even[ends])
         sum_of[whole > (best * (1 + 1e-12))[:, None]] = np.inf
-        at = sum_of.argmin(axis=1)[:, None]
-        starts = np.zeros_like(stops)
-        largest, squares = np.full(len(sums), np.inf), np.full(len(sums), np.inf)
-        starts[ends] = np.take_along_axis(froms, at, axis=1)[:, 0]
-        largest[ends], squares[ends] = best, np.take_along_axis(sum_of, at, axis=1)[:, 0]
-        found.append(starts)
-    return found if np.isfinite(largest[-1]) else None
+        at = sum_of.argmin(axis=1) + firsts[: len(best)]  # in the rows one after the other
+        largest.fill(np.inf)
+        squares.fill(np.inf)
+        found[position - 1, ends] = froms.take(at)
+        largest[ends], squares[ends] = best, sum_of.take(at)
+    return list(found) if np.isfinite(largest[-1]) else None
 
 
 def cuts_at(program: Program, paths: Sequence[str]) -> tuple[int, ...]:

@@ -34,8 +34,8 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
     """
     try:
         text = read_text(Path(path), max_bytes=MAX_BYTES)
-        duplicates = _scan(text)
-        return _construct(text), duplicates
+        events, duplicates = _scan(text)
+        return _construct(events), duplicates
     except _Refused as refused:
         return None, [refused.problem]
 
@@ -103,16 +103,35 @@ class _Open:
         self.key: str | None = None
 
 
-def _scan(text: str) -> list[Problem]:
-    """Check the bounds on the stream of parse events, which costs no memory; return the duplicate keys."""
+class _Parsed:
+    """What was parsed once, for a composer that asks a parser for it."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events, self.position = events, 0
+
+    def peek_event(self) -> Any:
+        return self.events[self.position]
+
+    def check_event(self, *choices: type) -> bool:
+        return isinstance(self.peek_event(), choices)
+
+    def get_event(self) -> Any:
+        self.position += 1
+        return self.events[self.position - 1]
+
+
+def _scan(text: str) -> tuple[list[Any], list[Problem]]:
+    """Check the bounds on the stream of parse events while they are read; return them and the duplicate keys."""
     from ruamel.yaml import events
     from ruamel.yaml.error import YAMLError
 
     duplicates: list[Problem] = []
     open_collections: list[_Open] = []
     num_nodes = num_documents = 0
+    found = []
     try:
         for event in _yaml().parse(text):
+            found.append(event)
             if isinstance(event, events.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
@@ -128,7 +147,7 @@ def _scan(text: str) -> list[Problem]:
                     open_collections.append(_Open(path, is_mapping=is_mapping))
     except (YAMLError, ValueError, RecursionError) as error:
         raise _Refused(_not_yaml(error)) from None
-    return duplicates
+    return found, duplicates
 
 
 def _refuse_forms(event: Any, num_nodes: int, depth: int) -> None:
@@ -164,11 +183,13 @@ def _enter(event: Any, open_collections: list[_Open], duplicates: list[Problem])
     return path
 
 
-def _construct(text: str) -> object:
+def _construct(events: list[Any]) -> object:
     from ruamel.yaml.error import YAMLError
 
+    reader = _yaml()
+    reader.Parser = lambda loader: _Parsed(events)
     try:
-        content: object = _yaml().load(text)
+        content: object = reader.constructor.get_single_data()
     except (YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
         raise _Refused(_not_yaml(error)) from None
     return content
