@@ -1,6 +1,7 @@
 """What every test runs under: one thread, no network, reproducible draws, long files first. It imports no torch."""
 
 import atexit
+import logging
 import os
 import shutil
 import sys
@@ -39,6 +40,10 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# With a handler, as pytest's log capture adds one, torch records every tensor it describes, and its stack.
+if "TORCH_TRACE" not in os.environ:
+    logging.getLogger("torch.__trace").addHandler = lambda hdlr: None
 
 # Captures are not kept from one session to the next, nor in the folder of whoever runs the tests.
 _captures = tempfile.mkdtemp(prefix="autopar-captures-")
