@@ -231,7 +231,8 @@ class ParallelModel(HeldModel):
     ) -> dict[str, Any]:
         """One micro-batch through one stage in training; new values of buffers are kept."""
         self.streams.training = True
-        found: dict[str, Any] = module(self._execution(compiled, (self._step, index), outputs=False), stage, values)
+        execution = self._execution(compiled, (self._step, index), outputs=False)
+        found: dict[str, Any] = module(lambda: (execution, stage), values)
         program = compiled.program
         with torch.no_grad():
             for name, update in program.updates.items():
@@ -311,7 +312,7 @@ class ParallelModel(HeldModel):
         scope: dict[str, Any] = {}
         if self.plan.degrees.pp == 1:
             (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
-            scope = module(run, stage, values)
+            scope = module(lambda: (run, stage), values)
             loss = scope[program.loss]
         else:
             loss = self._evaluate_in_stages(compiled, run, values, scope)
@@ -331,7 +332,7 @@ class ParallelModel(HeldModel):
         """One micro-batch forward through all stages; what this rank's stages make joins `scope`."""
 
         def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int) -> Any:
-            found = module(execution, stage, values | received)
+            found = module(lambda: (execution, stage), values | received)
             made = {r for i in stage.calls for r in compiled.program.calls[i].results}
             scope.update({name: value for name, value in found.items() if name in made})
             return found

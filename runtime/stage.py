@@ -89,8 +89,12 @@ class StageModule(nn.Module):
         """The module that holds each parameter of this stage."""
         return dict.fromkeys(self.shared, self) | {name: self.segments[at] for name, at in self.segment_of.items()}
 
-    def forward(self, run: Execution, stage: Stage, received: dict[str, Any]) -> dict[str, Any]:
-        """Run the calls of a stage of `run`'s program over named local values; returns what leaves the stage."""
+    def forward(self, what: Callable[[], tuple[Execution, Stage]], received: dict[str, Any]) -> dict[str, Any]:
+        """Run the calls of a stage of a program over named local values; returns what leaves the stage.
+
+        What is run comes as a function: FSDP2 looks for tensors in all that is in arguments, here the whole program.
+        """
+        run, stage = what()
         compiled = run.compiled
         program = compiled.program
         shared = {
