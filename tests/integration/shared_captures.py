@@ -3,10 +3,17 @@
 That every rank captures the same program by itself is what tests of `parallelize` show.
 """
 
+import functools
 import hashlib
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
 
 from autopar.ir.program import Program
 from autopar.trace.program_bytes import from_bytes, to_bytes
@@ -23,3 +30,44 @@ def captured_once(key: object, capture: Callable[[], Program]) -> Program:
         whole.write_bytes(to_bytes(capture()))
         whole.rename(path)
     return from_bytes(path.read_bytes())
+
+
+def captured_by_first_rank(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` of a rank where whatever is traced, is so by rank 0 alone, which writes it down for the others."""
+    module = importlib.import_module("autopar.trace.trace")
+    trace = module.trace
+
+    def traced(model: nn.Module, example_inputs: Any, **options: Any) -> Program:
+        key = (_form(model), [(n, v.shape, v.dtype) for n, v in example_inputs.items()], sorted(options.items()))
+        failures: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                captured_once(key, lambda: trace(model, example_inputs, **options))
+            except Exception as error:
+                failures = [error]
+        dist.broadcast_object_list(failures)
+        if failures[0] is not None:
+            raise failures[0]
+        return captured_once(key, lambda: trace(model, example_inputs, **options))
+
+    @functools.wraps(run)
+    def inner(*arguments: Any, **options: Any) -> Any:
+        with mock.patch.object(module, "trace", traced):
+            return run(*arguments, **options)
+
+    return inner
+
+
+def _form(model: nn.Module) -> list[object]:
+    """All that a model's program depends on: settings of modules, and tensors but for their values."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first = {id(v): n for n, v in reversed(tensors)}
+    settings = [
+        (n, type(m).__qualname__, [(k, v) for k, v in vars(m).items() if isinstance(v, int | float | str)])
+        for n, m in model.named_modules()
+    ]
+    return [
+        settings,
+        str(model),
+        [(n, first[id(v)], v.shape, v.dtype, str(v.device), v.requires_grad) for n, v in tensors],
+    ]
