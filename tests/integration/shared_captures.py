@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,9 @@ from torch import nn
 
 from autopar.ir.program import Program
 from autopar.trace.program_bytes import from_bytes, to_bytes
+
+MODULE = importlib.import_module("autopar.trace.trace")
+TRACE = MODULE.trace
 
 
 def captured_once(key: object, capture: Callable[[], Program]) -> Program:
@@ -34,28 +38,35 @@ def captured_once(key: object, capture: Callable[[], Program]) -> Program:
 
 def captured_by_first_rank(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` of a rank where whatever is traced, is so by rank 0 alone, which writes it down for the others."""
-    module = importlib.import_module("autopar.trace.trace")
-    trace = module.trace
 
     def traced(model: nn.Module, example_inputs: Any, **options: Any) -> Program:
-        key = (_form(model), [(n, v.shape, v.dtype) for n, v in example_inputs.items()], sorted(options.items()))
         failures: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                captured_once(key, lambda: trace(model, example_inputs, **options))
+                _traced_once(model, example_inputs, **options)
             except Exception as error:
                 failures = [error]
         dist.broadcast_object_list(failures)
         if failures[0] is not None:
             raise failures[0]
-        return captured_once(key, lambda: trace(model, example_inputs, **options))
+        return _traced_once(model, example_inputs, **options)
 
     @functools.wraps(run)
     def inner(*arguments: Any, **options: Any) -> Any:
-        with mock.patch.object(module, "trace", traced):
+        with mock.patch.object(MODULE, "trace", traced):
             return run(*arguments, **options)
 
     return inner
+
+
+def all_traced_once() -> AbstractContextManager[Any]:
+    """In this process a model in the same form, traced again with the same options, is read."""
+    return mock.patch.object(MODULE, "trace", _traced_once)
+
+
+def _traced_once(model: nn.Module, example_inputs: Any, **options: Any) -> Program:
+    key = (_form(model), [(n, v.shape, v.dtype) for n, v in example_inputs.items()], sorted(options.items()))
+    return captured_once(key, lambda: TRACE(model, example_inputs, **options))
 
 
 def _form(model: nn.Module) -> list[object]:

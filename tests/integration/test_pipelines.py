@@ -7,6 +7,7 @@ import pytest
 import torch
 from data_models import tokens
 from integration_models import Wanted, planned
+from shared_captures import all_traced_once
 
 from autopar.ir.schedules import actions, live_micro_batches
 from autopar.runtime.launch import Ranks
@@ -21,9 +22,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zb
 
 def verified(spec: str, worlds: Worlds, batch: int, *, layers: int = 4, **wish: Any) -> Report:
     size = wish["pp"] * wish.get("tp", 1) * wish.get("dp", 1) * wish.get("dp_replicate", 1)
-    report = verify(
-        spec, world_size=size, degrees=wish, layers=layers, hidden=64, seq_len=16, batch=batch, ranks=worlds(size)
-    )
+    with all_traced_once():
+        report = verify(
+            spec, world_size=size, degrees=wish, layers=layers, hidden=64, seq_len=16, batch=batch, ranks=worlds(size)
+        )
     errors = {q.name: (q.max_error, q.where) for q in report.quantities}
     assert report.passed and max(q.max_error for q in report.quantities if "captured" not in q.name) < TOLERANCE, errors
     return report

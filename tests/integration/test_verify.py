@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from shared_captures import all_traced_once
 
 from autopar.runtime.launch import Ranks
 from autopar.runtime.verify import Report
@@ -18,7 +19,8 @@ def errors(report: Report) -> dict[str, float]:
 
 
 def check(spec: str, ranks: Ranks, tolerance: float = 1e-9, dtype: str = "float64", **wish: Any) -> Report:
-    report = verify(spec, world_size=4, degrees=wish, dtype=dtype, ranks=ranks, **SIZES)
+    with all_traced_once():
+        report = verify(spec, world_size=4, degrees=wish, dtype=dtype, ranks=ranks, **SIZES)
     found = errors(report)
     assert report.passed, found
     assert set(QUANTITIES) <= set(found)
