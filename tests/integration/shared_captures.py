@@ -80,5 +80,6 @@ def _form(model: nn.Module) -> list[object]:
     return [
         settings,
         str(model),
+        str(getattr(model, "config", None)),
         [(n, first[id(v)], v.shape, v.dtype, str(v.device), v.requires_grad) for n, v in tensors],
     ]
