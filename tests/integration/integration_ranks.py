@@ -72,6 +72,22 @@ def profiled_step(rank: int, wanted: Wanted, plan: Plan) -> Mapping[str, tuple[i
     return counted(profile)
 
 
+def stage_arguments(rank: int, wanted: Wanted, plan: Plan) -> list[tuple[str, ...]]:
+    """Types of what a stage's forward pass is called with, and of what stands in its mappings."""
+    model, program = model_of(wanted, plan)
+    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    found: list[tuple[str, ...]] = []
+
+    def note(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        inside = [value for one in arguments if isinstance(one, Mapping) for value in one.values()]
+        found.append(tuple(sorted({type(one).__name__ for one in (*arguments, *inside)})))
+
+    for module in model.stage_modules().values():
+        module.register_forward_pre_hook(note)
+    model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
+    return found
+
+
 def compiled_step(rank: int, wanted: Wanted, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Loss before and after the blocks are compiled, without a graph break, and the largest difference of gradients."""
     model, program = model_of(wanted, plan)

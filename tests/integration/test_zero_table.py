@@ -65,3 +65,12 @@ def test_calls_and_elements(spec: str, zero: int, n: int, two_ranks: Ranks) -> N
     total, shared = sum(p.num_elements for p in program.parameters.values()), groups(program)[1]
     wished = {0: 2 * total, 1: 2 * total, 2: (n + 1) * total, 3: 3 * n * total - n * shared}
     assert volume(found[0], n) == wished[zero]
+
+
+@pytest.mark.timeout(90)
+def test_a_stage_is_called_with_tensors_alone(two_ranks: Ranks) -> None:
+    """FSDP2 looks for tensors in all that a module is called with: no program may stand there."""
+    wanted = Wanted(spec="gpt2", batch=4)
+    _, plan = planned(wanted, 2, {"dp": 2, "zero": 3})
+    for found in two_ranks.run("integration_ranks:stage_arguments", wanted, plan):
+        assert found == [("Tensor", "dict", "function")]
