@@ -18,6 +18,7 @@ from autopar.errors import Problem
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 5_000
+VERSION = (1, 2)  # in others ``no`` is a truth value and ``010`` is eight
 
 
 class _Refused(Exception):
@@ -104,7 +105,7 @@ class _Open:
 
 
 class _Parsed:
-    """What was parsed once, for a composer that asks a parser for it."""
+    """Parse events in the place of the parser that a composer asks for them."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events, self.position = events, 0
@@ -136,6 +137,9 @@ def _scan(text: str) -> tuple[list[Any], list[Problem]]:
                 num_documents += 1
                 if num_documents > 1:
                     raise _Refused(Problem(path=_line(event), rule="a file holds one YAML document"))
+                if event.version not in (None, VERSION):
+                    value, hint = ".".join(map(str, event.version)), "leave the %YAML line out"
+                    raise _Refused(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
             elif isinstance(event, events.CollectionEndEvent):
                 open_collections.pop()
             elif isinstance(event, events.NodeEvent):

@@ -145,6 +145,7 @@ def test_all_problems_of_a_file_at_once(tmp_path: Path) -> None:
         ("!!python/object/apply:os.system ['true']", "tags"),
         ("a: &x [1]\nb: *x", "anchors"),
         ("version: 1\nversion: 1", "duplicate key"),
+        ("%YAML 1.1\n---\nversion: no", "must be YAML 1.2"),
         ("[" * 500, "levels of nesting"),
         ("\0\1\2", "NUL"),
         ("x" * 70_000, "at most 65536 bytes"),
