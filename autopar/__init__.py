@@ -7,34 +7,34 @@ from autopar._version import __version__
 
 if TYPE_CHECKING:
     from autopar.api import parallelize
+    from autopar.capture.program import capture_program
     from autopar.cost_model.estimate import Estimate
     from autopar.errors import AutoparError
-    from autopar.estimation import estimate
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.plan import Plan
-    from autopar.planning import coverage
+    from autopar.planning.estimate import estimate
+    from autopar.planning.fixed import coverage
+    from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
-    from autopar.runtime.module import ParallelModel
-    from autopar.runtime.rule_proof import prove_rule
-    from autopar.search.result import SearchResult
-    from autopar.searching import plan
-    from autopar.trace.trace import trace
+    from autopar.runtime.model.module import ParallelModel
+    from autopar.runtime.verify.rule_proof import prove_rule
+    from autopar.search.result.result import SearchResult
 
 # The face is lazy: `import autopar` and `autopar --help` must not wait for torch.
 _HOMES = {
-    "coverage": "autopar.planning",
-    "estimate": "autopar.estimation",
+    "coverage": "autopar.planning.fixed",
+    "estimate": "autopar.planning.estimate",
     "parallelize": "autopar.api",
-    "plan": "autopar.searching",
+    "plan": "autopar.planning.search",
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
     "Plan": "autopar.ir.plan",
-    "ParallelModel": "autopar.runtime.module",
-    "SearchResult": "autopar.search.result",
-    "prove_rule": "autopar.runtime.rule_proof",
+    "ParallelModel": "autopar.runtime.model.module",
+    "SearchResult": "autopar.search.result.result",
+    "prove_rule": "autopar.runtime.verify.rule_proof",
     "register_rule": "autopar.rules.registry",
-    "trace": "autopar.trace.trace",
+    "capture_program": "autopar.capture.program",
 }
 __all__ = [
     "AutoparError",
@@ -44,13 +44,13 @@ __all__ = [
     "Plan",
     "SearchResult",
     "__version__",
+    "capture_program",
     "coverage",
     "estimate",
     "parallelize",
     "plan",
     "prove_rule",
     "register_rule",
-    "trace",
 ]
 
 

@@ -14,29 +14,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from autopar.degrees import resolve_degrees
+from autopar.capture.any_size import capture
+from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
+from autopar.capture.program import batch_and_sequence
+from autopar.capture.weightless import weightless
 from autopar.errors import AutoparError, InfeasibleError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
-from autopar.models import example_inputs_for
-from autopar.planning import PlanLike, capture_for, check_plan, label_plan, program_for
-from autopar.runtime.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
-from autopar.runtime.materialise import parameter_source
-from autopar.runtime.mesh import training_mesh
-from autopar.runtime.module import ParallelModel
-from autopar.runtime.parameters import Held
-from autopar.runtime.shapes import Replan, Sizes
-from autopar.runtime.ties import held_names
-from autopar.search.words import nothing_fits
-from autopar.search_labels import LABELLED_DP
-from autopar.search_request import SearchRequest
-from autopar.searching import search_captured
-from autopar.trace.any_size import capture
-from autopar.trace.capture import Inputs, LossFunction, input_names, inputs_of_shapes
-from autopar.trace.trace import batch_and_sequence
-from autopar.trace.weightless import weightless
+from autopar.models.load import example_inputs_for
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan, program_for
+from autopar.planning.labels import LABELLED_DP
+from autopar.planning.request import SearchRequest
+from autopar.planning.search import search_captured
+from autopar.runtime.distributed.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
+from autopar.runtime.distributed.mesh import training_mesh
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.shape_cache import Replan, Sizes
+from autopar.runtime.model.tied_parameters import held_names
+from autopar.runtime.parameters.materialise import parameter_source
+from autopar.runtime.parameters.placement import Held
+from autopar.search.result.format import nothing_fits
 
 TIMEOUT_S = 300
 DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
-from autopar.runtime.agreement import Agreement
+from autopar.runtime.model.preflight_check import Agreement
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"tokens": (8, 1024), "images": (32, 3, 224, 224)}
 
@@ -37,8 +37,8 @@ class Small(nn.Module):
 
 def programs(world_size: int, data: str) -> dict[str, Step]:
     import autopar
-    from autopar.runtime.agreement import STEP
-    from autopar.runtime.inputs import read_batch
+    from autopar.runtime.model.inputs import read_batch
+    from autopar.runtime.model.preflight_check import STEP
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = SHAPES[data]

@@ -21,11 +21,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.cost_model.folds import folds
-from autopar.cost_model.measured import measured_seconds, model_flops
-from autopar.cost_model.row import Row
-from autopar.cost_model.validation import Errors, errors
-from autopar.cost_model.vtrain_sweep import read_runs
+from autopar.cost_model.published.leave_one_out import folds
+from autopar.cost_model.published.measurement import measured_seconds, model_flops
+from autopar.cost_model.published.row import Row
+from autopar.cost_model.published.validation import Errors, errors
+from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.errors import ClusterError
 from autopar.ir.device_presets import device_preset
 

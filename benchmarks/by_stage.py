@@ -13,9 +13,9 @@ import numpy as np
 from search_problem import Problem
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.search.exact import BY_STAGE
-from autopar.search.plan_search import Searched, search_degrees
-from autopar.search.space import wishes
+from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.pricing.exact import BY_STAGE
+from autopar.search.space.candidates import wishes
 
 FAR = 0.07
 GROUP = 64  # candidates that are priced together

@@ -13,12 +13,12 @@ import time
 
 def measure(preset: str, tp: int) -> None:
     """Print one row: layers, distinct blocks, seconds of each phase, peak memory of the process."""
+    from autopar.capture.analysis import analyse
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.plan import Degrees
-    from autopar.models import resolve_model
-    from autopar.planning import capture_for
-    from autopar.search.labels import label
-    from autopar.trace.analysis import analyse
+    from autopar.models.load import resolve_model
+    from autopar.planning.fixed import capture_for
+    from autopar.search.labels.solve import label
 
     model = resolve_model(preset)
     degrees = Degrees(tp=tp, micro_batch=2)

@@ -57,17 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def cells_of(name: str, seq_len: int | None, layers: int | None) -> tuple[list[str], bool]:
     """The share per degree, what is left whole at the last, and whether every share reaches `AIM`."""
-    from autopar.cost_model.coverage import coverage
+    from autopar.capture.program import capture_program
+    from autopar.cost_model.work.coverage import coverage
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.plan import Degrees
-    from autopar.models import resolve_model
-    from autopar.planning import choose_labels
-    from autopar.trace.trace import trace
+    from autopar.models.load import resolve_model
+    from autopar.planning.fixed import choose_labels
 
     try:
         found = resolve_model(name, seq_len=seq_len, layers=layers)
-        program = trace(found.model, found.example_inputs)
+        program = capture_program(found.model, found.example_inputs)
     except AutoparError as error:
         return ["refused"] * len(DEGREES) + [_short(error)], False
     cells, left, reached = [], "", True
@@ -93,7 +93,7 @@ def _page() -> str:
     import torch
     import transformers
 
-    from autopar.example_inputs import MAX_DEFAULT_SEQ_LEN
+    from autopar.models.example_inputs import MAX_DEFAULT_SEQ_LEN
 
     date = datetime.datetime.now(tz=datetime.UTC).date()
     return PAGE.format(

@@ -10,10 +10,10 @@ import sys
 import time
 
 import autopar
-from autopar.degrees import resolve_degrees
 from autopar.ir.cluster import ClusterSpec
-from autopar.models import resolve_model
-from autopar.planning import capture_for
+from autopar.models.load import resolve_model
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for
 
 REPEATS = 9
 

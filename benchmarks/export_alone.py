@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from autopar.models import resolve_model
+from autopar.models.load import resolve_model
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.cost_model.row import Row
-from autopar.cost_model.validation import Validation, validate_rows
+from autopar.cost_model.published.row import Row
+from autopar.cost_model.published.validation import Validation, validate_rows
 
 ORACLES = Path(__file__).parent / "data" / "oracles.md"
 TENSOR, SEQUENCE, VOCABULARY = 8, 2048, 51200
@@ -94,7 +94,7 @@ def _integers(cell: str) -> Sequence[int]:
 
 def main() -> None:
     """Print predicted beside published."""
-    from autopar.cost_model.row_estimate import estimate_rows
+    from autopar.cost_model.published.estimate import estimate_rows
 
     found: Validation = validate_rows(iteration_times(), estimate_rows)
     for one in found.compared:

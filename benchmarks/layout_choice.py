@@ -1,8 +1,8 @@
 """How good the layout is that a search would pick among measured ones: `python benchmarks/layout_choice.py`.
 
-Groups are at least five measured layouts of the same work (`autopar.cost_model.ranking`), of the published runs and of
-vTrain's sweep. Picked is the layout predicted fastest; regret is its measured time over the best measured, less 1. All
-of them ran, so that all fit. Beside it, on the same rows:
+Groups are at least five measured layouts of the same work (`autopar.cost_model.published.ranking`), of the published
+runs and of vTrain's sweep. Picked is the layout predicted fastest; regret is its measured time over the best measured,
+less 1. All of them ran, so that all fit. Beside it, on the same rows:
 
     autopar, of what fits            only layouts that are predicted to fit, as in a search (all where none is)
     boosted trees, source left out   fitted on the rows of all other sources (`benchmarks/baselines.py`)
@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from baselines import RUNS, Run, boosted_trees, timed_runs
 
-from autopar.cost_model.folds import folds
-from autopar.cost_model.ranking import WORK, RankedGroup, Timed, ranked_groups
-from autopar.cost_model.row import Row, RowEstimate
-from autopar.cost_model.row_estimate import estimate_rows
-from autopar.cost_model.vtrain_sweep import read_runs
+from autopar.cost_model.published.estimate import estimate_rows
+from autopar.cost_model.published.leave_one_out import folds
+from autopar.cost_model.published.ranking import WORK, RankedGroup, Timed, ranked_groups
+from autopar.cost_model.published.row import Row, RowEstimate
+from autopar.cost_model.published.vtrain_sweep import read_runs
 
 SWEEP = Path(__file__).parent / "data" / "sweep_vtrain_single_a100.csv"
 DRAWS, PARTS = 200, 10

@@ -1,7 +1,7 @@
 """What Optuna is worth in the search: `python benchmarks/optuna_worth.py OUT.json OUT.svg`.
 
-At equal numbers of prices, 20 seeds each: TPE as `autopar.search.refine` uses it, random sampling, and screening alone.
-Over two spaces:
+At equal numbers of prices, 20 seeds each: TPE as `autopar.search.driver.optuna_refine` uses it, random sampling, and
+screening alone. Over two spaces:
 
     refining     the nearly best candidates of a search and blocks moved out of end stages, with recomputation by stage
                  (the search prices every point, so that regret is exact); screening alone is the best candidate as
@@ -27,10 +27,10 @@ import optuna
 from search_problem import Problem
 
 from autopar.ir.rank_order import ORDERS
-from autopar.search.exact import Priced, priced
-from autopar.search.plan_search import Searched, search_degrees
-from autopar.search.refine import MISSING, MOST_MOVED, STARTUP
-from autopar.search.space import NAMES, Candidates, Wishes, candidates, wishes
+from autopar.search.driver.optuna_refine import MISSING, MOST_MOVED, STARTUP
+from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.pricing.exact import Priced, priced
+from autopar.search.space.candidates import NAMES, Candidates, Wishes, candidates, wishes
 
 SEEDS = 20
 REFINING_TRIALS, WHOLE_TRIALS = 40, 150

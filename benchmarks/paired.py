@@ -124,7 +124,7 @@ def _resident(field: str) -> float:
 
 def main(module: str, baseline: str, text: str) -> None:
     """The table of one benchmark: every program of a module's PROGRAMS over its baseline."""
-    from autopar.runtime.launch import Ranks
+    from autopar.runtime.distributed.launch import Ranks
 
     programs: Programs = importlib.import_module(module).PROGRAMS
     parser = argparse.ArgumentParser(description=text)

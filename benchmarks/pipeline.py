@@ -101,7 +101,7 @@ PROGRAMS: Programs = {
 
 def idle(rank: int, count: int) -> float:
     """The share of a step in which this rank computes nothing, the median of some steps."""
-    from autopar.runtime.pipeline import _TorchStage
+    from autopar.runtime.model.pipeline import _TorchStage
 
     own_cuts = {"pp": dist.get_world_size(), "schedule": "1f1b", "micro_batches": count}
     step, busy, shares = by_autopar(model(), batch(count), own_cuts), [0.0], []
@@ -131,7 +131,7 @@ def idle(rank: int, count: int) -> float:
 
 
 def bubbles() -> None:
-    from autopar.runtime.launch import Ranks
+    from autopar.runtime.distributed.launch import Ranks
 
     print(f"\n{'micro-batches':>13} {'idle by rank':>16} {'mean':>6} {'(p-1)/(n+p-1)':>14}")
     for count in BUBBLES:

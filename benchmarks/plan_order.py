@@ -26,8 +26,8 @@ import torch.distributed as dist
 from paired import Ratio, Step, block, ratio, slowest
 
 if TYPE_CHECKING:
-    from autopar.cost_model.device_profile import DeviceProfile
     from autopar.cost_model.estimate import Estimate
+    from autopar.cost_model.machine.profile import DeviceProfile
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 4096}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -167,10 +167,10 @@ def parts_of(made: "Estimate") -> dict[str, float]:
 def profile_from(path: Path | None, minutes: float) -> "DeviceProfile":
     """The profile of a file, or of this machine, measured now."""
     if path is not None:
-        from autopar.cost_model.profile_file import load_profile
+        from autopar.cost_model.machine.profile_io import load_profile
 
         return load_profile(path)
-    from autopar.calibration import calibrate
+    from autopar.commands.calibrate import calibrate
 
     return calibrate(ranks=RANKS, minutes=minutes).profile
 
@@ -254,7 +254,7 @@ def _command(given: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    from autopar.runtime.launch import Ranks
+    from autopar.runtime.distributed.launch import Ranks
 
     given = arguments()
     profile = profile_from(given.profile, given.minutes)

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from search_problem import Problem
 
-from autopar.cost_model.cluster_machine import cluster_machine
+from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
 from autopar.ir.rank_order import ORDERS
-from autopar.search.plan_search import Searched, search_degrees
-from autopar.search.result import degrees_in_plain
-from autopar.search.space import wishes
-from autopar.search.words import plan_in_words
+from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.result.format import plan_in_words
+from autopar.search.result.result import degrees_in_plain
+from autopar.search.space.candidates import wishes
 
 CASES = (
     "llama2-7b@32xrtx4090:10",

@@ -17,20 +17,20 @@ from itertools import product
 
 import numpy as np
 
-from autopar.cost_model.engine import engine_named
-from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.layout import RECOMPUTE, Layouts, strides
-from autopar.cost_model.row import Row
-from autopar.cost_model.row_config import row_of_config
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.memory.formula import step_memory
+from autopar.cost_model.published.config import row_of_config
+from autopar.cost_model.published.row import Row
 from autopar.cost_model.screened_model import ScreenedModel, model_of_program, model_of_row
 from autopar.cost_model.screening import PIECE, Screened, Target, screen, target_of
-from autopar.cost_model.step import step_seconds
-from autopar.cost_model.step_memory import step_memory
-from autopar.degrees import resolve_degrees
-from autopar.estimation import priceable_of
+from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, strides
+from autopar.cost_model.step.step import step_seconds
 from autopar.ir.cluster import ClusterSpec
-from autopar.models import resolve_model
-from autopar.planning import capture_for
+from autopar.models.load import resolve_model
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.estimate import priceable_of
+from autopar.planning.fixed import capture_for
 from autopar.presets.models import model_preset
 
 ROUNDS = 7

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from autopar.capture_cache import cache_folder, captured_model
-from autopar.cli.model_argument import DTYPES
-from autopar.cost_model.cluster_machine import default_precision
+from autopar.cache.captures import cache_folder, captured_model
+from autopar.cli.options.model_argument import DTYPES
+from autopar.cost_model.machine.cluster import default_precision
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.rank_order import ORDERS
-from autopar.planning import program_for
-from autopar.search.result import SearchResult
-from autopar.search_labels import LABELLED
-from autopar.search_request import SearchRequest
-from autopar.searching import search_captured
+from autopar.planning.fixed import program_for
+from autopar.planning.labels import LABELLED
+from autopar.planning.request import SearchRequest
+from autopar.planning.search import search_captured
+from autopar.search.result.result import SearchResult
 
 HEADER = "| model | cluster | batch | plan | step, s | gap | proven | candidates | prices | trials | search, s |"
 # from a preset and a sequence length to clusters and batches

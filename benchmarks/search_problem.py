@@ -6,17 +6,17 @@ Captures are kept in the cache of `autopar plan` (``AUTOPAR_CACHE_DIR``), so tha
 from dataclasses import dataclass, field
 from functools import cache
 
-from autopar.capture_cache import cache_folder, captured_model
-from autopar.cost_model.cluster_machine import cluster_machine
-from autopar.cost_model.engine import engine_named
-from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.program_works import ProgramWorks, program_works
+from autopar.cache.captures import cache_folder, captured_model
+from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
-from autopar.planning import choose_labels, program_for
-from autopar.search.screen import Machinery
-from autopar.search.space import Limits, divisors
+from autopar.planning.fixed import choose_labels, program_for
+from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.space.candidates import Limits, divisors
 
 MOST_TENSOR_RANKS = 64
 

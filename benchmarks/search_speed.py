@@ -23,15 +23,15 @@ import time
 
 from search_problem import Problem
 
-from autopar.capture_cache import cache_folder, captured_model
-from autopar.search.exact import AS_IT_IS
-from autopar.search.objective import Goal, Part
-from autopar.search.result import SearchResult
-from autopar.search.space import candidates, wishes
-from autopar.search.together import Together
-from autopar.search_request import SearchRequest
-from autopar.searching import search_captured
-from autopar.trace.any_size import Capture
+from autopar.cache.captures import cache_folder, captured_model
+from autopar.capture.any_size import Capture
+from autopar.planning.request import SearchRequest
+from autopar.planning.search import search_captured
+from autopar.search.pricing.batch import Together
+from autopar.search.pricing.exact import AS_IT_IS
+from autopar.search.pricing.objective import Goal, Part
+from autopar.search.result.result import SearchResult
+from autopar.search.space.candidates import candidates, wishes
 
 # what is asked for on an idle machine, in seconds of a search
 TARGETS = {

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from autopar.cost_model.row import read_rows
-from autopar.cost_model.simulate import Orders, StageSeconds, equal_stages, replay_of, run_seconds, simulate
+from autopar.cost_model.pipeline.simulator import Orders, StageSeconds, equal_stages, replay_of, run_seconds, simulate
+from autopar.cost_model.published.row import read_rows
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.schedules import actions
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model import expressions
-from autopar.cost_model.engine import Engine
-from autopar.cost_model.layout import RECOMPUTE, Layouts, Shape, strides
-from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.row_estimate import FULL
-from autopar.cost_model.step_memory import step_memory
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.memory.formula import step_memory
+from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
+from autopar.cost_model.work import block_work as expressions
 from autopar.errors import InputError
 
 Floats = NDArray[np.float64]

@@ -1,7 +1,8 @@
 """What one training step of one plan costs: time, memory, and what makes them up.
 
-    step       `autopar.cost_model.step` over the blocks of the captured program; a plan's own pipeline stages by their
-               action list (`autopar.cost_model.staged`)
+    step       `autopar.cost_model.step.step` over the blocks of the captured program; a plan's own pipeline stages by
+    their
+               action list (`autopar.cost_model.pipeline.stages`)
     MFU        model FLOP / (step · devices · peak): products and attention forward, twice that backward, attention
                counted without its mask (Chowdhery et al. 2022, "PaLM", appendix B; Narayanan et al. 2021, "Efficient
                large-scale language model training on GPU clusters", appendix)
@@ -21,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.cluster_machine import cluster_machine, default_precision, dtype_assumptions
-from autopar.cost_model.mechanisms import mechanisms
+from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
+from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.pricing import Pricing, Question, layouts_of, without_data_parallelism
-from autopar.cost_model.row_estimate import FULL
-from autopar.cost_model.step import StepSeconds
+from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 
 if TYPE_CHECKING:
-    from autopar.cost_model.program_works import ProgramWorks
+    from autopar.cost_model.work.program_costs import ProgramWorks
 
 Floats = NDArray[Any]
 HOURS_PER_DAY, SECONDS_PER_HOUR = 24.0, 3600.0

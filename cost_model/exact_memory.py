@@ -1,4 +1,4 @@
-"""An estimate whose memory is counted, not priced by formulas: what `autopar.cost_model.rank_memory` counts of a plan.
+"""An estimate whose memory is counted, not priced by formulas: what `dry_run.memory` counts of a plan.
 
 State, gathered weights and waiting gradients follow from the plan's storage; what is kept for backward and what lives
 besides from running one micro-batch of every stage on tensors without data, which takes a tenth of a second per layer
@@ -8,16 +8,16 @@ or less. Formulas take microseconds and are within some per cent for states, and
 
 from dataclasses import replace
 
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.dry_run.memory import RankMemory, memory_of
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.estimate import MEMORY, Estimate
-from autopar.cost_model.local_run import StageRun, run_stage
-from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.rank_memory import RankMemory, memory_of
-from autopar.cost_model.rank_setting import Setting
-from autopar.cost_model.row_estimate import FULL
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.published.estimate import FULL
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.trace.analysis import Analysis
 
 WAITING, BUFFERS, WORKSPACE = (
     "gradients that wait for their sum",

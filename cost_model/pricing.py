@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.cluster_machine import ClusterMachine
-from autopar.cost_model.engine import Engine
-from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.expressions import VARIANTS, Family, evaluate
-from autopar.cost_model.layout import Layouts, Shape, strides
-from autopar.cost_model.mechanisms import Mechanisms, mechanisms
-from autopar.cost_model.staged import Stages, pipeline_of, stages_at, whole_message_s
-from autopar.cost_model.staged_memory import memory_of_ranks, staged_memory
-from autopar.cost_model.step import StepSeconds, step_seconds
-from autopar.cost_model.step_assembly import Pipeline, Pipelined
-from autopar.cost_model.step_basis import Passes
-from autopar.cost_model.step_memory import StepMemory, step_memory
+from autopar.cost_model.machine.cluster import ClusterMachine
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
+from autopar.cost_model.memory.formula import StepMemory, step_memory
+from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
+from autopar.cost_model.pipeline.stages import Stages, pipeline_of, stages_at, whole_message_s
+from autopar.cost_model.step.assembly import Pipeline, Pipelined
+from autopar.cost_model.step.context import Passes
+from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.step.layouts import Layouts, Shape, strides
+from autopar.cost_model.step.step import StepSeconds, step_seconds
+from autopar.cost_model.work.block_work import VARIANTS, Family, evaluate
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.rank_order import ORDERS
 
 if TYPE_CHECKING:
-    from autopar.cost_model.device_profile import DeviceProfile
-    from autopar.cost_model.program_works import ProgramWorks
+    from autopar.cost_model.machine.profile import DeviceProfile
+    from autopar.cost_model.work.program_costs import ProgramWorks
 
 Floats = NDArray[Any]
 V = TypeVar("V", float, Floats)

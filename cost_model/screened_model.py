@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopar.cost_model.expressions import BlockWork, Family, evaluate, free_symbols
-from autopar.cost_model.layout import Layouts, Shape
-from autopar.cost_model.polynomials import Polynomial
 from autopar.cost_model.pricing import evaluated
 from autopar.cost_model.pricing import shape_of as shape_of_works
-from autopar.cost_model.row import Row
-from autopar.cost_model.row_family import family_name, family_of, numbers_at, numbers_of, shape_of
+from autopar.cost_model.published.families import family_name, family_of, numbers_at, numbers_of, shape_of
+from autopar.cost_model.published.row import Row
+from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.work.block_work import BlockWork, Family, evaluate, free_symbols
+from autopar.cost_model.work.polynomials import Polynomial
 from autopar.ir.sharding import DATA
 
 if TYPE_CHECKING:
-    from autopar.cost_model.program_works import ProgramWorks
+    from autopar.cost_model.work.program_costs import ProgramWorks
 
 BLOCK_FIELDS = ("tp", "sequence_parallel", "cp", "micro_batch")
 

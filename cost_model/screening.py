@@ -7,7 +7,7 @@ layout, in pieces that stay in the processor's cache. The formulas are those of 
 price every field of every layout: same results.
 
 A family of captured blocks prices any tensor degree (`autopar.cost_model.screened_model`). A captured program has been
-labelled for one, so that a search over several labels it for each (`autopar.estimation.priceable_of`, once per
+labelled for one, so that a search over several labels it for each (`autopar.planning.estimate.priceable_of`, once per
 tensor degree, with or without sequence parallelism, at a data-parallel degree above 1) and hands all of them to
 `screen`, which prices a layout with the program of its degree. Stages are equal and 1F1B's closed form holds; a plan's
 own cuts and schedule are priced by `autopar.cost_model.estimate`.
@@ -20,27 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.cluster_machine import cluster_machine
-from autopar.cost_model.device_profile import DeviceProfile
-from autopar.cost_model.distinct import Distinct, Numbered, distinct, numbered, spread
-from autopar.cost_model.engine import Engine
-from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.layout import Layouts
-from autopar.cost_model.mechanisms import Mechanisms, mechanisms
-from autopar.cost_model.row_estimate import FULL
-from autopar.cost_model.screened_model import ScreenedModel
-from autopar.cost_model.step_assembly import StepPrices, assembled, blocks_per_rank
-from autopar.cost_model.step_basis import Basis, Floats, Machine, Passes, repeated_roles
-from autopar.cost_model.step_blocks import BlockPrices, block_prices, end_passes
-from autopar.cost_model.step_data import (
-    DataPrices,
-    Gathers,
-    data_prices,
-    end_gathers,
-    gather_prices,
-    gathers_blocks,
-)
-from autopar.cost_model.step_memory import (
+from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.memory.formula import (
     BlockBytes,
     RankElements,
     block_bytes,
@@ -48,6 +32,22 @@ from autopar.cost_model.step_memory import (
     fuller,
     rank_elements,
 )
+from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.screened_model import ScreenedModel
+from autopar.cost_model.step.assembly import StepPrices, assembled, blocks_per_rank
+from autopar.cost_model.step.block_prices import BlockPrices, block_prices, end_passes
+from autopar.cost_model.step.context import Basis, Floats, Machine, Passes, repeated_roles
+from autopar.cost_model.step.data_parallel import (
+    DataPrices,
+    Gathers,
+    data_prices,
+    end_gathers,
+    gather_prices,
+    gathers_blocks,
+)
+from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.unique_rows import Distinct, Numbered, distinct, numbered, spread
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 
@@ -83,7 +83,7 @@ class Screened:
 
 
 def target_of(cluster: ClusterSpec, engine: Engine, *, precision: str, profile: DeviceProfile | None = None) -> Target:
-    """A cluster as `autopar.cost_model.cluster_machine` sees it; raises what that raises."""
+    """A cluster as `autopar.cost_model.machine.cluster` sees it; raises what that raises."""
     constants = mechanisms()
     found = cluster_machine(cluster, engine, constants, precision=precision, profile=profile)
     return Target(

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.materialise import parameter_source
-from autopar.runtime.module import ParallelModel
-from autopar.verification import materialised
+from autopar.commands.verify import materialised
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.parameters.materialise import parameter_source
 
 SEED, MAX_NORM, MAX_TEXT_BYTES = 0, 1.0, 4_000_000
 TOLERANCE = 1e-5  # of the loss, float32

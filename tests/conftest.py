@@ -16,7 +16,7 @@ LONG_FIRST = (
     "families/test_gloo.py",
     "examples",
     "random_programs",
-    "cost_model/test_block_export.py",
+    "cost_model/work/test_export.py",
     "integration",
     "families",
     "runtime",

@@ -73,8 +73,8 @@ def test_files_that_the_pages_name_exist() -> None:
 
 
 def test_the_defaults_in_the_docs_are_the_code_s() -> None:
-    from autopar.cli import small_model
-    from autopar.degrees import DEFAULT_MICRO_BATCH
+    from autopar.cli.options import small_model
+    from autopar.planning.degrees import DEFAULT_MICRO_BATCH
 
     text = " ".join((ROOT / "docs/cli.md").read_text().split())
     assert f"| {DEFAULT_MICRO_BATCH} | | `--accumulate`" in text

@@ -75,7 +75,7 @@ class Worlds:
 
     def of(self, size: int) -> Any:
         """The world of `size` ranks."""
-        from autopar.runtime.launch import Ranks
+        from autopar.runtime.distributed.launch import Ranks
 
         if size not in self._open or not self._open[size].is_open:
             self._open[size] = Ranks(size)
@@ -102,8 +102,8 @@ def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> flo
     Raises `AutoparError` where the plan is refused or a rank fails.
     Sequence parallelism is left out for a model without a sequence.
     """
+    from autopar.commands.verify import verify
     from autopar.errors import PlanError
-    from autopar.verification import verify
 
     size = world_size(wish)
     try:

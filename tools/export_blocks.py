@@ -1,13 +1,13 @@
-"""Write `cost_model/blocks/FAMILY.json`: what a block of each family of decoders costs, as expressions.
+"""Write `cost_model/work/families/FAMILY.json`: what a block of each family of decoders costs, as expressions.
 
     python tools/export_blocks.py            all families
     python tools/export_blocks.py llama      some
 
 Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled on one tensor rank
 and on four, those with and without sequence parallelism; sizes become the symbols of
-`autopar.cost_model.expressions`. Files of the folder over_data are labelled on two data-parallel ranks too, as autopar
-runs plans; other frameworks' data-parallel ranks share nothing but sums of gradients. `exported` is what the tests
-compare the files with.
+`autopar.cost_model.work.block_work`. Files of the folder over_data are labelled on two data-parallel ranks too, as
+autopar runs plans; other frameworks' data-parallel ranks share nothing but sums of gradients. `exported` is what the
+tests compare the files with.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.cost_model.block_export import block_works
-from autopar.cost_model.expressions import ROLES, VARIANTS, BlockWork, Family, to_json
-from autopar.cost_model.polynomials import Expr, Polynomial, symbol
+from autopar.cost_model.work.block_work import ROLES, VARIANTS, BlockWork, Family, to_json
+from autopar.cost_model.work.export import block_works
+from autopar.cost_model.work.polynomials import Expr, Polynomial, symbol
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA
-from autopar.planning import capture_for, choose_labels
+from autopar.planning.fixed import capture_for, choose_labels
 
 DP = 2
-FOLDER = Path(__file__).resolve().parent.parent / "cost_model" / "blocks"
+FOLDER = Path(__file__).resolve().parent.parent / "cost_model" / "work" / "families"
 # in proportions of real models, so that labels are theirs, and pairwise distinct, as are the halves, quarters, sums and
 # quotients that models make of them
 SIZES = {
@@ -374,7 +374,7 @@ def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:
         works = tuple(
             replace(work, sent=tuple(one for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")))
             for work in block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=sizes, roles=roles)
-        )  # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step`)
+        )  # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step.step`)
         for index, role in roles.items():
             earlier = dict(found.get(role, ())).get(variant)
             if earlier is None:

@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autopar.cost_model.device_profile import Call, DeviceProfile, LinkProfile
-from autopar.cost_model.folds import folds
-from autopar.cost_model.mechanisms import Mechanisms, dump_mechanisms, mechanisms
-from autopar.cost_model.profile_file import dump_profile
-from autopar.cost_model.row import Row, read_rows
-from autopar.cost_model.row_estimate import Group, prepare
-from autopar.cost_model.shipped_profiles import shipped_profiles
+from autopar.cost_model.machine.fitted_constants import Mechanisms, dump_mechanisms, mechanisms
+from autopar.cost_model.machine.presets import shipped_profiles
+from autopar.cost_model.machine.profile import Call, DeviceProfile, LinkProfile
+from autopar.cost_model.machine.profile_io import dump_profile
+from autopar.cost_model.published.estimate import Group, prepare
+from autopar.cost_model.published.leave_one_out import folds
+from autopar.cost_model.published.row import Row, read_rows
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data" / "published_runs.csv"
@@ -273,7 +273,7 @@ def write(world: World, num_rows: int) -> None:
         profile = world[0][name]
         known = {path: text for path, text in texts.items() if path in profile.sources}
         dump_profile(replace(profile, sources={**profile.sources, **known}), PROFILES / f"{name}.yaml")
-    dump_mechanisms(world[1], sources, ROOT / "cost_model" / "mechanisms.yaml")
+    dump_mechanisms(world[1], sources, ROOT / "cost_model" / "machine" / "fitted_constants.yaml")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for folder in (TESTS, ROOT):
         sys.path.insert(0, str(folder))
-    from autopar.runtime.launch import Ranks
+    from autopar.runtime.distributed.launch import Ranks
 
     models = import_module("priced_models")
 
@@ -42,10 +42,10 @@ def main() -> int:
 
 def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
     """Cells of one plan, and whether every rank sent what was priced."""
-    from autopar.cost_model.rank_memory import memory_of
-    from autopar.cost_model.rank_setting import Setting
-    from autopar.cost_model.traffic import sends_of
-    from autopar.trace.analysis import analyse
+    from autopar.capture.analysis import analyse
+    from autopar.cost_model.dry_run.memory import memory_of
+    from autopar.cost_model.dry_run.rank_view import Setting
+    from autopar.cost_model.dry_run.traffic import sends_of
 
     runs_of = import_module("test_priced_is_run").runs_of
     program, plan = import_module("priced_models").planned_case(one)

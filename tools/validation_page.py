@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.folds import folds
-from autopar.cost_model.row import Estimator, Row, RowEstimate
-from autopar.cost_model.validation import (
+from autopar.cost_model.published.leave_one_out import folds
+from autopar.cost_model.published.row import Estimator, Row, RowEstimate
+from autopar.cost_model.published.validation import (
     Compared,
     Errors,
     Measures,
@@ -29,7 +29,7 @@ from autopar.cost_model.validation import (
     split_by,
     summarise,
 )
-from autopar.cost_model.vtrain_sweep import read_runs
+from autopar.cost_model.published.vtrain_sweep import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "validation.md"
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--without-baselines", action="store_true")
     parser.add_argument("--out", type=Path, default=TARGET)
     given = parser.parse_args()
-    from autopar.cost_model.row_estimate import estimate_rows
+    from autopar.cost_model.published.estimate import estimate_rows
 
     read: Callable[[Path], Mapping[str, float]] = _benchmark("baselines").read_predictions
     left_out = read(given.left_out) if given.left_out.exists() else None

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.model_argument import Json
+from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress_bar, table
 from autopar.errors import InputError, Problem
 from autopar.ir.explanation import readable_seconds
 
 if TYPE_CHECKING:
-    from autopar.calibration import Calibration
-    from autopar.cost_model.device_profile import DeviceProfile
+    from autopar.commands.calibrate import Calibration
+    from autopar.cost_model.machine.profile import DeviceProfile
 
 MAX_RANKS, MAX_MINUTES = 64, 120.0
 
@@ -51,16 +51,16 @@ def calibrate(
         raise InputError("the options cannot be used", problems)
     is_first = os.environ.get("RANK", "0") == "0"
     with progress_bar("importing torch", shown=is_first) as say:
-        from autopar.calibration import calibrate as measure
-        from autopar.calibration import to_dict
-        from autopar.doctor import leave
+        from autopar.commands.calibrate import calibrate as measure
+        from autopar.commands.calibrate import to_dict
+        from autopar.commands.doctor import leave
 
         found = measure(ranks=ranks, minutes=minutes, on_progress=say)
         leave()
     if not is_first:
         return
     if out is not None:
-        from autopar.cost_model.profile_file import dump_profile
+        from autopar.cost_model.machine.profile_io import dump_profile
 
         dump_profile(found.profile, out)
     if as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.model_argument import Json
+from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, table
 from autopar.errors import InputError
 from autopar.ir.explanation import readable_bytes
@@ -43,8 +43,8 @@ def capacity(
         raise InputError(f"--chart {chart}: must end in .svg or .png")
     from autopar.cost_model.capacity import WAYS
     from autopar.cost_model.capacity import capacity as largest
-    from autopar.cost_model.engine import engine_named
-    from autopar.cost_model.shipped_profiles import device_profile
+    from autopar.cost_model.machine.engine import engine_named
+    from autopar.cost_model.machine.presets import device_profile
     from autopar.ir.device_presets import device_preset
 
     preset = device_preset(device)

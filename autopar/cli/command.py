@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from autopar.errors import AutoparError, InfeasibleError, RankError, SearchError, VerificationError
-from autopar.options import PlanOptions, flag
+from autopar.planning.options import PlanOptions, flag
 
 FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
 _STATUS = (

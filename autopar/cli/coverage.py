@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
-from autopar.models import resolve_model
-from autopar.options import PlanOptions
+from autopar.models.load import resolve_model
+from autopar.planning.options import PlanOptions
 
 if TYPE_CHECKING:
-    from autopar.cost_model.coverage import Coverage
+    from autopar.cost_model.work.coverage import Coverage
 
 DEFAULT_DEVICE = "h100"
 
@@ -44,7 +44,7 @@ def coverage(
         batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.num_micro_batches
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
         say("capturing and choosing labels")
-        from autopar.planning import coverage as run
+        from autopar.planning.fixed import coverage as run
 
         covered = run(
             found.model,
@@ -62,7 +62,7 @@ def coverage(
 
 
 def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
-    from autopar.cost_model.coverage import grouped_dims
+    from autopar.cost_model.work.coverage import grouped_dims
 
     out = console()
     mesh = " × ".join(f"{dim} {degree}" for dim, degree in covered.mesh.items()) or "one rank"

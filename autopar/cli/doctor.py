@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.model_argument import Json
+from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_seconds
 
 if TYPE_CHECKING:
-    from autopar.diagnosis import Diagnosis
+    from autopar.commands.diagnosis import Diagnosis
 
 FAILED = 1
 MAX_RANKS = 64
@@ -49,7 +49,7 @@ def doctor(
         raise InputError("the options cannot be used", problems)
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
     with progress("importing torch") as say:
-        from autopar.doctor import examine, examine_here, leave
+        from autopar.commands.doctor import examine, examine_here, leave
 
         if ranks is not None:
             say(f"{ranks} ranks at work")

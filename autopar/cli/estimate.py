@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
-from autopar.cli.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.search_options import Precision, Profile
 from autopar.cli.output import console, print_json, progress, table
-from autopar.cli.search_options import Precision, Profile
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
-from autopar.options import PlanOptions
+from autopar.planning.options import PlanOptions
 
 if TYPE_CHECKING:
-    from autopar.cost_model.device_profile import DeviceProfile
-    from autopar.cost_model.engine import Engine
     from autopar.cost_model.estimate import Estimate, RunCost
+    from autopar.cost_model.machine.engine import Engine
+    from autopar.cost_model.machine.profile import DeviceProfile
 
 ExactMemory = Annotated[
     bool,
@@ -66,13 +66,13 @@ def estimate(
     degrees = options.degrees(ranks)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"building {model} without memory") as say:
-        from autopar.models import resolve_model
+        from autopar.models.load import resolve_model
 
         own = is_factory(model)
         batch = None if own else (degrees.micro_batch or 1) * degrees.num_micro_batches
         dtype = None if own else DTYPES[wanted]
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
-        from autopar.estimation import estimate as run
+        from autopar.planning.estimate import estimate as run
 
         made = run(
             found.model,
@@ -107,10 +107,10 @@ def _inputs(
 ) -> "tuple[ClusterSpec, Engine, DeviceProfile, str]":
     """What needs no model, checked before one is built; everything wrong with the options at once. The profile is the
     one given, or the cluster's, or the shipped one."""
-    from autopar.cost_model.cluster_machine import PRECISIONS, cluster_machine, default_precision
-    from autopar.cost_model.engine import engine_named
-    from autopar.cost_model.mechanisms import mechanisms
-    from autopar.cost_model.profile_file import load_profile
+    from autopar.cost_model.machine.cluster import PRECISIONS, cluster_machine, default_precision
+    from autopar.cost_model.machine.engine import engine_named
+    from autopar.cost_model.machine.fitted_constants import mechanisms
+    from autopar.cost_model.machine.profile_io import load_profile
 
     problems = [
         Problem(path=option, value=value, rule="must be a number greater than 0")

@@ -13,9 +13,9 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_seconds
 
 if TYPE_CHECKING:
-    from autopar.cost_model.compare import Comparison
-    from autopar.cost_model.device_profile import DeviceProfile
     from autopar.cost_model.estimate import Estimate
+    from autopar.cost_model.fit.predicted_vs_measured import Comparison
+    from autopar.cost_model.machine.profile import DeviceProfile
 
 Trace = Annotated[
     Path | None,
@@ -44,7 +44,7 @@ def check_trace_options(trace: Path | None, correct: Path | None, engine: str) -
         raise InputError("the options cannot be used", problems)
     if trace is None:
         return None
-    from autopar.cost_model.measured_parts import measured_parts, read_trace
+    from autopar.cost_model.fit.profile_parts import measured_parts, read_trace
 
     content = read_trace(trace)
     measured_parts(content)
@@ -62,9 +62,9 @@ def compared(
     behind the terms that are off scaled, under a name of its own."""
     if trace is None:
         return None
-    from autopar.cost_model.compare import BAND, corrected
-    from autopar.cost_model.profile_file import dump_profile
-    from autopar.cost_model.trace_comparison import compare_trace, tiers_of
+    from autopar.cost_model.fit.predicted_vs_measured import BAND, corrected
+    from autopar.cost_model.fit.profile_comparison import compare_trace, tiers_of
+    from autopar.cost_model.machine.profile_io import dump_profile
 
     found = compare_trace(made, trace, band=BAND)
     if correct is not None:
@@ -87,7 +87,7 @@ def trace_to_dict(found: "Comparison", correct: Path | None) -> dict[str, Any]:
 
 
 def show_trace(found: "Comparison", trace: Path, correct: Path | None) -> None:
-    from autopar.cost_model.trace_comparison import sentence
+    from autopar.cost_model.fit.profile_comparison import sentence
 
     out = console()
     off = {term.name for term in found.outside}

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.capture_cache import CapturedModel, cache_folder, captured_model
-from autopar.cli.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
-from autopar.cli.output import console, print_json, print_sections, progress
-from autopar.cli.plan_result import result_sections
-from autopar.cli.plan_wishes import default_global_batch, narrowing
-from autopar.cli.search_options import (
+from autopar.cache.captures import CapturedModel, cache_folder, captured_model
+from autopar.cli.options.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.plan_options import default_global_batch, narrowing
+from autopar.cli.options.search_options import (
     Fix,
     Forbid,
     Objective,
@@ -25,16 +23,18 @@ from autopar.cli.search_options import (
     Trials,
     WhatIf,
 )
+from autopar.cli.output import console, print_json, print_sections, progress
+from autopar.cli.plan_result import result_sections
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import sections
 from autopar.ir.plan import Plan
-from autopar.options import TOP, TRIALS, PlanOptions
-from autopar.search.words import nothing_fits
+from autopar.planning.options import TOP, TRIALS, PlanOptions
+from autopar.search.result.format import nothing_fits
 
 if TYPE_CHECKING:
-    from autopar.search.result import SearchResult
-    from autopar.search_request import SearchRequest
+    from autopar.planning.request import SearchRequest
+    from autopar.search.result.result import SearchResult
 
 
 def plan(
@@ -70,8 +70,8 @@ def plan(
     Every legal combination of degrees, ZeRO, micro-batch, schedule, order of ranks is compared; options fix what they
     name. For example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --fix zero=1,3 -o plan.json
     """
-    from autopar.cost_model.cluster_machine import checked_precision
-    from autopar.cost_model.profile_file import load_profile
+    from autopar.cost_model.machine.cluster import checked_precision
+    from autopar.cost_model.machine.profile_io import load_profile
 
     spec = ClusterSpec.parse(cluster)
     options.check()
@@ -80,7 +80,7 @@ def plan(
     own_profile = None if profile is None else load_profile(profile)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"capturing {model} without memory") as say:
-        from autopar.search_request import SearchRequest
+        from autopar.planning.request import SearchRequest
 
         def asked_for(local_batch: int | None) -> SearchRequest:
             return SearchRequest(
@@ -134,9 +134,9 @@ def _searched(
 ) -> "SearchResult":
     """Searches of models that autopar builds itself are kept, as their captures are."""
     if captured.local_batch is None:
-        from autopar.plan_cache import kept_search
+        from autopar.cache.plans import kept_search
 
         return kept_search(cache_folder(), captured, cluster, asked, say=say)
-    from autopar.searching import search_captured
+    from autopar.planning.search import search_captured
 
     return search_captured(captured.capture, cluster, asked, name=captured.name, say=say)

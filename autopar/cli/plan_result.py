@@ -1,8 +1,8 @@
 """What a search found, as sections that print: the best plan, what comes next and why it loses, what could not be."""
 
 from autopar.ir.explanation import Section, readable_bytes, readable_seconds
-from autopar.search.result import Contender, SearchResult
-from autopar.search.words import plan_in_words, readable_value, what_does_not_fit
+from autopar.search.result.format import plan_in_words, readable_value, what_does_not_fit
+from autopar.search.result.result import Contender, SearchResult
 
 
 def result_sections(found: SearchResult) -> list[Section]:

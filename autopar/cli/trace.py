@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.options.small_model import check_numbers, sizes_of_plan, small_sizes
 from autopar.cli.output import console, print_json, progress, table
-from autopar.cli.small_model import check_numbers, sizes_of_plan, small_sizes
 from autopar.ir.explanation import sizes_in_words
-from autopar.options import PlanOptions
+from autopar.planning.options import PlanOptions
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
-    from autopar.runtime.chrome_trace import TrackTime
+    from autopar.runtime.profile.chrome_trace import TrackTime
 
 
 def trace(
@@ -52,7 +52,7 @@ def trace(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
     with progress("importing torch") as say:
-        from autopar.tracing import trace_model
+        from autopar.commands.profile import trace_model
 
         decided, times = trace_model(
             model,

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from autopar.cli.model_argument import Json
+from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
-    from autopar.cost_model.row import Row, RowEstimate, Unmodelled
-    from autopar.cost_model.validation import By, Measures, Validation
+    from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
+    from autopar.cost_model.published.validation import By, Measures, Validation
 
 TIERS = ("core", "all")
 MAX_IDS = 8
@@ -49,12 +49,12 @@ def validate(
     if tier not in TIERS:
         raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, TIERS)}")
     _check_targets(runs, out, report)
-    from autopar.cost_model.validation import compare, predict, summarise
+    from autopar.cost_model.published.validation import compare, predict, summarise
 
     with progress(f"reading {runs}") as say:
         rows = _rows(runs, tier)
         say(f"predicting {len(rows)} rows")
-        from autopar.cost_model.row_estimate import estimate_rows
+        from autopar.cost_model.published.estimate import estimate_rows
 
         estimates = predict(rows, estimate_rows)
     found = summarise(compare(rows, estimates), by=column)
@@ -76,7 +76,7 @@ def validate(
 
 def predictions_csv(estimates: "Sequence[RowEstimate | Unmodelled]") -> str:
     """``id,seconds,peak_bytes,fits`` of what was modelled; `fits` is empty where the device's memory is not known."""
-    from autopar.cost_model.row import RowEstimate
+    from autopar.cost_model.published.row import RowEstimate
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -100,7 +100,7 @@ def _column(by: str) -> "By":
 
 
 def _rows(runs: Path, tier: str) -> "list[Row]":
-    from autopar.cost_model.vtrain_sweep import read_runs
+    from autopar.cost_model.published.vtrain_sweep import read_runs
 
     rows = read_runs(runs)
     wanted = [row for row in rows if tier == "all" or row.tier == tier]

@@ -14,7 +14,7 @@ from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.cost_model.validation import Compared, Validation
+    from autopar.cost_model.published.validation import Compared, Validation
 
 MAX_DOTS = 1_500
 MAX_ROWS = 100

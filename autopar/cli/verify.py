@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.options.small_model import check_numbers, sizes_of_plan, small_sizes
 from autopar.cli.output import console, print_json, progress, table
-from autopar.cli.small_model import check_numbers, sizes_of_plan, small_sizes
 from autopar.ir.explanation import sizes_in_words
 from autopar.ir.plan import Plan
-from autopar.options import PlanOptions
+from autopar.planning.options import PlanOptions
 
 if TYPE_CHECKING:
-    from autopar.runtime.verify import Report
+    from autopar.runtime.verify.verify import Report
 
 FAILED = 1
 
@@ -51,7 +51,7 @@ def verify(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
     with progress("importing torch") as say:
-        from autopar.verification import verify as run
+        from autopar.commands.verify import verify as run
 
         report = run(
             model,

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from autopar.errors import Problem, did_you_mean
+from autopar.files.strict_model import StrictModel, join, validate
+from autopar.files.strict_yaml import read_yaml
 from autopar.ir.device import Device, HostGroup, HostShare, Link, Peaks, device_of_preset, in_unit, link_of_preset, si
 from autopar.ir.device_presets import DTYPES, DevicePreset, DeviceType, device_names, device_preset, known_range
-from autopar.ir.strict_model import StrictModel, join, validate
-from autopar.ir.strict_yaml import read_yaml
 
 # Beyond these a number is a slip of units or of the keyboard, whatever hardware the future brings.
 _Tflops = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]

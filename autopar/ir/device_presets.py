@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from autopar.errors import ClusterError, Problem, did_you_mean
-from autopar.ir.strict_model import StrictModel, validate
-from autopar.ir.strict_yaml import files_naming, read_yaml
+from autopar.files.strict_model import StrictModel, validate
+from autopar.files.strict_yaml import files_naming, read_yaml
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 DeviceType = Literal["cuda", "cpu"]

@@ -140,8 +140,8 @@ class Program:
 
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` why they cannot.
     `updates` names the new values of the buffers that forward changes; these buffers are ports, others constants.
-    `unused` are the model's parameters that no block takes. `analysis` is all that `autopar.trace.analysis` has found,
-    of which axes are written into the blocks.
+    `unused` are the model's parameters that no block takes. `analysis` is all that `autopar.capture.analysis` has
+    found, of which axes are written into the blocks.
     """
 
     blocks: tuple[Block, ...]

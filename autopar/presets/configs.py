@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError, Problem
-from autopar.ir.strict_yaml import read_json_text
+from autopar.files.strict_yaml import read_json_text
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_LAYERS = 10_000

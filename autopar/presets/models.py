@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from autopar.errors import InputError, Problem, did_you_mean
-from autopar.ir.strict_model import StrictModel, validate
+from autopar.files.strict_model import StrictModel, validate
 from autopar.presets.configs import LAYER_KEYS, TOWER_KEYS
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")

@@ -8,9 +8,9 @@ from markupsafe import Markup
 
 from autopar.report.numbers import amount, readable_seconds, ticks
 from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
-from autopar.search.details import Curve, CurvePoint
-from autopar.search.result import SearchResult, Trial
-from autopar.search.words import readable_value
+from autopar.search.result.format import readable_value
+from autopar.search.result.report_data import Curve, CurvePoint
+from autopar.search.result.result import SearchResult, Trial
 
 MARGIN = 60.0  # plot units left and right of the first and the last point
 

@@ -3,15 +3,15 @@
 from typing import Any
 
 from autopar._version import __version__
-from autopar.cost_model.row_estimate import FULL
+from autopar.cost_model.published.estimate import FULL
 from autopar.report.block import drawing
 from autopar.report.curves import history, panels
 from autopar.report.page_tools import environment, script_json
 from autopar.report.parts import Bar, bytes_bar, bytes_key, seconds_bar, seconds_key
 from autopar.report.scatter import scatter
 from autopar.report.timeline import lanes
-from autopar.search.details import Details, RankCost
-from autopar.search.result import PARTS, Contender, SearchResult
+from autopar.search.result.report_data import Details, RankCost
+from autopar.search.result.result import PARTS, Contender, SearchResult
 
 MOST_TRIALS = 150  # rows of the table
 MOST_BARS = 24

@@ -13,7 +13,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from autopar.report import numbers, words
-from autopar.search.words import plan_in_words, readable_value
+from autopar.search.result.format import plan_in_words, readable_value
 
 
 def script_json(data: Any) -> Markup:

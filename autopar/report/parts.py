@@ -8,8 +8,8 @@ from markupsafe import Markup
 from autopar.cost_model.estimate import MEMORY
 from autopar.report.numbers import percent, readable_bytes, readable_seconds
 from autopar.report.svg import SIDE, line, short, tag
-from autopar.search.details import WAITING
-from autopar.search.result import PARTS
+from autopar.search.result.report_data import WAITING
+from autopar.search.result.result import PARTS
 
 # computing in blue, communication in orange and red, the rest in green and grey; told apart without red and green too
 SECONDS_COLOURS: Mapping[str, str] = {

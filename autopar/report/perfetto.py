@@ -9,8 +9,8 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.report.timeline import KINDS
-from autopar.search.details import Timeline
-from autopar.search.result import SearchResult
+from autopar.search.result.report_data import Timeline
+from autopar.search.result.result import SearchResult
 
 Json = dict[str, Any]
 PASSES, WAITING, MESSAGES = 0, 1, 2

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from autopar.report.numbers import tick_seconds, ticks
 from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
-from autopar.search.result import SearchResult
+from autopar.search.result.result import SearchResult
 
 BEYOND = 6.0  # times the best step: slower candidates are counted, not drawn
 NEAR = 0.35  # of a device's memory: where all need less, its line is left out

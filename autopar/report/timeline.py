@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from autopar.report.numbers import readable_seconds, tick_seconds, ticks
 from autopar.report.svg import SIDE, Plot, Tick, boxes, line
-from autopar.search.details import Timeline
+from autopar.search.result.report_data import Timeline
 
 MOST_DRAWN = 2400  # passes: more would make the page large and the boxes invisible
 KINDS = {

@@ -7,8 +7,8 @@ from autopar.cost_model.estimate import MEMORY
 from autopar.ir.explanation import blocks_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
-from autopar.search.result import Contender, SearchResult
-from autopar.search.words import plan_in_words, readable_value
+from autopar.search.result.format import plan_in_words, readable_value
+from autopar.search.result.result import Contender, SearchResult
 
 
 def degrees_in_words(degrees: Mapping[str, Any]) -> str:

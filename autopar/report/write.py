@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError
+from autopar.files.atomic import write_text
 from autopar.ir.plan import Plan
-from autopar.report.files import write_text
 from autopar.report.page import html_report
 from autopar.report.perfetto import perfetto_trace
 from autopar.report.plan_page import plan_report
-from autopar.search.result import KIND, SearchResult
-from autopar.search.study import is_study, kept_result
+from autopar.search.driver.study import is_study, kept_result
+from autopar.search.result.result import KIND, SearchResult
 
 MAX_BYTES = 256 * 1024 * 1024
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from autopar._torch.private import overloads_of
 from autopar.errors import RuleError
 from autopar.rules.pattern_check import check_pattern
 from autopar.rules.rule import Call, Emit, Rule, parse, whole_rule
 from autopar.rules.singular import even_factors
-from autopar.trace._torch_private import overloads_of
 
 RuleFunction = Callable[[Call], Rule]
 _RULES: dict[Any, RuleFunction] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run import refused
 
-from autopar.cost_model.profile_file import load_profile
+from autopar.cost_model.machine.profile_io import load_profile
 from autopar.ir.cluster import ClusterSpec
 
 FIVE_SECONDS = ("--minutes", "0.08")

@@ -171,13 +171,13 @@ def test_factory_that_fails_and_sizes_for_a_factory() -> None:
 def test_bugs_are_short_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    import autopar.plan_cache
+    import autopar.cache.plans
     from autopar.cli.app import app_of
 
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(autopar.plan_cache, "kept_search", fail)
+    monkeypatch.setattr(autopar.cache.plans, "kept_search", fail)
     short = CliRunner().invoke(app_of(), ["plan", "gpt2", "-c", "2xcpu", *SMALL])
     assert (short.exit_code, "Traceback" in short.stderr) == (1, False)
     assert "unexpected ZeroDivisionError: planted" in short.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from run import autopar, refused
 
-from autopar.search.result import SearchResult
+from autopar.search.result.result import SearchResult
 
 EXAMPLES = Path(__file__).parent.parent / "report" / "examples"
 

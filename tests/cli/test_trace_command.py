@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
-from autopar.cost_model.profile_file import load_profile
+from autopar.cost_model.machine.profile_io import load_profile
 
 pytest.importorskip("transformers")
 

@@ -14,9 +14,9 @@ import pytest
 from run import autopar, json_of, refused
 
 from autopar.cli.validate_report import html_report
-from autopar.cost_model.row import COLUMNS, Row, RowEstimate, Unmodelled, read_rows
-from autopar.cost_model.validation import validate_rows
-from autopar.cost_model.vtrain_sweep import read_runs
+from autopar.cost_model.published.row import COLUMNS, Row, RowEstimate, Unmodelled, read_rows
+from autopar.cost_model.published.validation import validate_rows
+from autopar.cost_model.published.vtrain_sweep import read_runs
 
 DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
 RUNS = DATA / "published_runs.csv"
@@ -43,7 +43,7 @@ def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
 
 @pytest.fixture(autouse=True)
 def known_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("autopar.cost_model.row_estimate")
+    module = types.ModuleType("autopar.cost_model.published.estimate")
     module.estimate_rows = estimate_rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -45,15 +45,15 @@ def test_verify_passes_and_says_where_the_worst_is(plan_of_two: Path) -> None:
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_table_and_exit_status(monkeypatch: pytest.MonkeyPatch, plan_of_two: Path, passed: bool) -> None:
-    import autopar.verification
-    from autopar.runtime.compare import Quantity
-    from autopar.runtime.verify import Report
+    import autopar.commands.verify
+    from autopar.runtime.verify.error_metrics import Quantity
+    from autopar.runtime.verify.verify import Report
 
     def instead(spec: str, **options: Any) -> Report:
         worst = Quantity(name="gradients", max_error=1e-12 if passed else 0.5, where="lm_head.weight", tolerance=1e-9)
         return Report(world_size=2, plan=json.loads(plan_of_two.read_text()), quantities=(worst,))
 
-    monkeypatch.setattr(autopar.verification, "verify", instead)
+    monkeypatch.setattr(autopar.commands.verify, "verify", instead)
     result = autopar_here("verify", "gpt2", "-n", "2")
     assert result.exit_code == (0 if passed else 1)
     assert "lm_head.weight" in result.stdout

@@ -49,8 +49,8 @@ def imported(folder: Path, unwanted: tuple[str, ...], *options: str) -> str:
     ids=["zero-bubble", "no-trials", "no-pipeline"],
 )
 def test_from_a_kept_capture(tmp_path: Path, options: tuple[str, ...], unwanted: tuple[str, ...]) -> None:
-    first = imported(tmp_path, ("transformers", "autopar.trace.trace", "autopar.search.labels"), *options)
-    assert first == "imported autopar.search.labels autopar.trace.trace transformers"
+    first = imported(tmp_path, ("transformers", "autopar.capture.program", "autopar.search.labels.solve"), *options)
+    assert first == "imported autopar.search.labels.solve autopar.capture.program transformers"
     shutil.rmtree(tmp_path / "plans")
     assert imported(tmp_path, unwanted, *options) == "imported"
 
@@ -58,5 +58,13 @@ def test_from_a_kept_capture(tmp_path: Path, options: tuple[str, ...], unwanted:
 def test_from_a_kept_search(tmp_path: Path) -> None:
     options = ("--fix", "pp=1")
     assert imported(tmp_path, ("torch",), *options) == "imported torch"
-    unwanted = (*SLOW, "torch", "scipy", "optuna", "autopar.searching", "autopar.planning", "autopar.trace.captured")
+    unwanted = (
+        *SLOW,
+        "torch",
+        "scipy",
+        "optuna",
+        "autopar.planning.search",
+        "autopar.planning.fixed",
+        "autopar.capture.captured",
+    )
     assert imported(tmp_path, unwanted, *options) == "imported"

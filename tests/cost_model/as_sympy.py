@@ -4,7 +4,7 @@ from typing import Any
 
 import sympy
 
-from autopar.cost_model.polynomials import Polynomial, symbol
+from autopar.cost_model.work.polynomials import Polynomial, symbol
 
 
 def as_sympy(value: Polynomial) -> Any:

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.cost_model.device_profile import DeviceProfile, Measurement
-from autopar.cost_model.link_fit import sent_and_hops
-from autopar.cost_model.profile_times import (
+from autopar.cost_model.fit.links import sent_and_hops
+from autopar.cost_model.machine.kernel_times import (
     attention_flops,
     attention_seconds,
     collective_seconds,
@@ -15,7 +14,8 @@ from autopar.cost_model.profile_times import (
     memory_seconds,
     tile_part,
 )
-from autopar.cost_model.shipped_profiles import device_profile
+from autopar.cost_model.machine.presets import device_profile
+from autopar.cost_model.machine.profile import DeviceProfile, Measurement
 from autopar.ir.device import Device
 from autopar.ir.samples import Sample, Work
 

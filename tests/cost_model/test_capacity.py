@@ -3,7 +3,7 @@
 import pytest
 
 from autopar.cost_model.capacity import WAYS, Largest, capacity, parameters
-from autopar.cost_model.engine import engine_named
+from autopar.cost_model.machine.engine import engine_named
 from autopar.errors import InputError
 
 GB = 1e9

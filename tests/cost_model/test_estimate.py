@@ -11,20 +11,20 @@ from pytest import MonkeyPatch
 from torch import nn
 
 import autopar
-from autopar import estimation
-from autopar.cost_model.engine import engine_named
 from autopar.cost_model.estimate import Estimate, run_cost
-from autopar.cost_model.pipelines import step_s, unequal_step_s
-from autopar.cost_model.shipped_profiles import device_profile
-from autopar.cost_model.staged import MOST_ACTIONS, pipeline_of, stages_at
-from autopar.cost_model.step_basis import Passes
-from autopar.degrees import resolve_degrees
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.presets import device_profile
+from autopar.cost_model.pipeline.closed_forms import step_s, unequal_step_s
+from autopar.cost_model.pipeline.stages import MOST_ACTIONS, pipeline_of, stages_at
+from autopar.cost_model.step.context import Passes
 from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import HostGroup
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
-from autopar.planning import capture_for, make_plan
+from autopar.planning import estimate as estimation
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for, make_plan
 
 LAYERS, SEQUENCE = 6, 64
 

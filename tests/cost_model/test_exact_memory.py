@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.capture.analysis import analyse
+from autopar.cost_model.dry_run.memory import rank_memory
 from autopar.cost_model.estimate import MEMORY, Estimate
-from autopar.cost_model.rank_memory import rank_memory
-from autopar.degrees import resolve_degrees
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
-from autopar.planning import capture_for, label_plan
-from autopar.trace.analysis import analyse
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for, label_plan
 
 BATCH, STATE = 4, ("parameters", "gradients", "optimizer state")
 

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost_model.engine import engine_named
-from autopar.cost_model.expert_parallel import with_experts
-from autopar.cost_model.layout import Layouts, strides
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.memory.formula import step_memory
 from autopar.cost_model.pricing import Question, layouts_of
-from autopar.cost_model.row import Row
-from autopar.cost_model.row_estimate import FULL
+from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.published.row import Row
 from autopar.cost_model.screened_model import ScreenedModel, model_of_program, model_of_row
 from autopar.cost_model.screening import PIECE, Target, screen, target_of
-from autopar.cost_model.step import step_seconds
-from autopar.cost_model.step_memory import step_memory
-from autopar.degrees import resolve_degrees
+from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.step.layouts import Layouts, strides
+from autopar.cost_model.step.step import step_seconds
 from autopar.errors import InputError
-from autopar.estimation import priceable_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
-from autopar.planning import capture_for
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.estimate import priceable_of
+from autopar.planning.fixed import capture_for
 
 SAME = 1e-12
 CLUSTER = ClusterSpec.preset("1024xh100-sxm")

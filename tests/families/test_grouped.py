@@ -8,10 +8,10 @@ import torch
 import zoo
 from equivalence import case_of, check, check_random, labelled
 
-from autopar.cost_model.coverage import coverage
+from autopar.cost_model.work.coverage import coverage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
-from autopar.models import resolve_model
+from autopar.models.load import resolve_model
 from autopar.rules.grouped_product import GROUPED_MM
 
 

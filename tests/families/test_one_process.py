@@ -9,12 +9,12 @@ pytest.importorskip("transformers")
 import zoo
 from equivalence import Case, case_of, check, labelled
 
-from autopar.cost_model.coverage import coverage
+from autopar.capture.export.export import named_outputs
+from autopar.cost_model.work.coverage import coverage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
-from autopar.runtime.compare import TOLERANCES, error, rms
-from autopar.runtime.pieces import joined
-from autopar.trace.capture import named_outputs
+from autopar.runtime.parameters.packed import joined
+from autopar.runtime.verify.error_metrics import TOLERANCES, error, rms
 
 BATCH = 4
 MESHES = {

@@ -18,8 +18,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Block
 from autopar.ir.stages import Stage, ancestors, check_stages, main_calls, separates, stages_of
-from autopar.runtime.execute import captured_modules, constant_values, graph_module
-from autopar.search.cuts import partition, values_to_recompute
+from autopar.runtime.codegen.execute import captured_modules, constant_values, graph_module
+from autopar.search.pricing.stage_partition import partition, values_to_recompute
 
 
 @cache

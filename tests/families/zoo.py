@@ -1,7 +1,7 @@
 """Every family as one tiny model: presets shrunk by their own rule, and what `plain` writes in torch.
 
 Two layers, heads and widths that divide by 4, no dropout, random values for every parameter. `FAMILIES` maps a name to
-a function of the batch; ``zoo:name`` is a factory for `autopar.verification.verify` with `LOCAL_BATCH` sequences,
+a function of the batch; ``zoo:name`` is a factory for `autopar.commands.verify.verify` with `LOCAL_BATCH` sequences,
 ``zoo:name_of_12`` one with 12.
 """
 
@@ -13,7 +13,7 @@ import plain
 import torch
 from torch import nn
 
-from autopar.models import resolve_model
+from autopar.models.load import resolve_model
 
 Example = tuple[nn.Module, dict[str, Any]]
 LAYERS, HIDDEN, TOKENS, LOCAL_BATCH = 2, 32, 16, 6

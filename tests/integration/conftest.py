@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "tiny"))
 sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it
 
-from autopar.runtime.launch import Ranks
+from autopar.runtime.distributed.launch import Ranks
 
 
 @pytest.fixture(scope="session", autouse=True)

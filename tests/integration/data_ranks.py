@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.api import parallelize
 from autopar.errors import AutoparError
-from autopar.runtime.compare import error, rms
-from autopar.runtime.module import ParallelModel
-from autopar.runtime.shapes import MAX_SHAPES
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.shape_cache import MAX_SHAPES
+from autopar.runtime.verify.error_metrics import error, rms
 
 LENGTH = 8
 Batch = dict[str, torch.Tensor]
@@ -291,7 +291,10 @@ def announced(
     level = logger.level
     logger.setLevel(logging.INFO)
     parallel, _ = made(world_size, wish, 2)
-    with mock.patch("autopar.runtime.shapes.MAX_SHAPES", room), warnings.catch_warnings(record=True) as caught:
+    with (
+        mock.patch("autopar.runtime.model.shape_cache.MAX_SHAPES", room),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         for length in lengths:
             parallel.forward_backward(rows(2, length, parallel.rank_mesh.dims["dp"].coordinate))

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from autopar.doctor import examine
+from autopar.commands.doctor import examine
 from autopar.ir.cluster import ClusterSpec
-from autopar.runtime import conversions, doctor_speed
+from autopar.runtime.codegen import conversions
+from autopar.runtime.measure import doctor_speed
 
 FEW_ROUNDS, TINY = 3, {"cpu": 64}
 

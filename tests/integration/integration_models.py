@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from shared_captures import captured_once
 
-from autopar.degrees import resolve_degrees
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
-from autopar.models import resolve_model
-from autopar.planning import capture_for, label_plan
-from autopar.runtime.materialise import parameter_source
-from autopar.runtime.promote import promoted
+from autopar.models.load import resolve_model
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for, label_plan
+from autopar.runtime.parameters.materialise import parameter_source
+from autopar.runtime.verify.float64_program import promoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from integration_models import Wanted, built, recorded_batch, seeded_recorded
 from autopar.api import parallelize
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
-from autopar.runtime.mesh import training_mesh
-from autopar.runtime.module import ParallelModel
-from autopar.runtime.verify import batches, this_ranks_part
+from autopar.runtime.distributed.mesh import training_mesh
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.verify.verify import batches, this_ranks_part
 
 FSDP2 = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
 FUNCTIONAL = {

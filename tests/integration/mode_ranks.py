@@ -10,8 +10,8 @@ from data_ranks import gradient_error, largest, on_any_rank, whole
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.runtime.compare import error
-from autopar.runtime.module import ParallelModel
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.verify.error_metrics import error
 
 Batch = dict[str, torch.Tensor]
 

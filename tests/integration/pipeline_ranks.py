@@ -19,10 +19,10 @@ from shared_captures import captured_by_first_rank
 
 from autopar.api import parallelize
 from autopar.ir.plan import Plan, degrees_from
-from autopar.runtime.mesh import group_of_stages, training_mesh
-from autopar.runtime.module import ParallelModel
-from autopar.runtime.pipeline import _TorchStage
-from autopar.runtime.verify import _whole, batches, this_ranks_part
+from autopar.runtime.distributed.mesh import group_of_stages, training_mesh
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.pipeline import _TorchStage
+from autopar.runtime.verify.verify import _whole, batches, this_ranks_part
 
 State = dict[str, dict[str, torch.Tensor]]
 

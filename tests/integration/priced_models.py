@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from shared_captures import captured_once
 
-from autopar.degrees import resolve_degrees
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
-from autopar.models import resolve_model
-from autopar.planning import capture_for, label_plan
-from autopar.runtime.materialise import parameter_source
+from autopar.models.load import resolve_model
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for, label_plan
+from autopar.runtime.parameters.materialise import parameter_source
 
 RANKS, BATCH, VOCABULARY = 4, 4, 50
 LLAMA, GPT2, MIXTRAL, T5 = "llama3-8b", "gpt2", "mixtral-8x7b", "t5-large"

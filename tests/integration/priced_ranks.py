@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from priced_models import VOCABULARY, Case, captured
 
+from autopar._torch import private
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.mesh import RankMesh, training_mesh
-from autopar.runtime.module import ParallelModel
-from autopar.runtime.sent import Sent, kind_of, written_down
-from autopar.runtime.stage import attribute
-from autopar.runtime.trace_step import tracks_of
-from autopar.runtime.verify import batches, this_ranks_part
-from autopar.trace import _torch_private as private
+from autopar.runtime.distributed.collective_log import Sent, kind_of, written_down
+from autopar.runtime.distributed.mesh import RankMesh, training_mesh
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.stage import attribute
+from autopar.runtime.profile.trace_step import tracks_of
+from autopar.runtime.verify.verify import batches, this_ranks_part
 
 Counts = dict[tuple[str, str], tuple[int, int]]
 

@@ -16,11 +16,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch import nn
 
+from autopar.capture.record.pickled import from_bytes, to_bytes
 from autopar.ir.program import Program
-from autopar.trace.program_bytes import from_bytes, to_bytes
 
-MODULE = importlib.import_module("autopar.trace.trace")
-TRACE = MODULE.trace
+MODULE = importlib.import_module("autopar.capture.program")
+CAPTURE = MODULE.capture_program
 
 
 def captured_once(key: object, capture: Callable[[], Program]) -> Program:
@@ -53,7 +53,7 @@ def captured_by_first_rank(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def inner(*arguments: Any, **options: Any) -> Any:
-        with mock.patch.object(MODULE, "trace", traced):
+        with mock.patch.object(MODULE, "capture_program", traced):
             return run(*arguments, **options)
 
     return inner
@@ -61,12 +61,12 @@ def captured_by_first_rank(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def all_traced_once() -> AbstractContextManager[Any]:
     """In this process a model in the same form, traced again with the same options, is read."""
-    return mock.patch.object(MODULE, "trace", _traced_once)
+    return mock.patch.object(MODULE, "capture_program", _traced_once)
 
 
 def _traced_once(model: nn.Module, example_inputs: Any, **options: Any) -> Program:
     key = (_form(model), [(n, v.shape, v.dtype) for n, v in example_inputs.items()], sorted(options.items()))
-    return captured_once(key, lambda: TRACE(model, example_inputs, **options))
+    return captured_once(key, lambda: CAPTURE(model, example_inputs, **options))
 
 
 def _form(model: nn.Module) -> list[object]:

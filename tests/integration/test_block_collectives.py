@@ -5,13 +5,12 @@ from collections import Counter
 import pytest
 from integration_models import Wanted, planned
 
+from autopar.capture.analysis import analyse
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime import conversions
-from autopar.runtime.codegen import generate
-from autopar.runtime.launch import Ranks
-from autopar.runtime.passes.regather import gather_linear, kept_gather_linear
-from autopar.trace.analysis import analyse
+from autopar.runtime.codegen import conversions, generate
+from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_linear
+from autopar.runtime.distributed.launch import Ranks
 
 # (forward, backward) collectives of what generated code calls: the table of docs/semantics.md
 SENDS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from integration_models import recorded_batch, seeded_recorded
 
+from autopar.commands.verify import verify
 from autopar.errors import PlanError
-from autopar.runtime.launch import Ranks
-from autopar.verification import verify
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(90)
 RECORDED = "integration_models:recorded"

@@ -8,10 +8,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built, planned
 
-from autopar.models import resolve_model
-from autopar.runtime.launch import Ranks
-from autopar.runtime.verify import batches
-from autopar.verification import materialised
+from autopar.commands.verify import materialised
+from autopar.models.load import resolve_model
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.verify.verify import batches
 
 pytestmark = pytest.mark.timeout(120)
 WANTED = Wanted(spec="gpt2", float64=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from integration_models import Wanted, planned
 
-from autopar.runtime.launch import Ranks
+from autopar.runtime.distributed.launch import Ranks
 
 
 @pytest.mark.timeout(300)

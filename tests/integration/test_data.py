@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from data_models import rows, tokens
 
-from autopar.runtime.launch import Ranks
-from autopar.trace.analysis import analyse
-from autopar.trace.targets import ignored_targets
-from autopar.trace.trace import trace
+from autopar.capture.analysis import analyse
+from autopar.capture.program import capture_program
+from autopar.capture.targets import ignored_targets
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
@@ -89,7 +89,7 @@ def test_short_batches_without_a_mask(four_ranks: Ranks) -> None:
 
 def test_the_mask_is_found_on_the_graph() -> None:
     for masked, expected in ((True, {"labels": -100}), (False, None)):
-        program = trace(tokens(masked=masked), rows(4, 8, 0))
+        program = capture_program(tokens(masked=masked), rows(4, 8, 0))
         assert ignored_targets(program, analyse(program)) == expected
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.diagnosis import Diagnosis
+from autopar.commands.diagnosis import Diagnosis
 from autopar.errors import RankError
-from autopar.runtime.doctor_checks import ROWS
-from autopar.runtime.launch import Ranks
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.measure.doctor_checks import ROWS
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def diagnosed(ranks: Ranks, who: int, fault: str) -> Diagnosis:
 
 
 def test_every_row_of_the_table_is_checked() -> None:
-    from autopar.runtime import conversions
+    from autopar.runtime.codegen import conversions
 
     table = (conversions.__doc__ or "").partition("from -> to")[2].splitlines()[1:]
     assert [row.name for row in ROWS] == [line.strip().partition("  ")[0] for line in table if "->" in line]

@@ -15,10 +15,10 @@ import pytest
 import torchrun
 from integration_models import Wanted, planned
 
+from autopar.commands.verify import verify
 from autopar.errors import AutoparError, CaptureError, InputError, PlanError, RankError
-from autopar.models import resolve_model
-from autopar.runtime.launch import Ranks
-from autopar.verification import verify
+from autopar.models.load import resolve_model
+from autopar.runtime.distributed.launch import Ranks
 
 BOUND_S = 30
 WANTED = Wanted(spec="gpt2")
@@ -82,7 +82,7 @@ def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) ->
 def test_ranks_of_a_killed_parent_leave_nothing() -> None:
     program = """
 import os, signal
-from autopar.runtime import launch
+from autopar.runtime.distributed import launch
 launch.PRELOADED = ()
 world = launch.Ranks(1)
 assert world.run("builtins:abs") == [0]
@@ -122,7 +122,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("autopar.verification.Ranks", refuse)
+    monkeypatch.setattr("autopar.commands.verify.Ranks", refuse)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.commands.verify import Job, decide, verify
 from autopar.ir.plan import Plan
-from autopar.models import resolve_model
-from autopar.runtime.launch import Ranks
-from autopar.verification import Job, decide, verify
+from autopar.models.load import resolve_model
+from autopar.runtime.distributed.launch import Ranks
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "seq_len": 16}
 QUANTITIES = {"loss", "gradients", "clip norm", "parameters after AdamW"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autopar.runtime.launch import Ranks
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9

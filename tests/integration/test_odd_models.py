@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from autopar.commands.verify import verify
 from autopar.errors import PlanError
-from autopar.runtime.launch import Ranks
-from autopar.verification import verify
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(90)
 Worlds = Callable[[int], Ranks]

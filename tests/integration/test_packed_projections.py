@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built, planned
 
-from autopar.models import resolve_model
-from autopar.runtime.launch import Ranks
-from autopar.runtime.verify import batches
-from autopar.verification import materialised, verify
+from autopar.commands.verify import materialised, verify
+from autopar.models.load import resolve_model
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.verify.verify import batches
 
 pytestmark = pytest.mark.timeout(120)
 PACKED = "model.layers.1.self_attn.qkv_proj.weight"

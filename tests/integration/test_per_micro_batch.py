@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from autopar.runtime.launch import Ranks
-from autopar.verification import verify
+from autopar.commands.verify import verify
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 ALONE: dict[str, Any] = {"accumulate": 3, "per_micro_batch": True}

@@ -7,7 +7,7 @@ import pytest
 from integration_models import Wanted, planned
 
 from autopar.ir.plan import Plan
-from autopar.runtime.launch import Ranks
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(240)
 GLOBAL_BATCH = 8

@@ -10,10 +10,10 @@ import pytest
 import torchrun
 from test_faults import is_running
 
+from autopar.commands.verify import rank_name
 from autopar.errors import RankError
 from autopar.ir.plan import Degrees
-from autopar.runtime.launch import Ranks
-from autopar.verification import rank_name
+from autopar.runtime.distributed.launch import Ranks
 
 WISH = {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2}
 DESCRIBE = partial(rank_name, Degrees(pp=2, dp_shard=2, micro_batches=2))

@@ -9,9 +9,9 @@ from data_models import tokens
 from integration_models import Wanted, planned
 from shared_captures import all_traced_once
 
+from autopar.commands.verify import Report, verify
 from autopar.ir.schedules import actions, live_micro_batches
-from autopar.runtime.launch import Ranks
-from autopar.verification import Report, verify
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(240)
 TOLERANCE = 1e-9

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from priced_models import CASES, RANKS, Case, planned_case
 
-from autopar.cost_model.local_run import StageRun, run_stage
-from autopar.cost_model.rank_memory import memory_of
-from autopar.cost_model.rank_setting import Setting
-from autopar.cost_model.traffic import sends_of
-from autopar.runtime.launch import Ranks
-from autopar.trace.analysis import analyse
+from autopar.capture.analysis import analyse
+from autopar.cost_model.dry_run.memory import memory_of
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
+from autopar.cost_model.dry_run.traffic import sends_of
+from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(240)
 TOLERANCE = 0.01

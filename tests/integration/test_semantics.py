@@ -8,14 +8,14 @@ import pytest
 import torch
 from integration_models import Wanted, built, planned
 
+from autopar.commands.verify import verify
 from autopar.errors import InputError
 from autopar.ir.plan import Degrees
-from autopar.runtime.compare import FLOORS, TOLERANCES, error, rms, weight_error
-from autopar.runtime.launch import Ranks
-from autopar.runtime.mesh import MeshDim
-from autopar.runtime.randomness import RandomStream, dropout
-from autopar.runtime.verify import batches, split_micro_batches, this_ranks_part
-from autopar.verification import verify
+from autopar.runtime.codegen.randomness import RandomStream, dropout
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.distributed.mesh import MeshDim
+from autopar.runtime.verify.error_metrics import FLOORS, TOLERANCES, error, rms, weight_error
+from autopar.runtime.verify.verify import batches, split_micro_batches, this_ranks_part
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "semantics.md"

@@ -10,15 +10,14 @@ import torch
 from integration_models import Wanted, planned
 from test_block_collectives import SENDS
 
+from autopar.capture.analysis import analyse
 from autopar.errors import RankError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedules import actions
 from autopar.ir.stages import stages_of
-from autopar.runtime import vocabulary
-from autopar.runtime.codegen import generate
-from autopar.runtime.launch import Ranks
-from autopar.trace.analysis import analyse
+from autopar.runtime.codegen.generate import generate, vocabulary
+from autopar.runtime.distributed.launch import Ranks
 
 # beyond the conversions: two all-reduces inside, a maximum and a sum
 INSIDE = {vocabulary.vocab_parallel_cross_entropy_sum: (("all-reduce", "all-reduce"), ())}

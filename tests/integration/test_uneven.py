@@ -8,10 +8,10 @@ import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built, planned
 from integration_models import padded as padded_model
 
+from autopar.commands.verify import verify
 from autopar.ir.plan import Plan
-from autopar.runtime.launch import Ranks
-from autopar.runtime.verify import batches
-from autopar.verification import verify
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.verify.verify import batches
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from shared_captures import all_traced_once
 
-from autopar.runtime.launch import Ranks
-from autopar.runtime.verify import Report
-from autopar.verification import verify
+from autopar.commands.verify import verify
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.verify.verify import Report
 
 MODELS = ("llama3-8b", "gpt2")
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "seq_len": 16, "batch": 4, "steps": 2}

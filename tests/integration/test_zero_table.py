@@ -15,7 +15,7 @@ from integration_models import Wanted, planned
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.launch import Ranks
+from autopar.runtime.distributed.launch import Ranks
 
 Counts = dict[str, tuple[int, int]]
 SCALARS = 2  # all-reduces per micro-batch of one element each: the loss and its denominator

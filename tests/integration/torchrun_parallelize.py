@@ -13,10 +13,10 @@ from torch import nn
 
 import autopar
 from autopar.api import parallelize
+from autopar.commands.verify import materialised
 from autopar.ir.plan import Plan
-from autopar.models import resolve_model
-from autopar.runtime.materialise import parameter_source
-from autopar.verification import materialised
+from autopar.models.load import resolve_model
+from autopar.runtime.parameters.materialise import parameter_source
 
 GLOBAL_BATCH, SEQUENCE, STEPS = 8, 16, 3
 Batch = Any

@@ -11,9 +11,9 @@ import pytest
 from work import lines_run
 
 from autopar.errors import ClusterError
+from autopar.files.strict_yaml import MAX_BYTES
 from autopar.ir.cluster import ClusterSpec, ClusterWarning, Device, HostGroup, Link, Peaks
 from autopar.ir.device_presets import device_names, device_presets
-from autopar.ir.strict_yaml import MAX_BYTES
 
 GOOD = """
 name: two kinds

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.ir.sharding import Dims, I, Mesh, P, R, S, Type
-from autopar.runtime.layout import assemble, coordinates, part, parts
+from autopar.runtime.parameters.shards import assemble, coordinates, part, parts
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies

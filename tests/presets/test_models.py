@@ -70,7 +70,7 @@ def test_the_config_builds_with_that_many_parameters(name: str) -> None:
 def test_the_small_form_has_inputs_and_a_loss(name: str) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from autopar.models import resolve_model
+    from autopar.models.load import resolve_model
 
     found = resolve_model(name, layers=2, hidden=64, seq_len=16, device="cpu")
     assert [type(found.model).__name__] == model_presets()[name].config["architectures"]

@@ -8,15 +8,15 @@ import torch
 from equivalence import TOLERANCE, Case, case_of, run, worst
 from program_source import Source
 
+from autopar.capture.export.export import named_outputs
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.sharding import Mesh
-from autopar.runtime.compare import error, rms
-from autopar.runtime.fuzz import random_labels
-from autopar.runtime.pieces import joined
-from autopar.search.labels import label
-from autopar.trace.capture import named_outputs
+from autopar.runtime.parameters.packed import joined
+from autopar.runtime.verify.error_metrics import error, rms
+from autopar.runtime.verify.random_labels import random_labels
+from autopar.search.labels.solve import label
 
 LINES = tuple(Mesh.of(tp=n) for n in (2, 3, 4, 5, 6, 8)) + tuple(Mesh.of(dp=n, tp=1) for n in (2, 3, 4, 8))
 PLANES = (

@@ -3,13 +3,13 @@
 import torch
 from program_source import Source
 
+from autopar.capture.record.pickled import from_bytes
 from autopar.ir.plan import Degrees, Plan
 from autopar.ir.program import Program
-from autopar.planning import capture_for
-from autopar.runtime.mesh import training_mesh
-from autopar.runtime.module import ParallelModel
-from autopar.runtime.verify import this_ranks_part
-from autopar.trace.program_bytes import from_bytes
+from autopar.planning.fixed import capture_for
+from autopar.runtime.distributed.mesh import training_mesh
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.verify.verify import this_ranks_part
 
 Step = tuple[torch.Tensor, dict[str, torch.Tensor]]  # loss and whole gradients
 LOGGER = "torch._subclasses.fake_tensor"  # tells at length why a capture at another sequence length failed

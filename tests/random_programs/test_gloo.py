@@ -10,15 +10,15 @@ from program_source import Source
 from random_meshes import ill_conditioned, unmodified
 from random_ranks import LOGGER, Step, captured
 
-from autopar.degrees import resolve_degrees
+from autopar.capture.record.pickled import to_bytes
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planning import label_plan
-from autopar.runtime.compare import error, rms
-from autopar.runtime.launch import Ranks
-from autopar.trace.program_bytes import to_bytes
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import label_plan
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.verify.error_metrics import error, rms
 
 NUM_PROGRAMS = 20
 TOLERANCE = 1e-9

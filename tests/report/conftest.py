@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers of these tests, under 
 
 from stored_examples import NAMES, example
 
-from autopar.search.result import SearchResult
+from autopar.search.result.result import SearchResult
 
 
 @pytest.fixture(params=NAMES)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopar.capture_cache import cache_folder, captured_model
+from autopar.cache.captures import cache_folder, captured_model
 from autopar.ir.cluster import ClusterSpec
-from autopar.search.result import SearchResult
-from autopar.search_request import SearchRequest
-from autopar.searching import search_captured
+from autopar.planning.request import SearchRequest
+from autopar.planning.search import search_captured
+from autopar.search.result.result import SearchResult
 
 EVERY = 10
 FOLDER = Path(__file__).parent / "examples"

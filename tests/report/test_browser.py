@@ -14,7 +14,7 @@ import pytest
 
 from autopar.report.page import html_report
 from autopar.report.plan_page import plan_report
-from autopar.search.result import SearchResult
+from autopar.search.result.result import SearchResult
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)

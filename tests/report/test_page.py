@@ -11,8 +11,8 @@ from autopar.cli.plan_result import result_sections
 from autopar.report.page import html_report
 from autopar.report.page_tools import script_json
 from autopar.report.plan_page import plan_report
-from autopar.search.details import Details, RankCost, Timeline
-from autopar.search.result import SearchResult
+from autopar.search.result.report_data import Details, RankCost, Timeline
+from autopar.search.result.result import SearchResult
 
 HOSTILE = (
     "<script>alert(1)</script>",

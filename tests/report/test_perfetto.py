@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import InputError
 from autopar.report.perfetto import perfetto_trace
-from autopar.search.result import SearchResult
+from autopar.search.result.result import SearchResult
 
 
 def test_every_pass_is_a_slice(pipeline: SearchResult) -> None:

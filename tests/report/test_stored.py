@@ -10,7 +10,7 @@ from stored_examples import example
 from autopar.errors import InputError, PlanError
 from autopar.ir.plan import Plan
 from autopar.report.write import read_source, write_report, write_trace
-from autopar.search.result import SearchResult
+from autopar.search.result.result import SearchResult
 
 
 def test_there_and_back(stored: SearchResult) -> None:

@@ -7,10 +7,10 @@ from equivalence import case_of, check, labelled
 from torch import fx
 
 from autopar.ir.sharding import Mesh
-from autopar.runtime.codegen import FUNCTIONS, generate
-from autopar.runtime.conversions import all_gather_to_replicate
-from autopar.runtime.passes.regather import gather_linear, kept_gather_linear
-from autopar.trace.local_graph import fuse_gathers
+from autopar.lowering.local_graph import fuse_gathers
+from autopar.runtime.codegen.conversions import all_gather_to_replicate
+from autopar.runtime.codegen.generate import FUNCTIONS, generate
+from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_linear
 
 aten = torch.ops.aten
 

@@ -4,18 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autopar.capture_cache import captured_model
-from autopar.cost_model.cluster_machine import cluster_machine
-from autopar.cost_model.engine import engine_named
-from autopar.cost_model.expressions import evaluate
-from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.program_works import ProgramWorks
+from autopar.cache.captures import captured_model
+from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.work.block_work import evaluate
+from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
-from autopar.planning import program_for
-from autopar.search.plan_search import Searched, search_degrees
-from autopar.search.screen import Machinery
-from autopar.search.space import Limits, tensor_degrees, wishes
-from autopar.search_labels import LABELLED, SearchLabels
+from autopar.planning.fixed import program_for
+from autopar.planning.labels import LABELLED, SearchLabels
+from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.space.candidates import Limits, tensor_degrees, wishes
 
 CAPTURED_LAYERS = 2
 

@@ -4,15 +4,15 @@ from functools import cache
 
 import torch
 
-from autopar.cost_model.conversions import Conversion, conversions
+from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.program import capture_program
+from autopar.cost_model.work.conversions import Conversion, conversions
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
-from autopar.search.labelling import Labelling
-from autopar.search.labels import label
-from autopar.trace.analysis import Analysis, analyse
-from autopar.trace.trace import trace
+from autopar.search.labels.result import Labelling
+from autopar.search.labels.solve import label
 
 LAYERS = {"llama": "model.layers.0", "gpt2": "transformer.h.0"}
 
@@ -39,7 +39,7 @@ def program_of(model: str, layers: int = 2, heads: int = 8, vocabulary: int = 16
                     vocab_size=vocabulary,
                 )
             )
-    return trace(found, {"input_ids": tokens, "labels": tokens})
+    return capture_program(found, {"input_ids": tokens, "labels": tokens})
 
 
 @cache

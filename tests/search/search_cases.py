@@ -5,17 +5,17 @@ from functools import cache
 
 from label_cases import program_of
 
-from autopar.cost_model.cluster_machine import cluster_machine
-from autopar.cost_model.engine import engine_named
-from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.program_works import ProgramWorks, program_works
-from autopar.cost_model.row_estimate import FULL
+from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
 from autopar.ir.plan import Degrees
-from autopar.planning import choose_labels
-from autopar.search.screen import Machinery
-from autopar.search.space import Limits
+from autopar.planning.fixed import choose_labels
+from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.space.candidates import Limits
 
 
 @cache

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from autopar.search.refine import Refined, Start, refine
-from autopar.search.study import study_place
+from autopar.search.driver.optuna_refine import Refined, Start, refine
+from autopar.search.driver.study import study_place
 
 QUESTION = {"model": "formula", "global_batch": 8}
 STARTS = [Start(index=0, text="slow", name="FSDP"), Start(index=1, text="fast"), Start(index=2, text="unfit")]

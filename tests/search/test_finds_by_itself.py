@@ -7,7 +7,7 @@ from deep_models import Deep, captured_whole, searched
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
-from autopar.search.exact import Priced
+from autopar.search.pricing.exact import Priced
 
 pytest.importorskip("transformers")
 GPT3 = Deep(preset="gpt3-175b", layers=96, tokens=2048)

@@ -1,9 +1,9 @@
 """No published plan is predicted faster than the best one of the search's space, for its devices, batch and sequence.
 
 A published run is priced with the machine and the framework that it ran on. Its layout is one of those that the search
-would list (`autopar.search.space`), with the context and expert degrees of the run, which `--what-if` searches, or the
-row says something that no search lists (`why_not_listed`). Memory is room for what fits by prediction, and for as much
-as the published plan is predicted to need, since it ran.
+would list (`autopar.search.space.candidates`), with the context and expert degrees of the run, which `--what-if`
+searches, or the row says something that no search lists (`why_not_listed`). Memory is room for what fits by
+prediction, and for as much as the published plan is predicted to need, since it ran.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.cost_model.layout import Layouts, strides
-from autopar.cost_model.mechanisms import mechanisms
-from autopar.cost_model.row import Row, RowEstimate
-from autopar.cost_model.row_estimate import Group, estimate_rows, prepare
-from autopar.cost_model.row_machine import FLOAT8, machine_for
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.published.estimate import Group, estimate_rows, prepare
+from autopar.cost_model.published.machine import FLOAT8, machine_for
+from autopar.cost_model.published.row import Row, RowEstimate
+from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.cost_model.screened_model import model_of_row
 from autopar.cost_model.screening import Screened, Target, screen
-from autopar.cost_model.vtrain_sweep import read_runs
-from autopar.search.space import MOST_VIRTUAL, Candidates, Limits, candidates, divisors, wishes
+from autopar.cost_model.step.layouts import Layouts, strides
+from autopar.search.space.candidates import MOST_VIRTUAL, Candidates, Limits, candidates, divisors, wishes
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
 ROWS = tuple(read_runs(RUNS))

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from tiny_models import Example
 
+from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.program import capture_program
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.runtime.compare import error, rms
-from autopar.runtime.execute import run_reference
-from autopar.runtime.fuzz import random_labels
-from autopar.runtime.one_process import Outcome, run_in_one_process
-from autopar.runtime.pieces import with_pieces
-from autopar.runtime.promote import promoted
-from autopar.search.labels import LabelOptions, label
-from autopar.trace.analysis import Analysis, analyse
-from autopar.trace.trace import trace
+from autopar.runtime.codegen.execute import run_reference
+from autopar.runtime.parameters.packed import with_pieces
+from autopar.runtime.verify.error_metrics import error, rms
+from autopar.runtime.verify.float64_program import promoted
+from autopar.runtime.verify.one_process import Outcome, run_in_one_process
+from autopar.runtime.verify.random_labels import random_labels
+from autopar.search.labels.solve import LabelOptions, label
 
 TOLERANCE = 1e-9  # float64; what a right labelling shows is 1e-15, and 1e-10 where a gradient is zero but for rounding
 
@@ -47,7 +47,7 @@ class Case:
 def case_of(example: Example) -> Case:
     """Capture a model, run it on one device."""
     model, inputs = example
-    program = promoted(trace(model, inputs))
+    program = promoted(capture_program(model, inputs))
     every = {n: p.detach().double().clone().requires_grad_() for n, p in model.named_parameters()}
     whole = with_pieces(program, lambda name: every[name])
     parameters = {n: whole(n).detach().clone().requires_grad_() for n in program.parameters}

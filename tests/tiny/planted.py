@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.runtime import conversions, vocabulary
-from autopar.runtime.codegen import Generated
+from autopar.runtime.codegen import conversions, vocabulary
+from autopar.runtime.codegen.generate import Generated
 
 Mutation = Callable[[fx.Graph], None]
 aten = torch.ops.aten

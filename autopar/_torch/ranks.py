@@ -1,0 +1,62 @@
+"""All ranks in one process, as torch's `LocalTensor`s: what `private` imports only where ranks are run.
+
+`torch.distributed.tensor`, which this needs, takes as long to load as torch itself.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+
+class Ranks(LocalTensorMode):
+    """torch's mode, short where it can be: an operator of aten that draws nothing runs once per rank, and that is all.
+
+    torch's own keeps the random state and ties the storages of wrappers with every operator, for compilation: more
+    work than the operators.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "aten" or not _only_per_rank(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        named = kwargs or {}
+        if not types and args and isinstance(args[0], torch.Tensor):
+            return func(*args, **named)  # equal on all ranks
+        if LocalTensor not in types:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.sym_size.default:
+            return tuple(args[0]._size)
+        found = {
+            rank: func(*_of_rank(args, rank), **{key: _of_rank(value, rank) for key, value in named.items()})
+            for rank in sorted(self.ranks)
+        }
+        return args[0] if func._schema.is_mutable else _over_ranks(found)
+
+
+@cache
+def _only_per_rank(func: OpOverload) -> bool:
+    """Whether an operator draws no random numbers, and writes nothing or its first operand without resizing it."""
+    if {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
+        return False
+    schema = func._schema
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    return not any(written) or (written[0] and sum(written) == 1 and len(schema.returns) == 1)
+
+
+def _of_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, LocalTensor):
+        return value._local_tensors[rank]
+    return type(value)(_of_rank(v, rank) for v in value) if type(value) in (list, tuple) else value
+
+
+def _over_ranks(found: dict[int, Any]) -> Any:
+    """One result for all ranks: tensors as a rank tensor, anything else where it is equal on all."""
+    first = found[0]
+    if isinstance(first, torch.Tensor):
+        return LocalTensor(found)
+    if isinstance(first, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in first):
+        return type(first)(_over_ranks({rank: one[i] for rank, one in found.items()}) for i in range(len(first)))
+    assert all(one == first for one in found.values()), found
+    return first

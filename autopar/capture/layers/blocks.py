@@ -1,0 +1,245 @@
+"""Folding: a flat graph becomes distinct blocks and the calls of them that make up the model."""
+
+import hashlib
+import keyword
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.capture.nodes import operator_name
+from autopar.ir.program import Block, CallSite, Port, Role
+
+INDEXED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module whose forward made this node, "" for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return "" if path == "model" else path.removeprefix("model.")
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of nodes of one block instance, and what it exchanges with the rest."""
+
+    path: str
+    nodes: list[fx.Node]
+    externals: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)
+    skeleton: str = ""
+
+
+def repeated_prefixes(nodes: Sequence[fx.Node]) -> set[str]:
+    """Prefixes such as ``model.layers`` under which at least two numbered children stand, outermost only."""
+    children: dict[str, set[str]] = defaultdict(set)
+    for path in {module_path(n) for n in nodes}:
+        match = INDEXED.match(path)
+        if match:
+            children[match.group(1)].add(match.group(2))
+    return {prefix for prefix, indices in children.items() if len(indices) > 1}
+
+
+def cut_into_segments(nodes: Sequence[fx.Node]) -> list[Segment]:
+    """Consecutive nodes of the same numbered module form a segment; the rest lies between."""
+    prefixes = repeated_prefixes(nodes)
+    segments: list[Segment] = []
+    for node in nodes:
+        match = INDEXED.match(module_path(node))
+        path = f"{match.group(1)}.{match.group(2)}" if match and match.group(1) in prefixes else ""
+        if not segments or segments[-1].path != path:
+            segments.append(Segment(path, []))
+        segments[-1].nodes.append(node)
+    return segments
+
+
+def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[fx.Node]) -> None:
+    """Fill in externals, outputs, floats and the skeleton by which equal blocks are told."""
+    inside = {node: index for index, node in enumerate(segment.nodes)}
+    external: dict[fx.Node, int] = {}
+    lines: list[str] = []
+
+    def name(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if value in inside:
+                return f"%{inside[value]}"
+            external.setdefault(value, len(external))
+            return f"@{external[value]}"
+        if isinstance(value, float):
+            segment.floats.append(value)
+            return "<float>"
+        if isinstance(value, (list, tuple)):
+            return "[" + ",".join(name(v) for v in value) + "]"
+        return repr(value)
+
+    for node in segment.nodes:
+        info = node.meta["info"]
+        arguments = ",".join(name(a) for a in node.args)
+        named = ",".join(f"{k}={name(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory"))
+        path = module_path(node).removeprefix(segment.path) if segment.path else module_path(node)
+        lines.append(f"{path}|{node.target}({arguments};{named})->{info.shape}:{info.dtype}:{info.differentiable}")
+    segment.externals = list(external)
+    segment.outputs = [
+        n for n in segment.nodes if n in used_later or any(u not in inside and u.meta.get("main") for u in n.users)
+    ]
+    for node in segment.externals:
+        info = node.meta["info"]
+        lines.append(f"@{role_of[node]}:{info.shape}:{info.dtype}:{info.differentiable}")
+    lines.append(",".join(f"%{inside[n]}" for n in segment.outputs))
+    segment.skeleton = "\n".join(lines)
+
+
+def lifted_floats(segments: Sequence[Segment]) -> set[int]:
+    """Positions of float literals that differ between otherwise equal segments."""
+    first = segments[0].floats
+    return {i for i, value in enumerate(first) for s in segments[1:] if repr(s.floats[i]) != repr(value)}
+
+
+def build_block(
+    segment: Segment, name: str, role_of: Mapping[fx.Node, Role], names: Mapping[fx.Node, str], lifted: set[int]
+) -> Block:
+    """The block of a segment: its own graph with one placeholder per external value and lifted scalar."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    ports: list[Port] = []
+    taken: Counter[str] = Counter()
+    for node in segment.externals:
+        role = role_of[node]
+        placeholder = graph.placeholder(_port_name(names[node], role, segment.path, taken))
+        placeholder.meta["info"] = node.meta["info"]
+        placeholder.meta["key"] = placeholder.name
+        values[node] = placeholder
+        ports.append(Port(name=placeholder.name, role=role, differentiable=node.meta["info"].differentiable))
+    scalars: dict[int, fx.Node] = {}
+    for index in sorted(lifted):
+        scalars[index] = graph.placeholder(f"scalar_{len(scalars)}")
+        scalars[index].meta["key"] = scalars[index].name
+        ports.append(Port(name=scalars[index].name, role="scalar", differentiable=False))
+    position = iter(range(len(segment.floats)))
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return values[value]
+        if isinstance(value, float):
+            index = next(position)
+            return scalars.get(index, value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(copy(v) for v in value)
+        return value
+
+    occurrences: Counter[str] = Counter()
+    for node in segment.nodes:
+        args = tuple(copy(a) for a in node.args)
+        kwargs = {k: copy(v) if k not in ("device", "pin_memory") else v for k, v in node.kwargs.items()}
+        path = module_path(node)
+        relative = path.removeprefix(segment.path).lstrip(".") if segment.path else path
+        operator = operator_name(node)
+        label = f"{relative}:{operator}" if relative else operator
+        new = graph.create_node("call_function", node.target, args, kwargs, _node_name(relative, operator))
+        new.meta["info"] = node.meta["info"]
+        new.meta["batch_literal"] = node.meta.get("batch_literal", False)
+        new.meta["key"] = f"{label}:{occurrences[label]}"
+        occurrences[label] += 1
+        values[node] = new
+    outputs = tuple(values[n].name for n in segment.outputs)
+    graph.output(tuple(values[n] for n in segment.outputs))
+    signature = signature_of(graph, ports, outputs)
+    return Block(name=name, graph=graph, ports=tuple(ports), outputs=outputs, signature=signature)
+
+
+def signature_of(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str]) -> str:
+    """Hash of all that a block computes: operators, literals, shapes, dtypes, and the roles of its ports."""
+    return hashlib.sha256(block_text(graph, ports, outputs).encode()).hexdigest()
+
+
+def block_text(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str], *, with_floats: bool = True) -> str:
+    """A block as text that no name of a value is part of; without floats, blocks of one skeleton have one text."""
+    roles = {port.name: port.role for port in ports}
+    values: dict[fx.Node, str] = {}
+    lines: list[str] = []
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            is_lifted = roles.get(value.name) == "scalar"
+            return "<float>" if is_lifted and not with_floats else values[value]
+        if isinstance(value, float):
+            return repr(value) if with_floats else "<float>"
+        if isinstance(value, (list, tuple)):
+            return "[" + ",".join(text(v) for v in value) + "]"
+        return repr(value)
+
+    for node in graph.nodes:
+        if node.op == "output" or (not with_floats and roles.get(node.name) == "scalar"):
+            continue
+        values[node] = f"%{len(values)}"
+        info = node.meta.get("info")
+        described = f"{tuple(info.shape)}:{info.dtype}:{info.differentiable}" if info is not None else ""
+        if node.op == "placeholder":
+            lines.append(f"@{roles[node.name]}:{described}")
+            continue
+        arguments = ",".join(text(a) for a in node.args)
+        named = ",".join(f"{k}={text(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory"))
+        lines.append(f"{node.meta['key']}|{node.target}({arguments};{named})->{described}")
+    by_name = {node.name: value for node, value in values.items()}
+    lines.append(",".join(by_name[name] for name in outputs))
+    return "\n".join(lines)
+
+
+def _node_name(path: str, operator: str) -> str:
+    last = path.rsplit(".", 1)[-1]
+    if operator in ("linear", "addmm", "embedding", "layer_norm") and last:
+        return last if operator == "linear" or operator == "addmm" else f"{last}_out"
+    return operator.strip("_")
+
+
+def _port_name(name: str, role: Role, path: str, taken: Counter[str]) -> str:
+    if role in ("parameter", "buffer"):
+        name = name.removeprefix(path + ".") if path else name
+    elif role == "value":
+        name = "x"
+    elif role == "constant":
+        name = "constant"
+    name = re.sub(r"\W", "_", name)
+    if name[:1].isdigit() or keyword.iskeyword(name):
+        name = "_" + name
+    taken[name] += 1
+    return name if taken[name] == 1 else f"{name}_{taken[name] - 1}"
+
+
+def fold(
+    segments: Sequence[Segment], role_of: Mapping[fx.Node, Role], names: dict[fx.Node, str], used_later: set[fx.Node]
+) -> tuple[tuple[Block, ...], tuple[CallSite, ...]]:
+    """Distinct blocks and the calls, in order; `names` gets a name for every value that crosses segments."""
+    groups: dict[str, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        describe(segment, role_of, used_later)
+        groups[segment.skeleton].append(segment)
+    blocks: list[Block] = []
+    index: dict[str, tuple[int, list[int]]] = {}
+    calls: list[CallSite] = []
+    for number, segment in enumerate(segments):
+        path = segment.path or (
+            "prologue" if number == 0 else "epilogue" if number == len(segments) - 1 else f"between_{number}"
+        )
+        if segment.skeleton not in index:
+            lifted = lifted_floats(groups[segment.skeleton])
+            block = build_block(segment, path, role_of, names, lifted)
+            index[segment.skeleton] = (len(blocks), sorted(lifted))
+            blocks.append(block)
+        which, positions = index[segment.skeleton]
+        for k, node in enumerate(segment.outputs):
+            names[node] = f"{path}/{k}"
+        arguments: tuple[str | float | int, ...] = (
+            *(names[n] for n in segment.externals),
+            *(segment.floats[i] for i in positions),
+        )
+        results = tuple(names[n] for n in segment.outputs)
+        calls.append(CallSite(block=which, path=path, arguments=arguments, results=results))
+    return tuple(blocks), tuple(calls)

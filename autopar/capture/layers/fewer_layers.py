@@ -1,0 +1,278 @@
+"""The second capture of a deep model, made of its distinct layers alone: what a layer does is captured once.
+
+A capture at other sizes tells what of a graph depends on them. Layers of a stack (children of a module, numbered from
+0) whose operators, literals and shapes are equal in the first capture, and whose modules are of one class with equal
+attributes but for the number of the layer, do the same at other sizes too. So the model is captured there with the last
+layers taken out, down to the first of each kind, and its graph is written out for all layers (`_Writing`): the first
+capture's structure with the numbers of the second. That taking them out changes nothing else is tried at the sizes of
+the first capture, where the graph written out must be the one that is known. Where anything does not fit together, the
+whole model is to be captured.
+"""
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.export.export import Flat
+from autopar.capture.layers.blocks import INDEXED, module_path
+from autopar.errors import CaptureError
+
+Layer = tuple[str, int]  # the path of a stack and a layer's number in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A stack of layers: `like[n]` is a layer that layer n is equal to; `kept` are those in front to keep, of which the
+    last `period` is repeated where it is given."""
+
+    path: str
+    like: tuple[int, ...]
+    kept: int
+    period: int = 0
+
+
+class _Differs(Exception):
+    """A capture with fewer layers is not the first one without these layers."""
+
+
+def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
+    """The stacks of a captured model of which less than half has to be kept, since it is captured twice."""
+    layers, modules = nodes_of_layers(flat.graph), dict(model.named_modules())
+    found = []
+    for path in dict.fromkeys(stack for stack, _ in layers):
+        own = modules[path]._modules if path in modules else {}  # a module conv1 is no layer of a stack
+        names = [str(n) for n in range(len(own))]
+        if list(own) != names or any((path, n) not in layers for n in range(len(own))):
+            continue
+        texts = [_text(layers[path, n], f"{path}.{n}" if path else name) for n, name in enumerate(names)]
+        like: list[int] = []
+        for n, name in enumerate(names):
+            firsts = (m for m in dict.fromkeys(like) if texts[m] == texts[n])
+            like.append(next((m for m in firsts if alike(own[names[m]], own[name], (m, n))), n))
+        kept = max(like, default=0) + 1
+        if 2 * kept < len(like):
+            found.append(Stack(path=path, like=tuple(like), kept=kept))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def without_layers(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
+    """The model without the last layers of its stacks, which are put back."""
+    whole = {stack.path: dict(model.get_submodule(stack.path)._modules) for stack in stacks}
+    try:
+        for stack in stacks:
+            modules = model.get_submodule(stack.path)._modules
+            for n in range(stack.kept, len(stack.like)):
+                del modules[str(n)]
+        yield
+    finally:
+        for path, modules in whole.items():
+            model.get_submodule(path)._modules.update(modules)
+
+
+def layers_to_take_out(model: nn.Module, flat: Flat, captured: Callable[[], Flat]) -> tuple[Stack, ...]:
+    """The stacks that can be captured with fewer layers; `captured` captures the model as it is, at the sizes of
+    `flat`."""
+    stacks = repeated_layers(model, flat)
+    found = with_fewer_layers(model, flat, stacks, captured)
+    if found is None or _text([*found.graph.nodes], "") != _text([*flat.graph.nodes], ""):
+        return ()
+    return stacks
+
+
+def with_fewer_layers(
+    model: nn.Module, flat: Flat, stacks: Sequence[Stack], captured: Callable[[], Flat]
+) -> Flat | None:
+    """What `captured` would give for the whole model, from a capture with fewer layers; None where there is none."""
+    if not stacks:
+        return None
+    with contextlib.suppress(CaptureError, _Differs), without_layers(model, stacks):
+        return _Writing(flat, captured(), stacks).written()
+    return None
+
+
+def nodes_of_layers(graph: fx.Graph) -> dict[Layer, list[fx.Node]]:
+    found: dict[Layer, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        layer = _layer_of(node)
+        if layer is not None:
+            found[layer].append(node)
+    return dict(found)
+
+
+def _layer_of(node: fx.Node) -> Layer | None:
+    match = INDEXED.match(module_path(node)) if node.op == "call_function" else None
+    return None if match is None else (match.group(1), int(match.group(2)))
+
+
+def _text(nodes: Sequence[fx.Node], path: str) -> str:
+    """What a layer computes; what comes from outside it is told by its shape alone."""
+    inside = {node: f"%{index}" for index, node in enumerate(nodes)}
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return inside.get(value, f"@{value.meta.get('info')!r}")
+        if isinstance(value, (list, tuple)):
+            return f"{type(value).__name__}({','.join(map(text, value))})"
+        return repr(value)
+
+    return "\n".join(
+        f"{module_path(n).removeprefix(path)}|{n.target}({text(n.args)};{list(n.kwargs)}{text([*n.kwargs.values()])})"
+        f"->{n.meta.get('info')!r}"
+        for n in nodes
+    )
+
+
+def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
+    """Whether two values are equal as attributes of layers of these numbers, in which a layer may have its own."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is int:
+        return a == b or (a - numbers[0] == b - numbers[1] and a - numbers[0] in (0, 1))
+    if isinstance(a, torch.Tensor):
+        return (a.shape, a.dtype, a.requires_grad, a.device) == (b.shape, b.dtype, b.requires_grad, b.device)
+    if isinstance(a, nn.Module):
+        return alike(vars(a), vars(b), numbers)
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(alike(a[key], b[key], numbers) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(alike(x, y, numbers) for x, y in zip(a, b, strict=True))
+    if isinstance(a, functools.partial):
+        return alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), numbers)
+    return isinstance(a, (str, float, complex, bytes, set, frozenset, torch.dtype, torch.device)) and a == b
+
+
+class _Writing:
+    """One graph being written out. `twin` is the node of `fewer` that a node of `flat` is, or is like."""
+
+    def __init__(self, flat: Flat, fewer: Flat, stacks: Sequence[Stack]) -> None:
+        self.flat, self.fewer = flat, fewer
+        self.stacks = {stack.path: stack for stack in stacks}
+        self.layers = nodes_of_layers(flat.graph)
+        self.layer = {node: layer for layer, nodes in self.layers.items() for node in nodes}
+        self.position = {node: index for nodes in self.layers.values() for index, node in enumerate(nodes)}
+        self.twin: dict[fx.Node, fx.Node] = {}
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+
+    def written(self) -> Flat:
+        self.pair_placeholders()
+        self.pair_kept()
+        for node in self.flat.graph.nodes:
+            if node.op == "output":
+                self.output(node)
+            else:
+                self.new[node] = self.node(node)
+        return replace(
+            self.flat,
+            graph=self.graph,
+            root=self.fewer.root,
+            placeholders=dict(self.flat.placeholders),
+            parts=dict(self.flat.parts),
+        )
+
+    def dropped(self, node: fx.Node) -> Stack | None:
+        """The stack of a node whose layer was taken out."""
+        path, number = self.layer.get(node, ("", 0))
+        stack = self.stacks.get(path)
+        return None if stack is None or number < stack.kept else stack
+
+    def pair_placeholders(self) -> None:
+        """Those that are not there must be state of layers that were taken out."""
+        theirs = {(n.name, *self.fewer.placeholders[n.name]): n for n in _placeholders(self.fewer)}
+        gone = tuple(f"{s.path}.{n}.".lstrip(".") for s in self.stacks.values() for n in range(s.kept, len(s.like)))
+        for node in _placeholders(self.flat):
+            kind, name = self.flat.placeholders[node.name]
+            other = theirs.pop((node.name, kind, name), None)
+            if other is not None:
+                self.twin[node] = other
+            _demand(other is not None or (kind in ("parameter", "buffer") and name.startswith(gone)))
+        kept = {name: part for name, part in self.flat.parts.items() if not name.startswith(gone)}
+        _demand(not theirs and kept == self.fewer.parts)
+        _demand(self.flat.outputs == self.fewer.outputs and set(self.fewer.updates) <= set(self.flat.updates))
+
+    def pair_kept(self) -> None:
+        """Nodes of what is kept are those of `fewer`, one by one; a node of another layer is like one of them."""
+        ours = [n for n in self.flat.graph.nodes if n.op not in ("placeholder", "output") and not self.dropped(n)]
+        theirs = [n for n in self.fewer.graph.nodes if n.op not in ("placeholder", "output")]
+        _demand(len(ours) == len(theirs))
+        for node, other in zip(ours, theirs, strict=True):
+            _demand((node.op, node.target, module_path(node)) == (other.op, other.target, module_path(other)))
+            self.twin[node] = other
+        for (path, number), nodes in self.layers.items():
+            stack = self.stacks.get(path)
+            if stack is not None and number >= stack.kept:
+                first = self.layers[path, stack.like[number]]
+                self.twin |= {node: self.twin[like] for node, like in zip(nodes, first, strict=True)}
+
+    def node(self, node: fx.Node) -> fx.Node:
+        """The node at the other sizes."""
+        other = self.twin.get(node)
+        if other is None:  # state of a layer that was taken out, which has one size
+            new = self.graph.create_node(node.op, node.target, name=node.name)
+            new.meta = dict(node.meta)
+        else:
+            args = self.merged(node.args, other.args, node)
+            _demand(list(node.kwargs) == list(other.kwargs))
+            kwargs = {name: self.merged(value, other.kwargs[name], node) for name, value in node.kwargs.items()}
+            new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            new.meta = dict(other.meta)
+            for key in ("nn_module_stack", "no_grad"):
+                new.meta.pop(key, None)
+                if key in node.meta:
+                    new.meta[key] = node.meta[key]
+        _demand(new.name == node.name)
+        return new
+
+    def merged(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
+        """An argument: nodes of our structure, numbers of theirs."""
+        _demand(type(ours) is type(theirs))
+        if isinstance(ours, fx.Node):
+            self.check(ours, theirs, node)
+            return self.new[ours]
+        if isinstance(ours, (list, tuple)):
+            _demand(len(ours) == len(theirs))
+            return type(ours)([self.merged(a, b, node) for a, b in zip(ours, theirs, strict=True)])
+        _demand(not isinstance(ours, (slice, dict)))  # in which nodes could stand
+        return theirs
+
+    def check(self, ours: fx.Node, theirs: fx.Node, node: fx.Node) -> None:
+        """An operand of ours is what theirs is: the same node, or for the last layer of a stack the last that is kept;
+        in a layer that was taken out, one of the same type."""
+        _demand(self.new[ours].meta.get("info") == theirs.meta.get("info"))
+        if self.dropped(node):
+            return
+        stack = self.dropped(ours)
+        if stack is None:
+            _demand(self.twin.get(ours) is theirs)
+            return
+        last, at = self.layers[stack.path, stack.kept - 1], self.position[ours]
+        _demand(self.layer[ours][1] == len(stack.like) - 1 and at < len(last) and self.twin[last[at]] is theirs)
+
+    def output(self, node: fx.Node) -> None:
+        ours: Any = node.args[0]
+        theirs: Any = self.fewer.graph.output_node().args[0]
+        count = len(self.flat.outputs)
+        for a, b in zip(ours[:count], theirs[:count], strict=True):
+            self.check(a, b, node)
+        updated = dict(zip(self.flat.updates, ours[count:], strict=True))
+        for name, value in zip(self.fewer.updates, theirs[count:], strict=True):
+            self.check(updated[name], value, node)
+        self.graph.output(tuple(self.new[value] for value in ours))
+
+
+def _placeholders(flat: Flat) -> list[fx.Node]:
+    return [node for node in flat.graph.nodes if node.op == "placeholder"]
+
+
+def _demand(holds: bool) -> None:
+    if not holds:
+        raise _Differs

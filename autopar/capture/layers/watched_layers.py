@@ -1,0 +1,191 @@
+"""Which layers of a deep model do the same, found without an export: the model is run on meta and its calls watched.
+
+A run records no graph, so that it takes a small part of the seconds of an export. Each call of a torch function is
+written as text: the function, its arguments and the shapes that it returns. A tensor is named by the call that made it,
+which is one of the same layer, of the layer before, of another one or of none, or by its name in the model, seen from
+the layer. Layers whose texts are equal, and whose modules are (`autopar.capture.layers.fewer_layers`), do the same.
+
+From some layer on the layers of a stack must repeat with a period. Two periods of them are kept, and the model is run
+again without the rest: what the whole model does must be what this one does, with the last period repeated.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.export.export import Inputs, LossFunction, input_names, run_on_meta
+from autopar.capture.layers.fewer_layers import Layer, Stack, alike, without_layers
+
+Calls = Mapping[Layer | None, Sequence[str]]  # of each layer, and under None of what is in no layer
+_PLAIN = (type(None), type(...), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+class _Unknown(Exception):
+    """What a call is given cannot be told from what another one is."""
+
+
+def watched_stacks(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, *, training: bool
+) -> tuple[Stack, ...]:
+    """The stacks that an export needs less than half of the layers of; only of a model that lies on meta."""
+    tensors = [*model.parameters(), *model.buffers()]
+    lengths = _stacks(model)
+    if not lengths or not tensors or not all(tensor.is_meta for tensor in tensors):
+        return ()
+
+    def calls() -> Calls:
+        watch = _Watch(model, input_names(model, example_inputs, loss_fn), _stacks(model, lengths))
+        with watch.layers(), watch:
+            run_on_meta(model, example_inputs, loss_fn, training=training)
+        return watch.calls
+
+    try:
+        whole = calls()
+        every = (_stack(path, length, whole, model.get_submodule(path)) for path, length in lengths.items())
+        stacks = tuple(stack for stack in every if stack is not None)
+        if not stacks:
+            return ()
+        with without_layers(model, stacks):
+            fewer = calls()
+    except Exception:  # whatever a model does on meta outside of an export
+        return ()
+    return stacks if whole == _repeated(fewer, stacks) else ()
+
+
+def _stacks(model: nn.Module, among: Mapping[str, int] | None = None) -> dict[str, int]:
+    """The numbers of layers of stacks that lie in no other stack."""
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        names = list(module._modules)
+        numbered = bool(names) and names == [str(n) for n in range(len(names))]
+        inside = any(name.isdigit() for name in path.split("."))
+        if numbered and path and not inside and (among is None or path in among):
+            found[path] = len(names)
+    return found
+
+
+def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | None:
+    """The first layers to keep, so that the last period of them can be repeated up to the last layer."""
+    if any((path, n) not in calls for n in range(length)):
+        return None
+    own, kinds = module._modules, list[int]()
+    for n in range(length):
+        firsts = (m for m in dict.fromkeys(kinds) if calls[path, m] == calls[path, n])
+        kinds.append(next((m for m in firsts if alike(own[str(m)], own[str(n)], (m, n))), n))
+    choices = []
+    for period in range(1, length // 4 + 1):
+        differ = (n for n in range(1, length - period) if kinds[n] != kinds[n + period])  # layer 0 has none before it
+        kept = max(differ, default=0) + 1 + 2 * period
+        kept += (length - kept) % period
+        if 2 * kept < length:
+            choices.append((kept, period))
+    if not choices:
+        return None
+    kept, period = min(choices)
+    like = (*range(kept), *(kept - period + (n - kept) % period for n in range(kept, length)))
+    return Stack(path=path, like=like, kept=kept, period=period)
+
+
+def _repeated(fewer: Calls, stacks: Sequence[Stack]) -> Calls:
+    """The calls of the whole model if layers that were taken out do what those do that they are like."""
+    found = dict(fewer)
+    for stack in stacks:
+        for n in range(stack.kept, len(stack.like)):
+            found[stack.path, n] = fewer[stack.path, stack.like[n]]
+    return found
+
+
+class _Watch(TorchFunctionMode):
+    """Writes down the calls of one run. Tensors are kept alive, since they are told by their identity."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], stacks: Mapping[str, int]) -> None:
+        super().__init__()
+        self.model, self.stacks = model, stacks
+        self.calls: dict[Layer | None, list[str]] = defaultdict(list)
+        self.layer: Layer | None = None
+        self.alive: list[torch.Tensor] = []
+        self.made: dict[int, tuple[Layer | None, str]] = {}
+        self.named = {id(tensor): f"input {name}" for name, tensor in inputs.items()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.named[id(tensor)] = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = f"{func!r}({self.text(args)};{self.text(kwargs)})"
+        out = func(*args, **(kwargs or {}))
+        reads_attribute = getattr(func, "__name__", "") == "__get__"  # what a shape is read for is seen later
+        if isinstance(out, torch.Tensor) or not reads_attribute:
+            own = self.calls[self.layer]
+            own.append(f"{given}->{self.result(out, str(len(own)))}")
+        return out
+
+    @contextmanager
+    def layers(self) -> Iterator[None]:
+        """Layers say when they are called, each of them once, in their order."""
+        with ExitStack() as hooks:
+            for path, length in self.stacks.items():
+                for n in range(length):
+                    layer = self.model.get_submodule(f"{path}.{n}")
+                    for handle in (
+                        layer.register_forward_pre_hook(self.entered((path, n))),
+                        layer.register_forward_hook(self.left),
+                    ):
+                        hooks.callback(handle.remove)
+            yield
+
+    def entered(self, layer: Layer) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            path, n = layer
+            if self.layer is not None or layer in self.calls or (n and (path, n - 1) not in self.calls):
+                raise _Unknown(layer)
+            self.layer = layer
+            self.calls[layer] = []
+
+        return enter
+
+    def left(self, *_: Any) -> None:
+        self.layer = None
+
+    def result(self, value: Any, place: str) -> str:
+        """What a call returns; its tensors are known by that call from now on."""
+        if isinstance(value, torch.Tensor):
+            self.alive.append(value)
+            self.made[id(value)] = (self.layer, place)
+            return f"{tuple(value.shape)}{value.dtype}{value.requires_grad}"
+        if isinstance(value, (list, tuple)):
+            return ",".join(self.result(each, f"{place}.{k}") for k, each in enumerate(value))
+        return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+    def text(self, value: Any) -> str:
+        """An argument, tensors by where they are from."""
+        if isinstance(value, torch.Tensor):
+            return self.source(value)
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, (list, tuple)):
+            return f"{type(value).__name__}({','.join(map(self.text, value))})"
+        if isinstance(value, dict):
+            return f"{list(value)}({','.join(map(self.text, value.values()))})"
+        if isinstance(value, slice):
+            return f"slice({self.text((value.start, value.stop, value.step))})"
+        if isinstance(value, (torch.memory_format, type)):
+            return repr(value)
+        raise _Unknown(type(value))
+
+    def source(self, tensor: torch.Tensor) -> str:
+        """The call that made a tensor, or its name, as the layer sees it that is being called."""
+        if id(tensor) not in self.made:
+            name = self.named[id(tensor)]
+            here = "" if self.layer is None else f"{self.layer[0]}.{self.layer[1]}."
+            return f"@own {name.removeprefix(here)}" if here and name.startswith(here) else f"@{name}"
+        layer, place = self.made[id(tensor)]
+        if layer is None:
+            return f"%{place}"
+        path, n = layer
+        if self.layer is not None and self.layer[0] == path and self.layer[1] - n in (0, 1):
+            return f"%{self.layer[1] - n} before {place}"
+        return f"%{path}.{'last' if n == self.stacks[path] - 1 else n} {place}"

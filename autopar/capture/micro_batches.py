@@ -1,0 +1,111 @@
+"""Whether a program may be run in micro-batches: the batch axis must be parallel at every node up to sums.
+
+Every value has a status with respect to the batch: ``free`` (does not depend on it), ``constant`` (a table that may
+depend on the batch size), ``batch`` (has the batch axis), ``sum`` (a sum over the batch) or ``mean``. Splitting the
+batch in time is exact where the loss is a sum, divided by a denominator that is summed over micro-batches first, or a
+mean, which is then divided by their number.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from autopar.capture.analysis import Analysis
+from autopar.ir.program import Block, CallSite, Program
+from autopar.rules.rule import Call, Spec
+from autopar.rules.variants import Bound
+
+Status = Literal["free", "constant", "batch", "sum", "mean"]
+MEAN_REDUCTION = 1
+
+
+class _Mixes(Exception):
+    """An operator couples the samples of a batch."""
+
+
+def is_mean(call: Call) -> bool:
+    """Whether an operator averages over what it reduces."""
+    schema = call.target._schema
+    if schema.name == "aten::mean":
+        return True
+    for index, argument in enumerate(schema.arguments):
+        if argument.name == "reduction":
+            return bool(call.arg(index, "reduction", MEAN_REDUCTION) == MEAN_REDUCTION)
+    return False
+
+
+def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Literal["sum", "mean"], str | None]:
+    """How losses of micro-batches make the loss of the batch, and why they do not (None: they do)."""
+    statuses: dict[str, Status] = {info.name: "free" for info in program.inputs}
+    statuses.update({info.name: "batch" for info in program.inputs if info.batch_dim is not None})
+    statuses.update(dict.fromkeys(program.constants.results, "constant"))
+    done: dict[tuple[int, tuple[Status, ...]], Sequence[Status]] = {}
+    try:
+        for call in program.calls:
+            if call.phase == "denominator":
+                statuses.update(dict.fromkeys(call.results, "free"))
+                continue
+            given = tuple(statuses.get(a, "free") if isinstance(a, str) else "free" for a in call.arguments)
+            key = (call.block, given)
+            if key not in done:
+                done[key] = _block_statuses(program.blocks[call.block], call, analysis, given)
+            statuses.update(zip(call.results, done[key], strict=True))
+    except _Mixes as mixes:
+        return "sum", str(mixes)
+    for buffer, update in program.updates.items():
+        if statuses.get(update, "free") not in ("free", "constant"):
+            return "sum", f"buffer {buffer} is updated from the samples of the batch"
+    status = statuses[program.loss]
+    if status in ("sum", "mean"):
+        return status, None
+    return "sum", f"the loss is no sum or mean over the batch (it is {status!r} with respect to it)"
+
+
+def _block_statuses(block: Block, call: CallSite, analysis: Analysis, given: Sequence[Status]) -> list[Status]:
+    known: dict[str, Status] = {port.name: status for port, status in zip(block.ports, given, strict=True)}
+    for node in block.graph.nodes:
+        if node.op != "call_function":
+            continue
+        bound = analysis.bounds[call.block][node.name]
+        operands = [known[n] for n in analysis.operands[call.block][node.name]]
+        where = f"{call.path}: {node.meta['key']} ({node.target})"
+        if node.meta.get("batch_literal") and "sum" in operands:
+            raise _Mixes(f"{where} uses a number that depends on the batch size")
+        known[node.name] = _status(bound, analysis.calls[call.block][node.name], operands, analysis.batch_axes, where)
+    return [known[name] for name in block.outputs]
+
+
+def _status(bound: Bound, call: Call, operands: Sequence[Status], batch: frozenset[int], where: str) -> Status:
+    rule = bound.rule
+    holders = [f for f, atoms in bound.factors.items() if any(a in batch for a, _ in atoms)]
+    mixing = [f for f in holders if f in rule.whole]
+    if mixing and "batch" in operands:
+        reason = "has no rule" if not rule.known else "needs all samples at once"
+        raise _Mixes(f"{where} {reason}")
+    if {"sum", "mean"} & set(operands):
+        return _after_reduction(bound, operands, where)
+    if "batch" not in operands:
+        return "constant" if "constant" in operands else "free"
+    missing = [k for k, s in enumerate(operands) if s == "batch" and not _has(rule.inputs[k], holders)]
+    if len(holders) > 1 or missing:
+        raise _Mixes(f"{where} pairs samples of the batch with each other")
+    reduced = [f for f in holders if f in rule.reduced]
+    if not reduced:
+        return "batch"
+    return "mean" if is_mean(call) else "sum"
+
+
+def _has(spec: Spec, factors: Sequence[str]) -> bool:
+    return any(f in dim for dim in spec for f in factors)
+
+
+def _after_reduction(bound: Bound, operands: Sequence[Status], where: str) -> Status:
+    """Only what is linear in a sum over the batch may follow it; sums and means do not mix."""
+    reduced: Mapping[int, Status] = {k: s for k, s in enumerate(operands) if s in ("sum", "mean")}
+    kinds = set(reduced.values())
+    if len(kinds) > 1 or "batch" in operands or (kinds == {"sum"} and "constant" in operands):
+        raise _Mixes(f"{where} joins a sum over the batch with other values of the batch")
+    kind: Status = kinds.pop()
+    for group in bound.rule.linear:
+        if set(reduced) <= group and (set(reduced) == group or kind == "mean"):
+            return kind
+    raise _Mixes(f"{where} is not linear in a sum over the batch")

@@ -1,0 +1,109 @@
+"""Batch norm in training, in ordinary operators: mean, variance, normalise, and running statistics as new values.
+
+Mean and variance over the batch are reductions like any other, so that a batch split over ranks keeps the statistics
+of the whole batch, forward and backward.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.nodes import argument, compute, operator_name, value
+from autopar.rules.operators import BATCH_STATISTIC
+
+aten = torch.ops.aten
+HALVES = (torch.bfloat16, torch.float16)
+FUNCTIONAL = aten._native_batch_norm_legit_functional.default
+NO_TRAINING = aten._native_batch_norm_legit_no_training.default
+NO_STATS = aten._native_batch_norm_legit.no_stats
+Changed = list[tuple[fx.Node, fx.Node]]
+
+
+def replace_batch_norm(graph: fx.Graph, node: fx.Node) -> Changed:
+    """Rewrite a batch norm (or instance norm) in training; buffers and their new values."""
+    if node.target is aten.batch_norm.default and argument(node, "training"):
+        return _replace(graph, node, over_batch=True)
+    if node.target is aten.instance_norm.default and argument(node, "use_input_stats"):
+        return _replace(graph, node, over_batch=False)
+    if node.target in (FUNCTIONAL, NO_TRAINING, NO_STATS):
+        _spell(graph, node)
+    return []
+
+
+def _replace(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> Changed:
+    with graph.inserting_before(node):
+        out, statistics = normalised(graph, node, over_batch=over_batch)
+    running = [argument(node, name) for name in ("running_mean", "running_var")]
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return [(old, new) for old, new in zip(running, statistics, strict=False) if isinstance(old, fx.Node)]
+
+
+def _spell(graph: fx.Graph, node: fx.Node) -> None:
+    """The forms that export's decomposition makes; new statistics are outputs 3 and 4."""
+    outputs = {int(user.args[1]): user for user in list(node.users)}  # type: ignore[arg-type]
+    assert not {1, 2} & {k for k, user in outputs.items() if user.users}, node
+    with graph.inserting_before(node):
+        if node.target is NO_TRAINING:
+            x, weight, bias, mean, var, momentum, eps = node.args
+            out = compute(graph, node, aten.batch_norm.default, x, weight, bias, mean, var, False, momentum, eps, False)
+            statistics: list[fx.Node] = []
+        else:
+            out, statistics = normalised(graph, node, over_batch=True)
+    for k, user in outputs.items():
+        if k not in (1, 2):
+            user.replace_all_uses_with(out if k == 0 else statistics[k - 3])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Node]]:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` and the new running mean and variance, if there are any."""
+
+    def new(target: Any, *args: Any) -> fx.Node:
+        return compute(graph, node, target, *args)
+
+    x, dtype = node.args[0], value(node.args[0]).dtype
+    shape = value(x).shape
+    if dtype in HALVES:  # torch computes statistics in float32
+        x = new(aten.to.dtype, x, torch.float32)
+    over = [*([0] if over_batch else []), *range(2, len(shape))]
+    affine = [1, shape[1], *[1] * (len(shape) - 2)]
+    has_running = operator_name(node) != "_native_batch_norm_legit"
+    recorded = [argument(node, name) if has_running else None for name in ("running_mean", "running_var")]
+
+    def statistic(of: Any, running: Any) -> tuple[fx.Node, fx.Node]:
+        """A mean over the batch, and what takes its place in evaluation."""
+        own = new(aten.mean.dim, of, over, True)
+        if running is None:
+            return own, own
+        wide = new(aten.reshape.default, running, affine)
+        if over_batch is False:
+            wide = new(aten.expand.default, wide, list(value(own).shape))
+        if value(wide).dtype != value(own).dtype:
+            wide = new(aten.to.dtype, wide, value(own).dtype)
+        return own, new(BATCH_STATISTIC, own, wide)
+
+    mean, used_mean = statistic(x, recorded[0])
+    centred = new(aten.sub.Tensor, x, used_mean)
+    variance, used_variance = statistic(new(aten.mul.Tensor, centred, centred), recorded[1])
+    inverse = new(aten.rsqrt.default, new(aten.add.Tensor, used_variance, argument(node, "eps")))
+    out = new(aten.mul.Tensor, centred, inverse)
+    for name, target in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
+        parameter = argument(node, name)
+        if parameter is not None:
+            out = new(target, out, new(aten.reshape.default, parameter, affine))
+    if dtype in HALVES:
+        out = new(aten.to.dtype, out, dtype)
+    count = value(x).numel() // value(mean).numel()
+    statistics = []
+    for running, now, factor in zip(recorded, (mean, variance), (1.0, count / max(count - 1, 1)), strict=True):
+        if running is not None:
+            momentum = argument(node, "momentum")
+            now = new(aten.mean.dim, new(aten.detach.default, now), [0, *range(2, len(shape))], False)
+            if value(running).dtype != value(now).dtype:
+                now = new(aten.to.dtype, now, value(running).dtype)
+            kept = new(aten.mul.Tensor, running, 1 - momentum)
+            statistics.append(new(aten.add.Tensor, kept, new(aten.mul.Tensor, now, momentum * factor)))
+    return out, statistics

@@ -1,0 +1,169 @@
+"""Constant subgraphs: what depends on no input and no parameter is taken out and evaluated once.
+
+Masks are recognised by value at the small size of the second capture: a causal mask becomes ``is_causal=True``, so
+that no rank ever holds a sequence × sequence tensor and flash kernels stay usable. A number in the mask's own code that
+is too large to matter at the small size but not at the real one, such as the width of a sliding window, is a reason to
+look at the real size too; where that is too large to look at, the mask stays.
+"""
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.nodes import function
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+Leaf = Callable[[fx.Node], torch.Tensor]
+MAX_EVALUATED = 8192**2  # elements of a mask that is evaluated at its real size
+
+
+def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
+    """Nodes that depend on buffers and literals alone, in graph order. `kinds` maps placeholder names to kinds."""
+    constant: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_constant = kinds.get(node.name) in ("buffer", "lifted")
+        else:
+            computed = node.op == "get_attr" or (node.op == "call_function" and not is_random(node))
+            is_constant = computed and all(n in constant for n in node.all_input_nodes)
+        if is_constant:
+            constant[node] = None
+    return list(constant)
+
+
+def is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def closure(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes and everything they depend on, in graph order."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return sorted(found)
+
+
+def on_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Arguments of a creating operator with its captured device replaced."""
+    return {k: (device if k == "device" else v) for k, v in kwargs.items() if k != "pin_memory"}
+
+
+def evaluate(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Tensor:
+    """Value of a constant node on a device; `leaf` gives placeholders and attributes."""
+    values: dict[fx.Node, Any] = {}
+    for node in closure([wanted]):
+        if node.op in ("placeholder", "get_attr"):
+            values[node] = leaf(node)
+        else:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
+            values[node] = function(node)(*args, **on_device(kwargs, device))
+    result: torch.Tensor = values[wanted]
+    return result
+
+
+def is_causal_mask(mask: torch.Tensor) -> bool:
+    """Whether a mask over (..., query, key) allows exactly the keys not after the query."""
+    rows, columns = mask.shape[-2:]
+    if rows != columns or rows < 2:
+        return False
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((mask[~allowed] < -1e4).all()):
+        return False
+    triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return bool((allowed == triangle).all())
+
+
+def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> frozenset[str]:
+    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; returns whose, by name.
+
+    `small` is the same graph captured at a small size. Masks that need a value that is not at hand stay.
+    """
+    twins = dict(zip(graph.nodes, small.nodes, strict=True))
+    known: dict[fx.Node, bool] = {}
+    found: set[str] = set()
+    for node in graph.nodes:
+        mask = attention_mask(node)
+        if mask is None or any(n.op == "placeholder" for n in closure([mask])):
+            continue
+        if mask not in known:
+            known[mask] = is_causal_mask(evaluate(twins[mask], small_leaf)) and (
+                not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, leaf)
+            )
+        if known[mask]:
+            found.add(node.name)
+    for each in (graph, small):
+        make_causal(each, found)
+    return frozenset(found)
+
+
+def make_causal(graph: fx.Graph, names: Container[str]) -> None:
+    """Give attention of these names ``is_causal=True`` in place of a mask."""
+    for node in graph.nodes:
+        if node.name in names:
+            dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            rest = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+            node.args, node.kwargs = (*node.args[:3], None, dropout, True), rest
+
+
+def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
+    """Whether the code of a mask has a number that is no size and first matters beyond the small size."""
+    large, small = _rows(mask), _rows(twin)
+    pairs = zip(closure([mask]), closure([twin]), strict=True)
+    numbers = (pair for a, b in pairs for pair in zip(_numbers(a), _numbers(b), strict=True))
+    return any(a == b and small - 1 <= abs(a) < large for a, b in numbers)
+
+
+def is_causal_at_full_size(mask: fx.Node, leaf: Leaf) -> bool:
+    """Whether a mask is causal at its real size; False where it is too large to evaluate, or needs a value of meta."""
+    leaves = [leaf(node) for node in closure([mask]) if node.op == "get_attr"]
+    if _rows(mask) ** 2 > MAX_EVALUATED or any(value.is_meta for value in leaves):
+        return False
+    return is_causal_mask(evaluate(mask, leaf))
+
+
+def _rows(mask: fx.Node) -> int:
+    return int(mask.meta["info"].shape[-1])
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    found: list[float] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                collect(each)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(value)
+
+    collect(node.args)
+    collect(tuple(node.kwargs.values()))
+    return found
+
+
+def attention_mask(node: fx.Node) -> fx.Node | None:
+    """The mask operand of an attention node, None for other nodes and for attention without one."""
+    if node.target is not SDPA:
+        return None
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def merge_equal(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Common subexpressions among constant nodes become one: every layer asks for the same rotary table."""
+    seen: dict[Any, fx.Node] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        key = (node.target, repr((node.args, sorted(node.kwargs.items()))))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)

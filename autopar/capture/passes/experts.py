@@ -1,0 +1,55 @@
+"""What mixtures of experts compute with, spelled so that rules know it and every device runs it.
+
+Tokens are sorted by expert, counted by a histogram, and multiplied in groups (`autopar.rules.grouped_product`).
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.nodes import arg, argument, compute
+from autopar.capture.nodes import value as _value
+from autopar.rules.grouped_product import GROUPED_MM
+
+aten = torch.ops.aten
+FALLBACK = "transformers.grouped_mm_fallback.default"
+
+
+def one_grouped_product(graph: fx.Graph) -> None:
+    """torch's product of rows in groups, and what transformers has in its place, become `GROUPED_MM`."""
+    for node in list(graph.nodes):
+        torchs = node.op == "call_function" and node.target is aten._grouped_mm.default
+        if not torchs and str(node.target) != FALLBACK:
+            continue
+        x, weight, ends = (arg(node, 0), arg(node, 1), argument(node, "offs")) if torchs else node.args[:3]
+        if ends is None or _value(x).dim() != 2 or _value(weight).dim() != 3:
+            continue
+        plain = not torchs or (argument(node, "bias") is None and _value(node).dtype == _value(x).dtype)
+        if plain:
+            node.target, node.args, node.kwargs = GROUPED_MM, (x, weight, ends), {}
+
+
+def histogram_of_integers(graph: fx.Graph) -> None:
+    """``histc(x, n, 0, n - 1)`` counts how often each of n numbers occurs; it has no integer kernel on a CPU."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.histc.default:
+            continue
+        source, (bins, low, high) = arg(node, 0), (argument(node, name) for name in ("bins", "min", "max"))
+        if source.target is aten.to.dtype and _is_integer(arg(source, 0)):
+            source = arg(source, 0)
+        if not _is_integer(source) or _value(source).dim() != 1 or (low, high) != (0, bins - 1):
+            continue
+        numbers = {"dtype": _value(source).dtype, "device": _value(source).device}
+        with graph.inserting_before(node):
+            columns = compute(graph, node, aten.arange.default, bins, **numbers)
+            rows = compute(graph, node, aten.unsqueeze.default, source, 1)
+            equal = compute(graph, node, aten.eq.Tensor, rows, columns)
+            count = compute(graph, node, aten.sum.dim_IntList, equal, [0], False, dtype=_value(node).dtype)
+        node.replace_all_uses_with(count)
+        graph.erase_node(node)
+
+
+def _is_integer(node: Any) -> bool:
+    value = _value(node)
+    return not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype is not torch.bool

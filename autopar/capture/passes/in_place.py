@@ -1,0 +1,166 @@
+"""In-place operators become functional; buffers that forward changes become state with a new value each."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autopar.capture.nodes import compute, value
+from autopar.capture.passes.batch_norm import replace_batch_norm
+from autopar.errors import CaptureError
+
+aten = torch.ops.aten
+FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.full_like.default}
+
+
+def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -> bool:
+    """Whether a graph holds in-place operators that only export's own decomposition makes functional.
+
+    Those are operators on views, on values with views that are used later, inside regions, and without a functional
+    twin. `changeable` are the placeholders that may be changed.
+    """
+    if any(_is_aliased(node) for node in module.graph.nodes if _in_place(node)):
+        return True
+    if any(_first(n).op == "placeholder" and _first(n).name not in changeable for n in _changes(module.graph)):
+        return True
+    regions = [m for m in module.modules() if isinstance(m, fx.GraphModule) and m is not module]
+    return any(_in_place(node) for region in regions for node in region.graph.nodes)
+
+
+def functionalise(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.Node]:
+    """Make in-place operators and batch norm's statistics functional; the last value of every buffer changed.
+
+    `buffers` maps placeholders to names. Raises `CaptureError` where an operator changes what others see.
+    """
+    last: dict[str, fx.Node] = {}
+    holds: dict[fx.Node, str] = {n: buffers[n.name] for n in graph.nodes if n.op == "placeholder" and n.name in buffers}
+    for node in list(graph.nodes):
+        changed: list[tuple[fx.Node, fx.Node]] = []
+        if _in_place(node):
+            target = _first(node)
+            changed.append((target, _functional(graph, node)))
+        else:
+            changed = replace_batch_norm(graph, node)
+        for old, new in changed:
+            for user in [u for u in old.users if u > new and u is not new]:
+                user.replace_input_with(old, new)
+            if old in holds:
+                holds[new] = holds[old]
+                last[holds[old]] = new
+    return last
+
+
+def _changes(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if _in_place(node)]
+
+
+def _in_place(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+
+
+def _first(node: fx.Node) -> Any:
+    return node.args[0]
+
+
+def _functional_twin(node: fx.Node) -> Any:
+    """The functional operator of an in-place one, None if there is none."""
+    if node.target in FILLS:
+        return FILLS[node.target]
+    schema = node.target._schema  # type: ignore[union-attr]
+    name = schema.name.split("::")[1]
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    twin = getattr(packet, schema.overload_name or "default", None) if packet else None
+    return twin if twin is not None and len(twin._schema.returns) == 1 else None
+
+
+def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Replace an in-place operator; the new value has the shape and dtype of the one it replaces."""
+    target, twin = _first(node), _functional_twin(node)
+    if twin is None or _is_aliased(node):
+        where = list((node.meta.get("nn_module_stack") or {"": ("the model", "")}).values())[-1][0]
+        raise CaptureError(
+            f"in-place operator {node.target} in {where} changes a value that others see; write it out of place "
+            "(x = x.op(...) instead of x.op_(...))"
+        )
+    like = value(node)
+    with graph.inserting_before(node):
+        if twin is aten.copy.default:
+            new = _fitted(graph, node, node.args[1], like)
+        else:
+            new = _fitted(graph, node, compute(graph, node, twin, *node.args, **node.kwargs), like)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    assert target is not new
+    return new
+
+
+def _fitted(graph: fx.Graph, node: fx.Node, source: Any, like: torch.Tensor) -> fx.Node:
+    """`source` in the shape and dtype of a tensor; always a new node."""
+    if value(source).dtype != like.dtype:
+        source = compute(graph, node, aten.to.dtype, source, like.dtype)
+    if value(source).shape != like.shape:
+        source = compute(graph, node, aten.expand.default, source, list(like.shape))
+    if source.op == "placeholder" or source in node.all_input_nodes:
+        source = compute(graph, node, aten.clone.default, source)
+    found: fx.Node = source
+    return found
+
+
+def drop_copies(graph: fx.Graph) -> None:
+    """`copy`, `fill` and `index_put` by a mask in ordinary operators."""
+    for node in list(graph.nodes):
+        if node.target in (aten.copy.default, aten.fill.Tensor):
+            with graph.inserting_before(node):
+                new = _fitted(graph, node, node.args[1], value(node))
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+        elif node.target is aten.index_put.default:
+            _masked_put(graph, node)
+
+
+def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
+    """`x[mask] = number` is a choice per element."""
+    x, source, indices = _first(node), node.args[2], list(cast("list[Any]", node.args[1]))
+    mask, *others = indices
+    if others or not isinstance(mask, fx.Node) or value(mask).dtype is not torch.bool or value(source).numel() != 1:
+        return
+    if len(node.args) > 3 and node.args[3]:
+        return
+    shape = [*value(mask).shape, *[1] * (value(x).dim() - value(mask).dim())]
+    with graph.inserting_before(node):
+        wide = compute(graph, node, aten.reshape.default, mask, shape)
+        number = compute(graph, node, aten.reshape.default, source, [1] * value(x).dim())
+        new = compute(graph, node, aten.where.self, wide, number, x)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _is_view(node: Any) -> bool:
+    """Whether a node's value may share memory with an operand."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source, index = node.args
+        returns = getattr(getattr(source, "target", None), "_schema", None)
+        return returns is None or len(returns.returns) == 1 or returns.returns[index].alias_info is not None
+    if str(node.target).startswith(("aten.to.", "aten.type_as")):
+        return bool(value(_first(node)).dtype == value(node).dtype)
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns) and not schema.is_mutable
+
+
+def _is_aliased(node: fx.Node) -> bool:
+    """Whether an in-place operator changes a value that is seen under another name, or has no functional twin."""
+    target = _first(node)
+    if not isinstance(target, fx.Node) or _functional_twin(node) is None or _is_view(target):
+        return True
+    views = [u for u in target.users if u < node and _is_view(u)]
+    while views:
+        view = views.pop()
+        if any(user > node for user in view.users):
+            return True
+        views += [u for u in view.users if _is_view(u)]
+    return False

@@ -1,0 +1,267 @@
+"""Normalisation passes: each a small function over one fx graph, applied in the order of `PASSES`.
+
+After them every node is a functional ATen operator with one tensor output, and carries ``meta["info"]``.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.nodes import arg, compute, output_nodes
+from autopar.capture.nodes import value as _value
+from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
+from autopar.capture.passes.in_place import drop_copies, functionalise
+from autopar.capture.passes.linears import matmul_to_linear
+from autopar.capture.passes.several_outputs import one_output_each
+from autopar.errors import CaptureError
+from autopar.rules.rule import TensorInfo
+
+aten = torch.ops.aten
+DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
+IDENTITY = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+RESHAPES = {aten.view.default, aten._unsafe_view.default}
+UNINITIALISED = {
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+}
+
+NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
+
+
+def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
+    """Inline `set_grad_enabled` and `autocast` regions; what a no-grad region yields is marked so."""
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.op != "call_function" or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        region: fx.GraphModule = getattr(root, str(node.args[position].target))
+        inline_regions(region.graph, region)
+        values: dict[fx.Node, Any] = {}
+        no_grad = name == "wrap_with_set_grad_enabled" and node.args[0] is False
+        inputs = iter(node.args[position + 1 :])
+        with graph.inserting_before(node):
+            result: Any = ()
+            for inner in region.graph.nodes:
+                if inner.op == "placeholder":
+                    values[inner] = next(inputs)
+                elif inner.op == "output":
+                    result = fx.map_arg(inner.args[0], values.__getitem__)
+                else:
+                    copy = graph.node_copy(inner, values.__getitem__)
+                    copy.meta = dict(inner.meta) | ({"no_grad": True} if no_grad else {})
+                    copy.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                    values[inner] = copy
+        for user in list(node.users):
+            assert user.target is operator.getitem, user
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+        region_node = node.args[position]
+        graph.erase_node(node)
+        if not region_node.users:
+            graph.erase_node(region_node)
+
+
+def drop_no_ops(graph: fx.Graph) -> None:
+    """Drop assertions, aliases and casts that change nothing; `view` becomes `reshape`."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in DROPPED:
+            graph.erase_node(node)
+        elif node.target in IDENTITY or _is_no_op(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in RESHAPES:
+            node.target = aten.reshape.default
+        elif str(node.target).startswith(("aten.to.", "aten._to_copy", "aten.type_as")):
+            node.args, node.kwargs = (node.args[0], _value(node).dtype), {}
+            node.target = aten.to.dtype
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    if str(node.target).startswith(("aten.to.", "aten._to_copy", "aten.type_as")):
+        source, out = _value(arg(node, 0)), _value(node)
+        return bool(source.dtype == out.dtype)  # all values of a rank lie on its device
+    if node.target in (aten.expand.default, aten.reshape.default, aten.view.default):
+        return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
+    if node.target is aten.slice.Tensor:
+        return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
+    return node.target is aten.dropout.default and bool(node.args[1] == 0 or not node.args[2])
+
+
+def spell_plainly(graph: fx.Graph) -> None:
+    """One spelling per operator: padding by its constant form, keyword-only defaults made explicit, no memory that is
+    not initialised, which would differ between ranks."""
+    for node in list(graph.nodes):
+        if node.target is aten.pad.default and (len(node.args) < 3 or node.args[2] == "constant"):
+            value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value", 0.0)
+            node.target, node.args, node.kwargs = aten.constant_pad_nd.default, (*node.args[:2], value or 0.0), {}
+        elif node.target is aten.reshape.default:
+            node.args = (node.args[0], list(_value(node).shape))
+        elif node.target in UNINITIALISED:
+            node.target = UNINITIALISED[node.target]
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
+        if node.target in NEW:
+            _fill_without_operand(node, NEW[node.target])
+
+
+def _fill_without_operand(node: fx.Node, value: float | None) -> None:
+    """``x.new_zeros(shape)``: of x it needs dtype and device, and where it has x's shape, it has x's axes."""
+    shape = list(_value(node).shape)
+    fill = node.args[2] if value is None else value
+    if isinstance(fill, fx.Node):
+        return
+    dtype = node.kwargs.get("dtype") or _value(arg(node, 0)).dtype
+    kwargs = {"dtype": dtype, "device": node.kwargs.get("device") or _value(arg(node, 0)).device}
+    if shape == list(_value(arg(node, 0)).shape):
+        node.target, node.args, node.kwargs = aten.full_like.default, (arg(node, 0), fill), {"dtype": dtype}
+    else:
+        node.target, node.args, node.kwargs = aten.full.default, (shape, fill), kwargs
+
+
+def flat_addmm_to_linear(graph: fx.Graph) -> None:
+    """`addmm` between two reshapes (GPT-2's Conv1D) becomes `linear` on the unflattened value."""
+    for node in list(graph.nodes):
+        if node.target is not aten.addmm.default or len(node.args) > 3 or node.kwargs:
+            continue
+        bias, flat, weight = node.args
+        outer = (*_value(flat.args[0]).shape[:-1], _value(node).shape[1]) if flat.target is aten.reshape.default else ()
+        if not outer or _value(flat.args[0]).shape[-1] != _value(flat).shape[-1]:
+            continue
+        if any(u.target is not aten.reshape.default or tuple(_value(u).shape) != outer for u in node.users):
+            continue
+        with graph.inserting_before(node):
+            turned = graph.call_function(aten.t.default, (weight,))
+            linear = graph.call_function(aten.linear.default, (flat.args[0], turned, bias))
+        turned.meta = dict(node.meta) | {"val": _value(weight).t()}
+        linear.meta = dict(node.meta) | {"val": _value(node).new_empty(outer)}
+        for user in list(node.users):
+            user.replace_all_uses_with(linear)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def split_mean_loss(graph: fx.Graph) -> None:
+    """Cross-entropy with a mean becomes sum, count and divide, so that each can be summed over ranks by itself."""
+    for node in list(graph.nodes):
+        if node.target is not aten.cross_entropy_loss.default:
+            continue
+        logits, target, *rest = node.args
+        named = ("weight", "reduction", "ignore_index", "label_smoothing")
+        defaults: tuple[Any, ...] = (None, 1, -100, 0.0)
+        weight, reduction, ignore, smoothing = (
+            rest[i] if i < len(rest) else node.kwargs.get(named[i], defaults[i]) for i in range(4)
+        )
+        if reduction == 0:
+            continue
+        if weight is not None or _value(target).dtype.is_floating_point:
+            continue  # whole: class weights change the denominator
+        value, ids = _value(node), _value(target)
+        with graph.inserting_before(node):
+            total = graph.call_function(aten.cross_entropy_loss.default, (logits, target, None, 2, ignore, smoothing))
+            total.meta = dict(node.meta)
+            if reduction == 2:
+                node.replace_all_uses_with(total)
+                graph.erase_node(node)
+                continue
+            valid = graph.call_function(aten.ne.Scalar, (target, ignore))
+            count = graph.call_function(aten.sum.default, (valid,))
+            scale = graph.call_function(aten.to.dtype, (count, value.dtype))
+            mean = graph.call_function(aten.div.Tensor, (total, scale))
+            valid.meta = dict(node.meta) | {"val": ids.new_empty(ids.shape, dtype=torch.bool)}
+            count.meta = dict(node.meta) | {"val": ids.new_empty((), dtype=torch.int64)}
+            scale.meta = dict(node.meta)
+            mean.meta = dict(node.meta)
+        node.replace_all_uses_with(mean)
+        graph.erase_node(node)
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+GraphPass = Callable[[fx.Graph], None]
+PASSES: tuple[GraphPass, ...] = (
+    drop_no_ops,
+    one_output_each,
+    drop_copies,
+    drop_no_ops,
+    spell_plainly,
+    flat_addmm_to_linear,
+    matmul_to_linear,
+    histogram_of_integers,
+    one_grouped_product,
+    split_mean_loss,
+    remove_dead,
+)
+
+
+def normalise(
+    graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str], buffers: Mapping[str, str], num_updates: int = 0
+) -> tuple[str, ...]:
+    """Apply all passes in place, then give every node its `TensorInfo`.
+
+    `trainable` names placeholders, `buffers` maps placeholders to buffers, and the last `num_updates` outputs are new
+    values of buffers. Returns the buffers that in-place operators change; their new values become the last outputs.
+    """
+    inline_regions(graph, root)
+    updates = functionalise(graph, buffers)
+    output = graph.output_node()
+    output.args = ((*output_nodes(graph), *updates.values()),)
+    for graph_pass in PASSES:
+        graph_pass(graph)
+    own_outputs(graph, num_updates + len(updates))
+    add_info(graph, root, trainable)
+    cut_no_grad(graph)
+    graph.lint()
+    return tuple(updates)
+
+
+def own_outputs(graph: fx.Graph, count: int) -> None:
+    """Each of the last `count` outputs is a value of its own, no placeholder and no other output."""
+    results = list(output_nodes(graph))
+    for k in range(len(results) - count, len(results)):
+        if results[k].op != "call_function" or results.count(results[k]) > 1:
+            with graph.inserting_before(graph.output_node()):
+                results[k] = compute(graph, results[k], aten.clone.default, results[k])
+    graph.output_node().args = (tuple(results),)
+
+
+def cut_no_grad(graph: fx.Graph) -> None:
+    """Operators of a no-grad region take their differentiable operands detached, so that none gets a cotangent."""
+    for node in list(graph.nodes):
+        if not node.meta.get("no_grad"):
+            continue
+        for operand in node.all_input_nodes:
+            info: TensorInfo | None = operand.meta.get("info")
+            if info is not None and info.differentiable:
+                with graph.inserting_before(node):
+                    cut = graph.call_function(aten.detach.default, (operand,))
+                cut.meta = dict(operand.meta) | {"info": replace(info, differentiable=False)}
+                cut.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+                node.replace_input_with(operand, cut)
+
+
+def add_info(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) -> None:
+    """``meta["info"]`` of every node, from the traced values; differentiable where a cotangent may flow."""
+    for node in graph.nodes:
+        value = _value(node)
+        if node.op == "get_attr" and value is None:
+            value = getattr(root, str(node.target))
+        if node.op == "output" or not isinstance(value, torch.Tensor):
+            if node.op != "output" and value is not None:
+                raise CaptureError(f"operator {node.target} yields {type(value).__name__}, not one tensor")
+            continue
+        floating = value.dtype.is_floating_point or value.dtype.is_complex
+        if node.op == "placeholder":
+            flows = node.name in trainable
+        else:
+            flows = any("info" in n.meta and n.meta["info"].differentiable for n in node.all_input_nodes)
+            flows = flows and floating and not node.meta.get("no_grad") and node.target is not aten.detach.default
+        node.meta["info"] = TensorInfo(tuple(int(s) for s in value.shape), value.dtype, flows)

@@ -1,0 +1,275 @@
+"""Unequal packings: a linear whose output is cut into pieces of different sizes becomes one linear per piece.
+
+Grouped queries in one projection, ``q | k | v`` of different sizes, make a dimension that is a *sum* of axes. A product
+can be analysed, a sum cannot: so the weight (and bias) becomes pieces, parameters of their own that are named after
+the rows they are (``qkv_proj.weight[0:3072]``). The runtime joins them wherever it shows the model's own names. Equal,
+aligned pieces are a product ``(c e)`` and stay one parameter.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import fx
+
+from autopar.capture.export.export import Flat
+from autopar.capture.nodes import arg
+from autopar.capture.passes.constants import is_random
+from autopar.ir.program import PartOf
+from autopar.rules.rule import TensorInfo
+
+aten = torch.ops.aten
+Interval = tuple[int, int]  # of rows of the weight, the stop excluded
+
+
+def split_packings(flat: Flat, tied: frozenset[str]) -> None:
+    """Cut every unequally packed linear of a normalised graph in place; `tied` names parameters to leave whole."""
+    wholes: list[fx.Node] = []
+    for node in list(flat.graph.nodes):
+        if _is_parameter(flat, node) and flat.placeholders[node.name][1] not in tied:
+            packing = _packing_of(flat, node, tied)
+            if packing is not None:
+                _cut(flat, packing)
+                wholes += (packing.weight, *packing.biases)
+    flat.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    for whole in wholes:
+        flat.graph.erase_node(whole)
+        del flat.placeholders[whole.name]
+    flat.graph.lint()
+
+
+def _is_parameter(flat: Flat, node: fx.Node) -> bool:
+    return node.op == "placeholder" and flat.placeholders.get(node.name, ("", ""))[0] == "parameter"
+
+
+# ---- what is cut out of a linear's output ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _At:
+    """Where a value has the packed dimension, and how many rows of the weight one element of it stands for."""
+
+    dim: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Take:
+    """A slice or select of the packed dimension, and the operators between the linear and it."""
+
+    node: fx.Node
+    path: tuple[tuple[fx.Node, _At], ...]
+    at: _At
+    rows: Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packing:
+    """A weight with its packed dimension, its biases, the linears that use them, and the pieces to cut."""
+
+    weight: fx.Node
+    dim: int
+    biases: tuple[fx.Node, ...]
+    takes: dict[fx.Node, list[_Take]]
+    pieces: tuple[Interval, ...]
+
+
+def _info(node: fx.Node) -> TensorInfo:
+    found: TensorInfo = node.meta["info"]
+    return found
+
+
+def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing | None:
+    """How to cut a weight; None if its uses are not linears that are all cut alike into unequal pieces."""
+    linears: list[fx.Node] = []
+    turned = [u for u in weight.users if u.target is aten.t.default]
+    if turned and len(turned) != len(weight.users):
+        return None
+    for node in turned or [weight]:
+        linears += node.users
+        if any(u.target is not aten.linear.default or u.args[1] is not node for u in node.users):
+            return None
+    if not linears or any(weight in linear.all_input_nodes[:1] for linear in linears):
+        return None
+    dim = 1 if turned else 0
+    size = _info(weight).shape[dim]
+    takes: dict[fx.Node, list[_Take]] = {}
+    partitions = set()
+    for linear in linears:
+        found = _takes(linear, _At(dim=len(_info(linear).shape) - 1, rows=1), ())
+        pieces = None if found is None else _partition(found, size)
+        if found is None or pieces is None:
+            return None
+        takes[linear] = found
+        partitions.add(pieces)
+    biases = _biases(flat, linears, tied)
+    if len(partitions) != 1 or biases is None:
+        return None
+    return _Packing(weight=weight, dim=dim, biases=biases, takes=takes, pieces=partitions.pop())
+
+
+def _biases(flat: Flat, linears: Sequence[fx.Node], tied: frozenset[str]) -> tuple[fx.Node, ...] | None:
+    """Distinct biases of linears; None where one is no parameter, tied, or used elsewhere."""
+    found = dict.fromkeys(arg(n, 2) for n in linears if len(n.args) > 2 and n.args[2] is not None)
+    for bias in found:
+        used_here = all(user in linears and user.args.index(bias) == 2 for user in bias.users)
+        if not _is_parameter(flat, bias) or flat.placeholders[bias.name][1] in tied or not used_here:
+            return None
+    return tuple(found)
+
+
+def _takes(node: fx.Node, at: _At, path: tuple[tuple[fx.Node, _At], ...]) -> list[_Take] | None:
+    """Everything that is cut out of a packed value; None if it is also used in another way."""
+    found: list[_Take] = []
+    for user in node.users:
+        bounds = _bounds(user, at)
+        if bounds is not None:
+            found.append(_Take(node=user, path=path, at=at, rows=(bounds[0] * at.rows, bounds[1] * at.rows)))
+            continue
+        after = _after(user, at)
+        deeper = None if after is None else _takes(user, after, (*path, (user, after)))
+        if not deeper:
+            return None
+        found += deeper
+    return found
+
+
+def _bounds(node: fx.Node, at: _At) -> Interval | None:
+    """What a node cuts out of the packed dimension; None if it is no such operator."""
+    if node.target not in (aten.slice.Tensor, aten.narrow.default, aten.select.int) or node.kwargs:
+        return None
+    shape = _info(arg(node, 0)).shape
+    dim, *rest = node.args[1:] or (0,)
+    if not isinstance(dim, int) or dim % len(shape) != at.dim or not all(isinstance(n, int | None) for n in rest):
+        return None
+    if node.target is aten.slice.Tensor:
+        rows = range(*slice(*rest).indices(shape[at.dim])) if rest else range(shape[at.dim])
+    else:
+        start = int(str(rest[0])) % shape[at.dim]
+        rows = range(start, start + (int(str(rest[1])) if node.target is aten.narrow.default else 1))
+    return (rows.start, rows.stop) if rows and rows.step == 1 else None
+
+
+def _after(node: fx.Node, at: _At) -> _At | None:
+    """Where the packed dimension is after an operator that treats its pieces apart; None for any other operator."""
+    if node.op != "call_function" or len(node.all_input_nodes) != 1 or "info" not in node.meta:
+        return None
+    before, after = _info(node.all_input_nodes[0]).shape, _info(node).shape
+    if node.target is aten.reshape.default:
+        return _after_reshape(before, after, at)
+    rest = [n for n in node.args[1:] if isinstance(n, int)]
+    if node.target is aten.transpose.int:
+        a, b = (d % len(before) for d in rest)
+        return replace(at, dim={a: b, b: a}.get(at.dim, at.dim))
+    if node.target is aten.unsqueeze.default:
+        return replace(at, dim=at.dim + (rest[0] % len(after) <= at.dim))
+    elementwise = node.target is aten.to.dtype or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return at if elementwise and not is_random(node) and before == after else None
+
+
+def _after_reshape(before: Sequence[int], after: Sequence[int], at: _At) -> _At | None:
+    """The outermost factor of the packed dimension, if the reshape does no more to it than split it."""
+    size = before[at.dim]
+    for dim in reversed(range(len(after))):
+        splits = any(prod(after[dim:end]) == size for end in range(dim + 1, len(after) + 1))
+        if after[dim] > 1 and prod(after[:dim]) == prod(before[: at.dim]) and splits:
+            return _At(dim=dim, rows=at.rows * (size // after[dim]))
+    return None
+
+
+def _partition(takes: Sequence[_Take], size: int) -> tuple[Interval, ...] | None:
+    """The pieces of a dimension; rows that nobody takes go with the piece before them, since they are trained alike.
+
+    None where takes overlap, or are all of one size and aligned: those are a product.
+    """
+    wanted = sorted({take.rows for take in takes})
+    lengths = {stop - start for start, stop in wanted}
+    if any(stop > start for (_, stop), (start, _) in pairwise(wanted)):
+        return None
+    if len(lengths) == 1 and all(n % min(lengths) == 0 for n in (size, *(start for start, _ in wanted))):
+        return None
+    cuts = [0, *(start for start, _ in wanted[1:]), size]
+    pieces = tuple(pairwise(cuts))
+    divisible = all(n % take.at.rows == 0 for take in takes for n in _piece_with(pieces, take))
+    return pieces if len(pieces) > 1 and divisible else None
+
+
+def _piece_with(pieces: Sequence[Interval], take: _Take) -> Interval:
+    return next(p for p in pieces if p[0] <= take.rows[0] and take.rows[1] <= p[1])
+
+
+# ---- cutting ----
+
+
+def _cut(flat: Flat, packing: _Packing) -> None:
+    """One linear per piece in place of each linear, with the operators between it and what is taken out of it."""
+    weights = dict(zip(packing.pieces, _pieces(flat, packing.weight, packing.dim, packing.pieces), strict=True))
+    biases = {
+        bias: dict(zip(packing.pieces, _pieces(flat, bias, 0, packing.pieces), strict=True)) for bias in packing.biases
+    }
+    for linear, takes in packing.takes.items():
+        made: dict[tuple[fx.Node, Interval], fx.Node] = {}
+        for piece in packing.pieces:
+            weight = weights[piece]
+            with flat.graph.inserting_before(linear):
+                if packing.dim == 1:
+                    weight = flat.graph.call_function(aten.t.default, (weight,))
+                    weight.meta = _meta(arg(linear, 1), 0, piece[1] - piece[0])
+                bias = tuple(biases[arg(linear, 2)][piece] for _ in linear.args[2:] if linear.args[2] is not None)
+                made[linear, piece] = flat.graph.call_function(aten.linear.default, (linear.args[0], weight, *bias))
+            made[linear, piece].meta = _meta(linear, len(_info(linear).shape) - 1, piece[1] - piece[0])
+        for take in takes:
+            _replace(flat.graph, linear, take, _piece_with(packing.pieces, take), made)
+
+
+def _replace(
+    graph: fx.Graph, linear: fx.Node, take: _Take, piece: Interval, made: dict[tuple[fx.Node, Interval], fx.Node]
+) -> None:
+    """Let what a slice gave come from a piece; `made` holds the operators that exist for pieces already."""
+    value = made[linear, piece]
+    for node, at in take.path:
+        if (node, piece) not in made:
+            units = (piece[1] - piece[0]) // at.rows
+            with graph.inserting_before(node):
+                new = graph.node_copy(node, {node.all_input_nodes[0]: value}.__getitem__)
+            if node.target is aten.reshape.default:
+                new.args = (value, [*_info(node).shape[: at.dim], units, *_info(node).shape[at.dim + 1 :]])
+            new.meta = _meta(node, at.dim, units)
+            made[node, piece] = new
+        value = made[node, piece]
+    dim, start = take.at.dim, (take.rows[0] - piece[0]) // take.at.rows
+    if take.node.target is aten.select.int:
+        take.node.args = (value, dim, start)
+    elif take.rows != piece:
+        take.node.target, take.node.args = (
+            aten.slice.Tensor,
+            (value, dim, start, start + _info(take.node).shape[dim]),
+        )
+    else:
+        take.node.replace_all_uses_with(value)
+
+
+def _meta(node: fx.Node, dim: int, size: int) -> dict[str, object]:
+    """What is known of a node, for a piece of it that has another size in one dimension."""
+    shape = list(_info(node).shape)
+    shape[dim] = size
+    meta = {key: value for key, value in node.meta.items() if key != "val"}
+    return meta | {"info": replace(_info(node), shape=tuple(shape))}
+
+
+def _pieces(flat: Flat, whole: fx.Node, dim: int, pieces: Sequence[Interval]) -> Iterator[fx.Node]:
+    """Placeholders for the pieces of a parameter, behind it."""
+    name, shape = flat.placeholders[whole.name][1], _info(whole).shape
+    for start, stop in reversed(pieces):
+        part = PartOf(name=name, dim=dim, start=start, stop=stop, shape=shape)
+        with flat.graph.inserting_after(whole):
+            node = flat.graph.placeholder(f"{whole.name}_{start}_{stop}")
+        node.meta = _meta(whole, dim, stop - start)
+        flat.placeholders[node.name] = ("parameter", part.piece_name)
+        flat.parts[part.piece_name] = part
+    inserted = whole
+    for _ in pieces:
+        inserted = inserted.next
+        yield inserted

@@ -1,0 +1,132 @@
+"""Operators with several outputs become operators with one: slices, picks by index, or one output each."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autopar.capture.nodes import argument, int_arg, operator_name, value
+from autopar.errors import CaptureError
+from autopar.rules.operators import output_of
+
+aten = torch.ops.aten
+PIECES = ("split", "chunk", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit")
+PICKS_MANY = ("topk", "sort", "cummax", "cummin")
+PICKS_ONE = ("max", "min", "kthvalue", "median", "nanmedian", "mode")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+Outputs = dict[int, fx.Node]
+
+
+def one_output_each(graph: fx.Graph) -> None:
+    """Every node yields one tensor.
+
+    `split`, `chunk` and `unbind` become slices and selects, `broadcast_tensors` expands; operators that pick elements
+    (`topk`, `sort`, `max` over a dimension) yield the indices, and `gather` the values; `var_mean` is two reductions.
+    Any other operator is computed once per output that is used. Raises `CaptureError` where those would draw
+    different random numbers.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(value(node), (list, tuple)):
+            continue
+        made: Outputs = {}
+        for user in list(node.users):
+            if user.target is not operator.getitem:
+                raise CaptureError(f"operator {node.target} has several outputs that are used as one")
+            if not user.users:
+                graph.erase_node(user)
+                continue
+            with graph.inserting_before(user):
+                piece = _output(graph, node, user, made)
+            user.replace_all_uses_with(piece)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def call(
+    graph: fx.Graph,
+    like: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    result: torch.Tensor,
+    **kwargs: Any,
+) -> fx.Node:
+    """A new call whose value looks like `result`, made where `like` was."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = dict(like.meta) | {"val": result}
+    return node
+
+
+def _output(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.Node:
+    name, index, result = operator_name(node), int_arg(user, 1), value(user)
+    if name == "unbind":
+        dim = argument(node, "dim")
+        return call(graph, user, aten.select.int, (node.args[0], dim, index), result)
+    if name in PIECES:
+        return _piece(graph, node, user)
+    if name == "broadcast_tensors":
+        source = cast("list[fx.Node]", node.args[0])[index]
+        return call(graph, user, aten.expand.default, (source, list(result.shape)), result)
+    if (name in PICKS_MANY or name in PICKS_ONE) and len(value(node)) == 2:
+        return _picked(graph, node, user, made)
+    if name in ("var_mean", "std_mean"):
+        return _moment(graph, node, user)
+    if name == "native_dropout" and index == 0:
+        return call(graph, user, aten.dropout.default, (*node.args[:2], True), result)
+    refuse_random(node)
+    with graph.inserting_before(node):
+        target = output_of(node.target, index)
+    return call(graph, user, target, node.args, result, **node.kwargs)
+
+
+def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
+    index = int_arg(user, 1)
+    whole, parts = value(node.args[0]), value(node)
+    dim = next((d for d in range(whole.dim()) if parts[0].shape[d] != whole.shape[d]), 0)
+    if operator_name(node) in ("split", "chunk", "split_with_sizes", "tensor_split"):
+        dim = argument(node, "dim")
+    start = sum(part.shape[dim] for part in parts[:index])
+    bounds = (node.args[0], dim, start, start + parts[index].shape[dim])
+    return call(graph, user, aten.slice.Tensor, bounds, value(user))
+
+
+def _picked(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.Node:
+    """Indices by the operator itself, values by `gather`, so that gradients go to the elements picked."""
+    indices = value(node)[1]
+    if 1 not in made:
+        with graph.inserting_before(node):
+            made[1] = call(graph, user, output_of(node.target, 1), node.args, indices, **node.kwargs)
+    if int_arg(user, 1) == 1:
+        return made[1]
+    source, dim = node.args[0], argument(node, "dim")
+    if operator_name(node) in PICKS_MANY or argument(node, "keepdim") or not value(source).dim():
+        return call(graph, user, aten.gather.default, (source, dim, made[1]), value(user))
+    kept = call(graph, user, aten.unsqueeze.default, (made[1], dim), indices.unsqueeze(dim))
+    picked = call(graph, user, aten.gather.default, (source, dim, kept), value(user).unsqueeze(dim))
+    return call(graph, user, aten.squeeze.dim, (picked, dim), value(user))
+
+
+def _moment(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
+    """`var_mean` is a variance and a mean."""
+    overload = node.target._overloadname  # type: ignore[union-attr]
+    if int_arg(user, 1) == 0:
+        packet = aten.var if operator_name(node) == "var_mean" else aten.std
+        spread = getattr(packet, overload)
+        return call(graph, user, spread, node.args, value(user), **node.kwargs)
+    if overload == "default":
+        return call(graph, user, aten.mean.default, (node.args[0],), value(user))
+    dims = (argument(node, "dim"), argument(node, "keepdim"))
+    return call(graph, user, aten.mean.dim, (node.args[0], *dims), value(user))
+
+
+def refuse_random(node: fx.Node) -> None:
+    """Raise `CaptureError` for an operator that draws random numbers: each of its outputs would draw others."""
+    name = operator_name(node)
+    tags = getattr(node.target, "tags", ())
+    draws = torch.Tag.nondeterministic_seeded in tags
+    if name in RECURRENT:  # dropout lies between layers
+        draws = bool(argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1)
+    if draws:
+        remedy = "set its dropout to 0" if name in RECURRENT else "write it with dropout or bernoulli instead"
+        raise CaptureError(f"operator {node.target} draws random numbers and has several outputs; {remedy}")

@@ -1,0 +1,448 @@
+"""`capture_program`: module and example inputs to a folded, analysed `Program`."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.analysis import analyse, described
+from autopar.capture.export.export import Flat, Inputs, LossFunction, capture_flat, input_names, resize_inputs
+from autopar.capture.layers import blocks as folding
+from autopar.capture.layers.fewer_layers import Stack, layers_to_take_out, with_fewer_layers, without_layers
+from autopar.capture.layers.repeated_layers import with_all_layers
+from autopar.capture.layers.watched_layers import watched_stacks
+from autopar.capture.micro_batches import loss_over_micro_batches
+from autopar.capture.nodes import operator_name, output_nodes
+from autopar.capture.passes.constants import (
+    attention_mask,
+    closure,
+    constant_nodes,
+    make_causal,
+    merge_equal,
+    recognise_causal,
+)
+from autopar.capture.passes.normalize import normalise, remove_dead
+from autopar.capture.passes.packings import split_packings
+from autopar.capture.record.forms import Sizes
+from autopar.capture.record.shared_axes import axes_of, with_note_on_axes
+from autopar.errors import CaptureError
+from autopar.ir.program import (
+    Block,
+    BufferInfo,
+    CallSite,
+    Constants,
+    InputInfo,
+    ParameterInfo,
+    PartOf,
+    Program,
+    Role,
+)
+
+aten = torch.ops.aten
+_ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
+
+
+def capture_program(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    batch: int | None = None,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+) -> Program:
+    """Capture a model at the shapes of `example_inputs`, whose batch (dimension 0) is set to `batch` if given.
+
+    With a `loss_fn` of (output, target), the last of the inputs, or the one called ``target``, is the target.
+    `training` is the mode in which the model is captured, whatever mode it is in; that is put back. It may lie on meta,
+    CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
+    """
+    return capture_twice(model, example_inputs, batch=batch, loss_fn=loss_fn, training=training).program
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Twice:
+    """A model captured at the sizes asked for and at small ones; `small` is None where the two graphs differ.
+
+    `sizes` and `small_sizes` have no sequence where the length does not vary. `causal` names the attention whose mask
+    was found to be causal, `masks_remain` says whether other attention has one. `notes` are those of `program` that do
+    not depend on sizes.
+    """
+
+    program: Program
+    small: Program | None
+    sizes: Sizes
+    small_sizes: Sizes
+    causal: frozenset[str]
+    masks_remain: bool
+    notes: tuple[str, ...]
+
+
+def capture_twice(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    batch: int | None = None,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+) -> Twice:
+    """What `capture_program` captures, the second capture with it."""
+    named = input_names(model, example_inputs, loss_fn)
+    if not named:
+        raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
+    sizes = batch_and_sequence(named)
+    first = (batch or sizes[0], sizes[1])
+    big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *first))
+    flat, stacks = _first_capture(model, big, loss_fn, training)
+    wanted = _small_sizes(named, sizes, first[0])
+    small, sequence_varies = _small_capture(model, example_inputs, sizes, wanted, flat, stacks, big, loss_fn, training)
+    causal: frozenset[str] = frozenset()
+    if small is not None:
+        mark_batch_literals(flat.graph, small.graph)
+        roots = flat.root, small.root
+        leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)
+        causal = recognise_causal(flat.graph, small.graph, leaf, small_leaf)
+        for graph in (flat.graph, small.graph):
+            remove_dead(graph)
+    masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
+    found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
+    others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
+    program = fold_program(model, flat, _inputs_at(named, sizes, first, sequence_varies), found)
+    notes, twin = program.notes, None
+    if small is None:
+        program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
+    else:
+        at = wanted[0], others.sequence or first[1]
+        twin = fold_program(model, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
+    return Twice(
+        program=program,
+        small=twin,
+        sizes=found,
+        small_sizes=others,
+        causal=causal,
+        masks_remain=masks_remain,
+        notes=notes,
+    )
+
+
+def with_same_sequence(
+    twice: Twice,
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+) -> Twice:
+    """The first of two captures beside another, third one, at the small batch and the first's sequence length."""
+    named = input_names(model, example_inputs, loss_fn)
+    sizes = batch_and_sequence(named)
+    at = twice.small_sizes.batch, twice.sizes.sequence
+    inputs = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *at))
+    flat, _ = _first_capture(model, inputs, loss_fn, training)
+    make_causal(flat.graph, twice.causal)  # what the small masks have shown
+    remove_dead(flat.graph)
+    others = Sizes(batch=at[0], sequence=at[1])
+    third = fold_program(model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
+    return replace(twice, small=third, small_sizes=others)
+
+
+def _inputs_at(
+    named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], at: tuple[int, int | None], sequence_varies: bool
+) -> tuple[InputInfo, ...]:
+    """The inputs in a capture of other sizes."""
+    return tuple(
+        InputInfo(
+            name=name,
+            shape=_resized(t, sizes, *at),
+            dtype=t.dtype,
+            batch_dim=0 if t.dim() and sizes[0] == t.shape[0] else None,
+            sequence_dim=1 if sequence_varies and _has_sequence(t, sizes) else None,
+        )
+        for name, t in named.items()
+    )
+
+
+NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph; axes could not be confirmed"
+
+
+ARITHMETIC = ("add", "sub", "mul", "div", "pow", "rsub")
+
+
+def mark_batch_literals(graph: fx.Graph, small: fx.Graph) -> None:
+    """Mark arithmetic whose numbers differ between two captures: they depend on the batch size or sequence length."""
+    for node, twin in zip(graph.nodes, small.nodes, strict=True):
+        if node.op == "call_function" and operator_name(node) in ARITHMETIC:
+            numbers = [[a for a in n.args if isinstance(a, (int, float))] for n in (node, twin)]
+            node.meta["batch_literal"] = numbers[0] != numbers[1]
+
+
+def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
+    """Batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens, embedded or not)."""
+    first = next((t for t in named.values() if t.dim()), None)
+    if first is None:
+        raise CaptureError("example_inputs hold only scalars; the batch is read from dimension 0 of the first input")
+    tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
+    tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture tells whether it varies
+    return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
+
+
+def _small_sizes(
+    named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], batch: int
+) -> tuple[int, int | None]:
+    """Batch and sequence length of the second capture: sizes that no dimension of an input has.
+
+    Batch and sequence change neither in one proportion nor by equal amounts, so that their multiples are told apart,
+    and the batch by more than one, as much else does.
+    """
+    taken = {size for t in named.values() for size in t.shape} | {batch - 1, batch, batch + 1}
+    small = next(n for n in (3, 5, 7, 2, *range(4, 100)) if n not in taken)
+    if sizes[1] is None:
+        return small, None
+    free = (n for n in range(6, 100) if n not in taken and n != small)
+    length = sizes[1]
+    return small, next(n for n in free if n * batch != length * small and abs(length - n) != abs(batch - small))
+
+
+def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
+    return t.dim() >= 2 and t.shape[0] == sizes[0] and t.shape[1] == sizes[1]
+
+
+def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
+    shape = list(t.shape)
+    if _has_sequence(t, sizes) and sequence is not None:
+        shape[1] = sequence
+    if shape and shape[0] == sizes[0]:
+        shape[0] = batch
+    return tuple(shape)
+
+
+def _first_capture(
+    model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool
+) -> tuple[Flat, tuple[Stack, ...]]:
+    """A capture of the whole model; where only some of the layers were exported for it, with the stacks of these."""
+    stacks = watched_stacks(model, inputs, loss_fn, training=training)
+    if stacks:
+        flat = None
+        with contextlib.suppress(CaptureError), without_layers(model, stacks):
+            flat = with_all_layers(capture_flat(model, inputs, loss_fn, training=training), stacks)
+        if flat is not None:
+            return _normalised(model, flat), stacks
+    return _captured(model, inputs, loss_fn, training), ()
+
+
+def _captured(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Flat:
+    return _normalised(model, capture_flat(model, inputs, loss_fn, training=training))
+
+
+def _normalised(model: nn.Module, flat: Flat) -> Flat:
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
+    updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
+    split_packings(flat, frozenset(n for n, p in _parameters(model, {}).items() if p.aliases))
+    return replace(flat, updates=(*flat.updates, *updates))
+
+
+def _small_capture(
+    model: nn.Module,
+    inputs: Inputs,
+    sizes: tuple[int, int | None],
+    small: tuple[int, int | None],
+    flat: Flat,
+    stacks: Sequence[Stack],
+    big: Inputs,
+    loss_fn: LossFunction | None,
+    training: bool,
+) -> tuple[Flat | None, bool]:
+    """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
+    stacks = stacks or layers_to_take_out(model, flat, lambda: _captured(model, big, loss_fn, training))
+    for sequence in (small[1], sizes[1]):
+        shapes = (small[0], sequence)
+        resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
+        try:
+            again = functools.partial(_captured, model, resized, loss_fn, training)
+            other = with_fewer_layers(model, flat, stacks, again) or again()
+        except CaptureError:
+            continue
+        if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:
+            return other, sequence != sizes[1]
+    return None, False
+
+
+def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
+    """Constants, denominator, blocks and axes of a normalised graph."""
+    kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
+    merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
+    constants = constant_nodes(flat.graph, kinds)
+    is_constant = set(constants)
+    names: dict[fx.Node, str] = {n: flat.placeholders[n.name][1] for n in flat.graph.nodes if n.name in kinds}
+    role_of: dict[fx.Node, Role] = {}
+    for node in flat.graph.nodes:
+        role_of[node] = "constant" if node in is_constant else _ROLES.get(kinds.get(node.name, ""), "value")
+    every = output_nodes(flat.graph)
+    results = dict(zip(flat.outputs, every[: len(flat.outputs)], strict=True))
+    updates = dict(zip(flat.updates, every[len(flat.outputs) :], strict=True))
+    loss = results["loss"]
+    main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
+    denominator = denominator_of(loss, role_of)
+    den_nodes = [n for n in closure([denominator]) if n in set(main)] if denominator is not None else []
+    needed_elsewhere = _needed(main, denominator, every)
+    segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
+    for node in main:  # what only the denominator uses is no use of the main program's values
+        node.meta["main"] = node in needed_elsewhere
+    if den_nodes:
+        segments.insert(0, folding.Segment("denominator", den_nodes))
+    in_main = set(main)
+    leaves = [n for n in constants if n in updates.values() or not in_main.isdisjoint(n.users)]
+    for i, node in enumerate(leaves):
+        names[node] = f"constant_{i}"
+    used_later = set(every) | ({denominator} if denominator is not None else set())
+    distinct, calls = _fold_with_denominator(segments, role_of, names, used_later, bool(den_nodes))
+    constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
+    parameters = _parameters(model, flat.parts)
+    used = {a for c in calls for a in c.arguments if isinstance(a, str)}
+    program = Program(
+        blocks=distinct,
+        calls=calls,
+        parameters={n: p for n, p in parameters.items() if n in used},
+        unused=(unused := {n: p for n, p in parameters.items() if n not in used}),
+        notes=(f"parameters that the loss does not use get no gradient: {', '.join(unused)}",) if unused else (),
+        inputs=inputs,
+        constants=constant_graph,
+        loss=names[loss],
+        denominator=names[denominator] if den_nodes and denominator is not None else None,
+        outputs={name: names[node] for name, node in results.items() if name != "loss" and node in names},
+        batch=sizes.batch,
+        sequence=sizes.sequence,
+        buffers=_buffers(model),
+        updates={name: names[node] for name, node in updates.items()},
+    )
+    analysis = analyse(program)
+    reduction, mixes = loss_over_micro_batches(program, analysis)
+    return replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
+
+
+def _needed(main: list[fx.Node], denominator: fx.Node | None, results: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes that the outputs need when the denominator is given from outside."""
+    found: set[fx.Node] = set()
+    stack = [n for n in results if n is not denominator]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        stack.extend(n for n in node.all_input_nodes if n is not denominator)
+    return found & set(main)
+
+
+def _fold_with_denominator(
+    segments: list[folding.Segment],
+    role_of: Mapping[fx.Node, Role],
+    names: dict[fx.Node, str],
+    used_later: set[fx.Node],
+    has_denominator: bool,
+) -> tuple[tuple[Block, ...], tuple[CallSite, ...]]:
+    """Fold; the denominator's block keeps only the denominator as output, since it runs in a phase of its own."""
+    if not has_denominator:
+        return folding.fold(segments, role_of, names, used_later)
+    first_blocks, first_calls = folding.fold(segments[:1], role_of, names, set())
+    block, call = first_blocks[0], first_calls[0]
+    kept = output_nodes(block.graph)[-1]
+    block.graph.output_node().args = ((kept,),)
+    signature = folding.signature_of(block.graph, block.ports, (kept.name,))
+    block = replace(block, name="denominator", outputs=(kept.name,), signature=signature)
+    call = replace(call, path="denominator", results=call.results[-1:], phase="denominator")
+    for node in segments[0].outputs:
+        if node is not segments[0].nodes[-1]:
+            names.pop(node, None)
+    blocks, calls = folding.fold(segments[1:], role_of, names, used_later - {segments[0].nodes[-1]})
+    shifted = tuple(replace(c, block=c.block + 1) for c in calls)
+    return (block, *blocks), (call, *shifted)
+
+
+def denominator_of(loss: fx.Node, role_of: Mapping[fx.Node, Role]) -> fx.Node | None:
+    """The divisor of the loss if it depends on inputs and constants alone."""
+    if loss.target is not aten.div.Tensor or not isinstance(loss.args[1], fx.Node):
+        return None
+    divisor = loss.args[1]
+    if divisor.op == "placeholder" or any(role_of[n] == "parameter" for n in closure([divisor])):
+        return None
+    return None if role_of[divisor] == "constant" else divisor
+
+
+def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Constants:
+    """A graph from buffers to the constants that blocks use."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    buffers: list[str] = []
+    for node in closure(leaves):
+        if node.op == "call_function":
+            values[node] = graph.node_copy(node, lambda n: values[n])
+            continue
+        name = flat.placeholders[node.name][1] if node.op == "placeholder" else str(node.target)
+        lifted = node.op == "get_attr" or flat.placeholders[node.name][0] == "lifted"
+        values[node] = graph.placeholder(f"buffer_{len(buffers)}")
+        values[node].meta["info"] = node.meta["info"]
+        if lifted:
+            values[node].meta["literal"] = getattr(flat.root, name.replace(".", "_"), None)
+        buffers.append(name)
+    graph.output(tuple(values[n] for n in leaves))
+    return Constants(graph=graph, buffers=tuple(buffers), results=tuple(names))
+
+
+def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, ParameterInfo]:
+    """Parameters by first name in the model's order, pieces in place of those that are packed unequally."""
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    found: dict[str, Any] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in first:
+            aliases[first[id(p)]].append(name)
+            continue
+        first[id(p)] = name
+        aliases[name] = []
+        found[name] = p
+    packed: dict[str, list[PartOf]] = {}
+    for part in sorted(parts.values(), key=lambda part: part.start):
+        packed.setdefault(part.name, []).append(part)
+    infos = [
+        ParameterInfo(
+            name=name if part is None else part.piece_name,
+            aliases=tuple(aliases[name]),
+            shape=tuple(p.shape) if part is None else part.piece_shape,
+            dtype=p.dtype,
+            requires_grad=p.requires_grad,
+            part=part,
+        )
+        for name, p in found.items()
+        for part in packed.get(name, (None,))
+    ]
+    return {info.name: info for info in infos}
+
+
+def _buffers(model: nn.Module) -> dict[str, BufferInfo]:
+    lasting = {id(buffer) for buffer in _persistent(model)}
+    names: dict[int, list[str]] = {}
+    found = dict(model.named_buffers(remove_duplicate=False))
+    for name, buffer in found.items():
+        names.setdefault(id(buffer), []).append(name)
+    return {
+        first: BufferInfo(
+            name=first,
+            aliases=tuple(others),
+            shape=tuple(found[first].shape),
+            dtype=found[first].dtype,
+            persistent=key in lasting,
+        )
+        for key, (first, *others) in names.items()
+    }
+
+
+def _persistent(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer

@@ -1,0 +1,95 @@
+"""A capture as a file: two lines of JSON, a header and the record that its hash is of. Nothing in it is run.
+
+The file is written whole or not at all. It is read strictly: other versions, unknown keys, damaged or foreign content
+are refused by an `InputError` that says which.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import ValidationError
+
+from autopar.errors import InputError
+from autopar.files.strict_model import StrictModel
+
+if TYPE_CHECKING:
+    from autopar.capture.captured import Capture
+    from autopar.capture.record.schema import ProgramRecord
+
+VERSION = 1
+MAX_BYTES = 64 * 1024 * 1024
+
+
+class CaptureHeader(StrictModel):
+    """What stands before the record. `about` says for a reader what was captured, and with what."""
+
+    format: Literal["autopar capture"]
+    version: int
+    sha256: str
+    about: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def digest_of(record: "ProgramRecord") -> str:
+    """The hash of a record's text, which its file has in the header."""
+    return _hash(record.model_dump_json())
+
+
+def _hash(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def save_capture(captured: "Capture", path: Path, *, about: dict[str, str], notes: tuple[str, ...] = ()) -> None:
+    """Write a capture whose program is known at other sizes. Raises `InputError` on any other, `OSError` on no room."""
+    if captured.record is None:
+        raise InputError(f"this capture cannot be written to a file: {captured.unknown}")
+    body = captured.record.model_dump_json()
+    header = CaptureHeader(format="autopar capture", version=VERSION, sha256=_hash(body), about=about, notes=notes)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f"{header.model_dump_json()}\n{body}\n")
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def load_capture(path: Path) -> tuple["Capture", CaptureHeader]:
+    """The capture of a file, without its model, and what the file says of it. Raises `InputError`."""
+    header, read = open_capture(path)
+    return read(), header
+
+
+def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:
+    """What a whole file says of its capture, and what reads the capture, which needs torch. Both raise `InputError`."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(f"{path} is no capture: it has more than {MAX_BYTES:,} bytes")
+        first, _, body = path.read_text(encoding="utf-8").partition("\n")
+        body = body.removesuffix("\n")
+        header = CaptureHeader.model_validate_json(first)
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} cannot be read as a capture: {what}") from None
+    if header.version != VERSION:
+        raise InputError(f"{path} is a capture of version {header.version}, this is version {VERSION}; capture again")
+    if _hash(body) != header.sha256:
+        raise InputError(f"{path} is damaged: its content is not what its header says; capture again")
+    return header, lambda: _read(body, path)
+
+
+def _read(body: str, path: Path) -> "Capture":
+    from autopar.capture.captured import Capture
+    from autopar.capture.record.schema import ProgramRecord
+
+    try:
+        record = ProgramRecord.model_validate_json(body)
+    except ValidationError as error:
+        what = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} has no capture that this version can read: {what}") from None
+    return Capture(record=record, unknown=None, again=None, sequence=record.sizes.sequence)

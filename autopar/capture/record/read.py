@@ -1,0 +1,310 @@
+"""From a record to the program at given sizes: what a capture at these sizes would give, without the model.
+
+Nothing in a record is run: an operator is looked up by its name among those that PyTorch knows, a dtype among dtypes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch.private import overloads_of
+from autopar.capture.analysis import analyse, described
+from autopar.capture.layers.blocks import block_text, signature_of
+from autopar.capture.micro_batches import loss_over_micro_batches
+from autopar.capture.record.forms import Form, Sizes
+from autopar.capture.record.schema import (
+    BlockRecord,
+    ConstantsRecord,
+    InfoRecord,
+    LeafRecord,
+    LiteralRecord,
+    NodeRecord,
+    ParameterRecord,
+    ProgramRecord,
+    Size,
+)
+from autopar.errors import CaptureError
+from autopar.ir.program import (
+    Block,
+    BufferInfo,
+    CallSite,
+    Constants,
+    InputInfo,
+    ParameterInfo,
+    PartOf,
+    Port,
+    Program,
+)
+from autopar.rules.operators import output_of
+from autopar.rules.registry import load_families
+from autopar.rules.rule import TensorInfo
+
+aten = torch.ops.aten
+NO_OPS = (aten.expand.default, aten.reshape.default, aten.slice.Tensor)  # where the shape stays, capture drops them
+NAMED: Mapping[str, type] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
+
+
+class OtherGraph(Exception):
+    """At these sizes a capture would give another graph than the one recorded."""
+
+
+class BadRecord(CaptureError):
+    """A record that no writer of this version wrote, or one of operators that are not known here."""
+
+
+def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
+    """The program at `sizes`. Raises `OtherGraph` where it is another there, `BadRecord` where the record is wrong."""
+    _check_sizes(record, sizes)
+    read = _Reader(sizes)
+    blocks = tuple(read.block(block) for block in record.blocks)
+    texts = [block_text(b.graph, b.ports, b.outputs, with_floats=False) for b in blocks]
+    if len(set(texts)) < len(texts):
+        raise OtherGraph("two distinct blocks are one there")
+    program = Program(
+        blocks=blocks,
+        calls=tuple(
+            CallSite(
+                block=c.block,
+                path=c.path,
+                arguments=tuple(read.value(a, {}) for a in c.arguments),
+                results=c.results,
+                phase=c.phase,
+            )
+            for c in record.calls
+        ),
+        parameters={p.name: _parameter(p) for p in record.parameters},
+        unused={p.name: _parameter(p) for p in record.unused},
+        notes=record.notes,
+        inputs=tuple(
+            InputInfo(
+                name=one.name,
+                shape=read.shape(one.shape),
+                dtype=_named("dtype", one.dtype),
+                batch_dim=one.batch_dim,
+                sequence_dim=one.sequence_dim,
+            )
+            for one in record.inputs
+        ),
+        constants=read.constants(record.constants),
+        loss=record.loss,
+        denominator=record.denominator,
+        outputs=record.outputs,
+        batch=sizes.batch,
+        sequence=sizes.sequence,
+        buffers={
+            b.name: BufferInfo(
+                name=b.name,
+                aliases=b.aliases,
+                shape=b.shape,
+                dtype=_named("dtype", b.dtype),
+                persistent=b.persistent,
+            )
+            for b in record.buffers
+        },
+        updates=record.updates,
+    )
+    analysis = analyse(program)
+    reduction, mixes = loss_over_micro_batches(program, analysis)
+    return replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
+
+
+def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
+    """Between two lengths at which the model's code took one path it is trusted to take it too."""
+    if 1 in (sizes.batch, sizes.sequence):
+        raise OtherGraph("a dimension of one element cannot be told from a broadcast one")
+    captured, small = record.sizes.sequence, record.small.sequence
+    if sizes.sequence == captured:
+        return
+    if captured is None or small is None or sizes.sequence is None or captured == small:
+        raise OtherGraph("how it depends on the sequence length is not known")
+    if record.sequence_is_fixed and sizes.sequence != small:
+        raise OtherGraph("its attention has a mask that may be another at another sequence length")
+    if not min(captured, small) <= sizes.sequence <= max(captured, small):
+        raise OtherGraph(f"it was captured at sequences of {small} and {captured}, and its code may branch elsewhere")
+
+
+class _Reader:
+    """Fills the forms of a record with sizes."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.forms: dict[fx.Node, tuple[Size, ...]] = {}  # the shape of every node as recorded
+
+    def whole(self, size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        found = Form(_terms(size)).at(self.sizes)
+        if found is None:
+            raise OtherGraph("a size is no whole number there")
+        return found
+
+    def shape(self, sizes: Sequence[Size]) -> tuple[int, ...]:
+        return tuple(self.whole(size) for size in sizes)
+
+    def value(self, value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, list):
+            return [self.value(v, nodes) for v in value]
+        if not isinstance(value, dict) or len(value) != 1:
+            raise BadRecord(f"{value!r} is no argument")
+        ((tag, inner),) = value.items()
+        if tag == "node" and inner in nodes:
+            return nodes[inner]
+        if tag == "tuple" and isinstance(inner, list):
+            return tuple(self.value(v, nodes) for v in inner)
+        if tag == "size":
+            return self.whole(inner)
+        if tag in ("float", "float_size", "one_over_size"):
+            return self.floating(tag, inner)
+        return _named(tag, inner)
+
+    def floating(self, tag: str, inner: Any) -> float:
+        if tag == "float":
+            return _hexadecimal(inner)
+        return float(self.whole(inner)) if tag == "float_size" else 1.0 / self.whole(inner)
+
+    def describe(self, node: fx.Node, info: InfoRecord) -> None:
+        self.forms[node] = info.shape
+        node.meta["info"] = TensorInfo(self.shape(info.shape), _named("dtype", info.dtype), info.differentiable)
+
+    def leaf(self, graph: fx.Graph, leaf: LeafRecord) -> fx.Node:
+        node = graph.create_node("placeholder", leaf.target, name=leaf.name)
+        if leaf.info is not None:
+            self.describe(node, leaf.info)
+        return node
+
+    def node(self, graph: fx.Graph, record: NodeRecord, nodes: Mapping[str, fx.Node]) -> fx.Node:
+        args = tuple(self.value(a, nodes) for a in record.args)
+        kwargs = {k: self.value(v, nodes) for k, v in record.kwargs.items()}
+        node = graph.create_node("call_function", _operator(record.target), args, kwargs, record.name)
+        self.describe(node, record.info)
+        if node.target in NO_OPS:
+            self.check_no_op(node)
+        return node
+
+    def check_no_op(self, node: fx.Node) -> None:
+        """Capture drops an operator that leaves a shape as it is; where it is recorded, it did not."""
+        source = node.all_input_nodes[0]
+        if source.meta["info"].shape == node.meta["info"].shape and self.forms[source] != self.forms[node]:
+            raise OtherGraph(f"{node.name} changes no shape there")
+
+    def block(self, record: BlockRecord) -> Block:
+        graph = fx.Graph()
+        nodes: dict[str, fx.Node] = {}
+        for leaf in record.ports:
+            nodes[leaf.name] = self.leaf(graph, leaf)
+            nodes[leaf.name].meta["key"] = leaf.name
+        for one in record.nodes:
+            node = nodes[one.name] = self.node(graph, one, nodes)
+            node.meta["batch_literal"], node.meta["key"] = one.batch_literal, one.key
+        graph.output(tuple(_of(nodes, name) for name in record.outputs))
+        ports = tuple(Port(name=p.name, role=p.role, differentiable=p.differentiable) for p in record.ports)
+        signature = signature_of(graph, ports, record.outputs)
+        return Block(name=record.name, graph=graph, ports=ports, outputs=record.outputs, signature=signature)
+
+    def constants(self, record: ConstantsRecord) -> Constants:
+        graph = fx.Graph()
+        nodes: dict[str, fx.Node] = {}
+        for leaf in record.leaves:
+            node = nodes[leaf.name] = self.leaf(graph, leaf)
+            if leaf.literal is not None:
+                node.meta["literal"] = _literal(leaf.literal)
+        seen: set[str] = set()
+        for one in record.nodes:
+            node = nodes[one.name] = self.node(graph, one, nodes)
+            text = repr((node.target, node.args, sorted(node.kwargs.items())))
+            if text in seen:
+                raise OtherGraph("two constants are one there")
+            seen.add(text)
+        graph.output(tuple(_of(nodes, name) for name in record.outputs))
+        return Constants(graph=graph, buffers=record.buffers, results=record.results)
+
+
+def _terms(value: Any) -> tuple[tuple[int, int, int, int], ...]:
+    plain = isinstance(value, (list, tuple)) and all(
+        isinstance(t, (list, tuple)) and len(t) == 4 and all(type(n) is int for n in t) and t[1] > 0 for t in value
+    )
+    if not plain:
+        raise BadRecord(f"{value!r} is no sum of terms")
+    return tuple((p, q, i, j) for p, q, i, j in value)
+
+
+def _of(nodes: Mapping[str, fx.Node], name: str) -> fx.Node:
+    if name not in nodes:
+        raise BadRecord(f"there is no node {name!r}")
+    return nodes[name]
+
+
+def _named(tag: str, name: Any) -> Any:
+    """A dtype, memory format, layout or device by its name."""
+    if tag == "device" and isinstance(name, str):
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise BadRecord(f"{name!r} is no device") from None
+    found = getattr(torch, name, None) if isinstance(name, str) and tag in NAMED else None
+    if found is None or not isinstance(found, NAMED[tag]):
+        raise BadRecord(f"{name!r} is no {tag}")
+    return found
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """An operator's overload by its full name, ``aten.add.Tensor``."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    if namespace == "autopar":
+        define(packet, overload)
+    found = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
+    if str(found) != name or not overloads_of(found):
+        raise BadRecord(f"there is no operator {name!r} here")
+    operator: Callable[..., Any] = found  # type: ignore[assignment]
+    return operator
+
+
+def define(packet: str, overload: str) -> None:
+    """Make an operator of our own known: rules define theirs, outputs of others are defined when they are needed."""
+    load_families()
+    base, _, index = overload.rpartition("_")
+    source = getattr(getattr(torch.ops.aten, packet, None), base, None)
+    if index.isdigit() and overloads_of(source) and int(index) < len(source._schema.returns):  # type: ignore[union-attr]
+        output_of(source, int(index))
+
+
+def _hexadecimal(text: Any) -> float:
+    try:
+        return float.fromhex(text)
+    except (TypeError, ValueError, OverflowError):
+        raise BadRecord(f"{text!r} is no number") from None
+
+
+def _literal(record: LiteralRecord) -> torch.Tensor:
+    dtype: torch.dtype = _named("dtype", record.dtype)
+    if record.values is None:
+        return torch.empty(record.shape, dtype=dtype, device="meta")
+    values = [_hexadecimal(v) if dtype.is_floating_point else v for v in record.values]
+    try:
+        return (
+            torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else dtype)
+            .to(dtype)
+            .reshape(record.shape)
+        )
+    except (RuntimeError, TypeError, ValueError):
+        raise BadRecord("a tensor's elements do not make up its shape") from None
+
+
+def _parameter(record: ParameterRecord) -> ParameterInfo:
+    part = record.part
+    return ParameterInfo(
+        name=record.name,
+        aliases=record.aliases,
+        shape=record.shape,
+        dtype=_named("dtype", record.dtype),
+        requires_grad=record.requires_grad,
+        part=None
+        if part is None
+        else PartOf(name=part.name, dim=part.dim, start=part.start, stop=part.stop, shape=part.shape),
+    )

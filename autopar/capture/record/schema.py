@@ -1,0 +1,142 @@
+"""A captured program as plain data in which sizes may be forms in batch and sequence: what a capture's file holds.
+
+A size is a whole number or a list of terms (`autopar.capture.record.forms`). An argument of an operator is what JSON
+has, or a tagged mapping: ``{"node": "x"}``, ``{"size": [[1, 1, 1, 0]]}``, ``{"dtype": "float32"}``.
+`autopar.capture.record.write` writes them, `autopar.capture.record.read` reads them.
+"""
+
+from typing import Any, Literal
+
+from autopar.capture.record.forms import Term
+from autopar.files.strict_model import StrictModel
+from autopar.ir.program import Role
+
+Size = int | tuple[Term, ...]
+
+
+class InfoRecord(StrictModel):
+    """A `TensorInfo`."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+    differentiable: bool
+
+
+class LiteralRecord(StrictModel):
+    """A small tensor that the model's own code made: its elements in row-major order, floats as hexadecimal text; None
+    on meta."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    values: tuple[int | str, ...] | None
+
+
+class LeafRecord(StrictModel):
+    """A placeholder: a port of a block, or a buffer or literal that constants are computed from."""
+
+    name: str
+    target: str
+    role: Role
+    differentiable: bool
+    info: InfoRecord | None
+    literal: LiteralRecord | None = None
+
+
+class NodeRecord(StrictModel):
+    """A call of an operator."""
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    info: InfoRecord
+    key: str = ""
+    batch_literal: bool = False
+
+
+class BlockRecord(StrictModel):
+    name: str
+    ports: tuple[LeafRecord, ...]
+    nodes: tuple[NodeRecord, ...]
+    outputs: tuple[str, ...]
+    axes: str  # hash of which dimensions share axes at the sizes of the second capture
+
+
+class ConstantsRecord(StrictModel):
+    leaves: tuple[LeafRecord, ...]
+    nodes: tuple[NodeRecord, ...]
+    outputs: tuple[str, ...]
+    buffers: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+class CallRecord(StrictModel):
+    """A `CallSite`; numbers among its arguments are tagged, names are text."""
+
+    block: int
+    path: str
+    arguments: tuple[Any, ...]
+    results: tuple[str, ...]
+    phase: Literal["denominator", "main"]
+
+
+class PartRecord(StrictModel):
+    name: str
+    dim: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class ParameterRecord(StrictModel):
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    part: PartRecord | None
+
+
+class BufferRecord(StrictModel):
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool
+
+
+class InputRecord(StrictModel):
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+    batch_dim: int | None
+    sequence_dim: int | None
+
+
+class SizesRecord(StrictModel):
+    batch: int
+    sequence: int | None
+
+
+class ProgramRecord(StrictModel):
+    """A `Program` at any batch, and any sequence length between the two that it was captured at.
+
+    `sizes` and `small` are those captured. Where attention has a mask that is no causal one at the larger sequence, it
+    might be one at another: `sequence_is_fixed`. `notes` are those that do not depend on sizes.
+    """
+
+    sizes: SizesRecord
+    small: SizesRecord
+    sequence_is_fixed: bool
+    blocks: tuple[BlockRecord, ...]
+    calls: tuple[CallRecord, ...]
+    parameters: tuple[ParameterRecord, ...]
+    unused: tuple[ParameterRecord, ...]
+    buffers: tuple[BufferRecord, ...]
+    inputs: tuple[InputRecord, ...]
+    constants: ConstantsRecord
+    loss: str
+    denominator: str | None
+    outputs: dict[str, str]
+    updates: dict[str, str]
+    notes: tuple[str, ...]

@@ -1,0 +1,286 @@
+"""From two captures of one model at different sizes to one record, in which what differs is a form in the sizes."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch.private import overloads_of
+from autopar.capture.nodes import output_nodes
+from autopar.capture.program import Twice
+from autopar.capture.record.forms import Form, Sizes, Term, float_form_of, form_of
+from autopar.capture.record.schema import (
+    BlockRecord,
+    BufferRecord,
+    CallRecord,
+    ConstantsRecord,
+    InfoRecord,
+    InputRecord,
+    LeafRecord,
+    LiteralRecord,
+    NodeRecord,
+    ParameterRecord,
+    PartRecord,
+    ProgramRecord,
+    Size,
+    SizesRecord,
+)
+from autopar.capture.record.shared_axes import axes_of
+from autopar.ir.program import Block, BufferInfo, CallSite, Constants, ParameterInfo
+
+MAX_LITERAL = 65_536  # elements of a tensor that is written out
+
+
+class Unexplained(Exception):
+    """Two captures differ in a way that is no form in their sizes."""
+
+
+def record_of(twice: Twice) -> ProgramRecord:
+    """The record of a model captured at two sizes. Raises `Unexplained`, which says what is no form in the sizes."""
+    program, small, sizes, others = twice.program, twice.small, twice.sizes, twice.small_sizes
+    if small is None:
+        raise Unexplained("the graphs of two captures differ between other sizes")
+    write = _Writer(sizes, others)
+    _same("blocks", len(program.blocks), len(small.blocks))
+    _same("calls", [_of_call(c) for c in program.calls], [_of_call(c) for c in small.calls])
+    for name in ("loss", "denominator", "outputs", "updates", "parameters", "unused", "buffers"):
+        _same(name, getattr(program, name), getattr(small, name))
+    return ProgramRecord(
+        sizes=SizesRecord(batch=sizes.batch, sequence=sizes.sequence),
+        small=SizesRecord(batch=others.batch, sequence=others.sequence),
+        sequence_is_fixed=twice.masks_remain,
+        blocks=tuple(write.block(a, b) for a, b in zip(program.blocks, small.blocks, strict=True)),
+        calls=tuple(write.call(a, b) for a, b in zip(program.calls, small.calls, strict=True)),
+        parameters=tuple(_parameter(info) for info in program.parameters.values()),
+        unused=tuple(_parameter(info) for info in program.unused.values()),
+        buffers=tuple(_buffer(info) for info in program.buffers.values()),
+        inputs=tuple(
+            InputRecord(
+                name=a.name,
+                shape=write.shape(a.name, a.shape, b.shape),
+                dtype=_dtype(a.dtype),
+                batch_dim=a.batch_dim,
+                sequence_dim=a.sequence_dim,
+            )
+            for a, b in zip(program.inputs, small.inputs, strict=True)
+        ),
+        constants=write.constants(program.constants, small.constants),
+        loss=program.loss,
+        denominator=program.denominator,
+        outputs=dict(program.outputs),
+        updates=dict(program.updates),
+        notes=twice.notes,
+    )
+
+
+class _Writer:
+    """Compares values of two captures and writes what they are as functions of the sizes."""
+
+    def __init__(self, sizes: Sizes, others: Sizes) -> None:
+        self.sizes, self.others = sizes, others
+        self.known: dict[tuple[int, int], int | Form | None] = {}
+
+    def whole(self, where: str, a: int, b: int) -> int | tuple[Term, ...]:
+        if (a, b) not in self.known:
+            self.known[a, b] = form_of(a, b, self.sizes, self.others)
+        found = self.known[a, b]
+        if found is None:
+            raise Unexplained(
+                f"{where} has the number {a} at {_text(self.sizes)} and {b} at {_text(self.others)}, which no one "
+                "multiple of these sizes explains"
+            )
+        return found.terms if isinstance(found, Form) else found
+
+    def shape(self, where: str, a: Sequence[int], b: Sequence[int]) -> tuple[Size, ...]:
+        _same(f"{where}: the number of dimensions", len(a), len(b))
+        return tuple(self.whole(where, x, y) for x, y in zip(a, b, strict=True))
+
+    def info(self, node: fx.Node, twin: fx.Node) -> InfoRecord:
+        a, b = node.meta["info"], twin.meta["info"]
+        _same(f"{node.name}: dtype", (a.dtype, a.differentiable), (b.dtype, b.differentiable))
+        shape = self.shape(f"the shape of {node.name}", a.shape, b.shape)
+        return InfoRecord(shape=shape, dtype=_dtype(a.dtype), differentiable=a.differentiable)
+
+    def value(self, where: str, a: Any, b: Any) -> Any:
+        """An argument as JSON has it, or tagged."""
+        if type(a) is not type(b):
+            raise Unexplained(f"{where} is {a!r} at {_text(self.sizes)} and {b!r} at {_text(self.others)}")
+        if isinstance(a, fx.Node):
+            _same(where, a.name, b.name)
+            return {"node": a.name}
+        if isinstance(a, int) and not isinstance(a, bool):
+            found = self.whole(where, a, b)
+            return {"size": _plain(found)} if isinstance(found, tuple) else found
+        if isinstance(a, float):
+            return self.floating(where, a, b)
+        if isinstance(a, (list, tuple)):
+            _same(f"{where}: the length", len(a), len(b))
+            items = [self.value(where, x, y) for x, y in zip(a, b, strict=True)]
+            return {"tuple": items} if isinstance(a, tuple) else items
+        _same(where, a, b)
+        if a is None or isinstance(a, (bool, str)):
+            return a
+        return _tagged(where, a)
+
+    def floating(self, where: str, a: float, b: float) -> Any:
+        if repr(a) == repr(b):
+            return {"float": a.hex()}
+        form = float_form_of(a, b, self.sizes, self.others)
+        if form is not None:
+            return {"float_size": _plain(form.terms)}
+        over_a, over_b = (float(round(1 / v)) if 0 < abs(v) < math.inf else math.nan for v in (a, b))
+        inverse = float_form_of(over_a, over_b, self.sizes, self.others)
+        if inverse is None or any(1.0 / (inverse.at(s) or math.nan) != v for s, v in self.pairs(a, b)):
+            raise Unexplained(f"{where} has {a!r} at {_text(self.sizes)} and {b!r} at {_text(self.others)}")
+        return {"one_over_size": _plain(inverse.terms)}
+
+    def pairs(self, a: float, b: float) -> tuple[tuple[Sizes, float], tuple[Sizes, float]]:
+        return (self.sizes, a), (self.others, b)
+
+    def node(self, where: str, node: fx.Node, twin: fx.Node) -> NodeRecord:
+        where = f"{where}: {node.meta.get('key', node.name)} ({node.target})"
+        ours, theirs = ((n.name, n.target, len(n.args), list(n.kwargs)) for n in (node, twin))
+        _same(where, ours, theirs)
+        if str(node.target) not in overloads_of(node.target):
+            raise Unexplained(f"{where} is no operator that PyTorch has by a name")
+        return NodeRecord(
+            name=node.name,
+            target=str(node.target),
+            args=tuple(self.value(where, a, b) for a, b in zip(node.args, twin.args, strict=True)),
+            kwargs={k: self.value(where, v, twin.kwargs[k]) for k, v in node.kwargs.items()},
+            info=self.info(node, twin),
+            key=node.meta.get("key", ""),
+            batch_literal=bool(node.meta.get("batch_literal", False)),
+        )
+
+    def block(self, block: Block, small: Block) -> BlockRecord:
+        _same("ports", (block.name, block.ports, block.outputs), (small.name, small.ports, small.outputs))
+        pairs = _twins(block.graph, small.graph)
+        holders = [(a, b) for a, b in pairs if a.op == "placeholder"]
+        ports = tuple(
+            LeafRecord(
+                name=port.name,
+                target=str(a.target),
+                role=port.role,
+                differentiable=port.differentiable,
+                info=self.info(a, b) if "info" in a.meta else None,
+            )
+            for port, (a, b) in zip(block.ports, holders, strict=True)
+        )
+        nodes = tuple(self.node(block.name, a, b) for a, b in pairs if a.op == "call_function")
+        return BlockRecord(name=block.name, ports=ports, nodes=nodes, outputs=block.outputs, axes=axes_of(small))
+
+    def call(self, call: CallSite, small: CallSite) -> CallRecord:
+        arguments = (self.value(call.path, a, b) for a, b in zip(call.arguments, small.arguments, strict=True))
+        return CallRecord(
+            block=call.block, path=call.path, arguments=tuple(arguments), results=call.results, phase=call.phase
+        )
+
+    def constants(self, constants: Constants, small: Constants) -> ConstantsRecord:
+        _same("constants", (constants.buffers, constants.results), (small.buffers, small.results))
+        leaves, nodes = [], []
+        for a, b in _twins(constants.graph, small.graph):
+            if a.op == "placeholder":
+                differentiable = a.meta["info"].differentiable
+                leaf = LeafRecord(
+                    name=a.name,
+                    target=str(a.target),
+                    role="buffer",
+                    differentiable=differentiable,
+                    info=self.info(a, b),
+                    literal=_literal(a.name, a.meta.get("literal"), b.meta.get("literal")),
+                )
+                leaves.append(leaf)
+            elif a.op == "call_function":
+                nodes.append(self.node("constants", a, b))
+        return ConstantsRecord(
+            leaves=tuple(leaves),
+            nodes=tuple(nodes),
+            outputs=tuple(n.name for n in output_nodes(constants.graph)),
+            buffers=constants.buffers,
+            results=constants.results,
+        )
+
+
+def _twins(graph: fx.Graph, small: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    _same("the numbers of operators", len(graph.nodes), len(small.nodes))
+    return list(zip(graph.nodes, small.nodes, strict=True))
+
+
+def _plain(terms: Sequence[Term]) -> list[list[int]]:
+    return [list(term) for term in terms]
+
+
+def _of_call(call: CallSite) -> Any:
+    names = tuple(a if isinstance(a, str) else None for a in call.arguments)
+    return (call.block, call.path, names, call.results, call.phase)
+
+
+def _same(what: str, a: Any, b: Any) -> None:
+    if a != b:
+        raise Unexplained(f"{what} differ between two captures at other sizes")
+
+
+def _text(sizes: Sizes) -> str:
+    return f"batch {sizes.batch}" + (f" and sequence {sizes.sequence}" if sizes.sequence is not None else "")
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tagged(where: str, value: Any) -> dict[str, str]:
+    named: Mapping[type, str] = {
+        torch.dtype: "dtype",
+        torch.memory_format: "memory_format",
+        torch.layout: "layout",
+        torch.device: "device",
+    }
+    if type(value) not in named:
+        raise Unexplained(f"{where} has an argument of type {type(value).__name__}, which cannot be written down")
+    return {named[type(value)]: str(value).removeprefix("torch.")}
+
+
+def _literal(name: str, literal: Any, other: Any) -> LiteralRecord | None:
+    if literal is None and other is None:
+        return None
+    both = isinstance(literal, torch.Tensor) and isinstance(other, torch.Tensor)
+    if not both or literal.numel() > MAX_LITERAL or literal.is_complex():
+        raise Unexplained(f"the tensor {name} that the model's code makes cannot be written down")
+    what = f"the tensor {name} that the model's code makes"
+    _same(what, (literal.shape, literal.dtype, literal.is_meta), (other.shape, other.dtype, other.is_meta))
+    shape, dtype = tuple(literal.shape), _dtype(literal.dtype)
+    if literal.is_meta:
+        return LiteralRecord(shape=shape, dtype=dtype, values=None)
+    _same(what, torch.equal(literal, other), True)
+    plain: Callable[[Any], int | str] = float.hex if literal.is_floating_point() else int
+    elements = literal.detach().cpu()
+    elements = elements.double() if literal.is_floating_point() else elements
+    values = tuple(plain(v) for v in elements.flatten().tolist())
+    return LiteralRecord(shape=shape, dtype=dtype, values=values)
+
+
+def _parameter(info: ParameterInfo) -> ParameterRecord:
+    part = info.part
+    return ParameterRecord(
+        name=info.name,
+        aliases=info.aliases,
+        shape=info.shape,
+        dtype=_dtype(info.dtype),
+        requires_grad=info.requires_grad,
+        part=None
+        if part is None
+        else PartRecord(name=part.name, dim=part.dim, start=part.start, stop=part.stop, shape=part.shape),
+    )
+
+
+def _buffer(info: BufferInfo) -> BufferRecord:
+    return BufferRecord(
+        name=info.name,
+        aliases=info.aliases,
+        shape=info.shape,
+        dtype=_dtype(info.dtype),
+        persistent=info.persistent,
+    )

@@ -1,0 +1,157 @@
+"""Which inputs can mark samples to be ignored: targets of a cross-entropy with `ignore_index`, and masks that weigh.
+
+A batch that is too short may be padded with ignored samples where nothing of the loss can tell: every sum over the
+batch on the way to the loss is a sum of cross-entropies, or of a product with a mask, and every sum in the denominator
+a count of targets that are not ignored, or a sum of such a mask. Targets and masks are views of an input, which is
+padded with what is ignored or with weight zero. Found on the graph, never by names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.capture.analysis import Analysis
+from autopar.capture.nodes import output_nodes
+from autopar.ir.program import CallSite, Program
+
+aten = torch.ops.aten
+VIEWS = (
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.flatten.using_ints,
+    aten.clone.default,
+    aten.detach.default,
+    aten.to.dtype,
+)
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
+TARGET, IGNORE_INDEX = 1, 4  # positions of arguments of cross_entropy_loss
+WEIGHTLESS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What may mask samples: a value, what it holds for samples that do not count, and of a weight, who reads it."""
+
+    value: fx.Node
+    ignored: int
+    reader: fx.Node | None = None
+
+
+def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | None:
+    """The value that makes a sample of each such input count for nothing; None where a sample cannot be ignored."""
+    if program.mixes_batch is not None or program.loss_reduction != "sum":
+        return None
+    found: dict[str, int] = {}
+    readers: dict[str, set[fx.Node]] = {}
+    sums = {phase: list(_sums_over_the_batch(program, analysis, phase)) for phase in ("main", "denominator")}
+    if not sums["main"] or (program.denominator is not None and not sums["denominator"]):
+        return None
+    for phase, nodes in sums.items():
+        for call_index, node in nodes:
+            masks = _counted(node) if phase == "denominator" else _masked(node)
+            named = ((_input_of(program, call_index, mask), mask) for mask in masks)
+            name, mask = next(((name, mask) for name, mask in named if name is not None), (None, None))
+            if name is None or mask is None or found.setdefault(name, mask.ignored) != mask.ignored:
+                return None
+            if mask.reader is not None:
+                readers.setdefault(name, set()).add(mask.reader)
+    return found if all(_readers(program, name) <= known for name, known in readers.items()) else None
+
+
+def _sums_over_the_batch(program: Program, analysis: Analysis, phase: str) -> Iterator[tuple[int, fx.Node]]:
+    """Operators of a phase that reduce the batch axis, with the call they belong to."""
+    for index, call in enumerate(program.calls):
+        if call.phase != phase:
+            continue
+        for node in program.blocks[call.block].graph.nodes:
+            bound = analysis.bounds[call.block].get(node.name)
+            if bound is None:
+                continue
+            reduced = [f for f in bound.rule.reduced for axis, _ in bound.factors[f] if axis in analysis.batch_axes]
+            if reduced:
+                yield index, node
+
+
+def _readers(program: Program, name: str) -> set[fx.Node]:
+    """Operators that read a value or views of it. A mask that hides a sample from attention too may make it NaN."""
+    found: set[fx.Node] = set()
+    for call in program.calls:
+        block = program.blocks[call.block]
+        results = dict(zip(block.outputs, call.results, strict=True))
+        ports = {port.name for port, argument in zip(block.ports, call.arguments, strict=True) if argument == name}
+        views = {node for node in block.graph.nodes if node.op == "placeholder" and node.name in ports}
+        for node in block.graph.nodes:
+            if node.op == "output" or views.isdisjoint(node.all_input_nodes):
+                continue
+            if node.target not in VIEWS:
+                found.add(node)
+            else:
+                views.add(node)
+                if node.name in results:
+                    found |= _readers(program, results[node.name])
+    return found
+
+
+def _masked(node: fx.Node) -> list[_Mask]:
+    """The target of a summed cross-entropy, or the factors of a summed product."""
+    if node.target is aten.cross_entropy_loss.default:
+        return _target(node.args[TARGET], node.args[IGNORE_INDEX] if len(node.args) > IGNORE_INDEX else None)
+    product = _behind_views(node.args[0]) if node.target in SUMS else None
+    if product is None or product.target is not aten.mul.Tensor:
+        return []
+    return [_Mask(factor, WEIGHTLESS, product) for factor in product.args if isinstance(factor, fx.Node)]
+
+
+def _counted(node: fx.Node) -> list[_Mask]:
+    """The target whose not being ignored is counted, or the weights that are summed."""
+    valid = node.args[0] if node.target in SUMS else None
+    if not isinstance(valid, fx.Node):
+        return []
+    return _target(*valid.args) if valid.target is aten.ne.Scalar else [_Mask(valid, WEIGHTLESS, node)]
+
+
+def _target(value: object, ignored: object) -> list[_Mask]:
+    return [_Mask(value, ignored)] if isinstance(value, fx.Node) and isinstance(ignored, int) else []
+
+
+def _behind_views(node: object) -> fx.Node | None:
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
+def _input_of(program: Program, call_index: int, mask: _Mask) -> str | None:
+    """The input with a batch that a mask is a view of, None where there is more between them.
+
+    A target is a class: floating-point numbers are none, but may be weights.
+    """
+    node, ignored = mask.value, mask.ignored
+    call: CallSite = program.calls[call_index]
+    while True:
+        while node.op == "call_function":
+            padded = node.target is aten.constant_pad_nd.default and node.args[2] == ignored
+            operand = node.args[0]
+            if not isinstance(operand, fx.Node) or not (padded or node.target in VIEWS):
+                return None
+            node = operand
+        ports = [port.name for port in program.blocks[call.block].ports]
+        name = call.arguments[ports.index(node.name)]
+        if not isinstance(name, str):
+            return None
+        for info in program.inputs:
+            if info.name == name:
+                fits = mask.reader is not None or not info.dtype.is_floating_point
+                return name if info.batch_dim is not None and fits else None
+        maker = next((c for c in program.calls if name in c.results), None)
+        if maker is None:
+            return None
+        call, node = maker, output_nodes(program.blocks[maker.block].graph)[maker.results.index(name)]

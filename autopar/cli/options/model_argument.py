@@ -1,0 +1,20 @@
+"""The MODEL argument that commands share."""
+
+from typing import Annotated
+
+import typer
+
+from autopar.models.load import is_factory as is_factory
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A preset (see `autopar models`), a transformers config.json, or package.module:factory.",
+        show_default=False,
+    ),
+]
+Layers = Annotated[int | None, typer.Option(help="Shrink a preset or config to this many layers.", show_default=False)]
+Hidden = Annotated[int | None, typer.Option(help="Shrink a preset or config to this width.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}  # a model's, by precision

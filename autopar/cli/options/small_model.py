@@ -1,0 +1,64 @@
+"""Sizes of a model that runs on ranks of this machine: what the plan file says, or small ones."""
+
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.options.model_argument import is_factory
+from autopar.errors import InputError, PlanError, Problem
+from autopar.ir.explanation import sizes_in_words
+from autopar.ir.plan import Plan
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.options import PlanOptions
+from autopar.presets.models import model_names, model_preset
+
+SMALL_LAYERS, SMALL_HIDDEN, SMALL_HIDDEN_BY_3, SMALL_SEQ_LEN = 2, 64, 96, 32
+MAX_RANKS = 64
+
+
+def check_numbers(**numbers: int | None) -> None:
+    """Raise `InputError` naming every option that is below 1, and more ranks than one machine is asked to run."""
+    problems = [
+        Problem(path="--" + name.replace("_", "-"), value=value, rule="must be at least 1")
+        for name, value in numbers.items()
+        if value is not None and value < 1
+    ]
+    if (numbers["world_size"] or 0) > MAX_RANKS:
+        rule = f"at most {MAX_RANKS} ranks are started on one machine"
+        problems.append(Problem(path="--world-size", value=numbers["world_size"], rule=rule))
+    if problems:
+        raise InputError("the options cannot be used", problems)
+
+
+def sizes_of_plan(
+    path: Path, model: str, world_size: int, options: PlanOptions, batch: int | None
+) -> dict[str, int | None]:
+    """Batch and sequence that the plan was made for, unless they were given."""
+    options.refuse_beside_plan()
+    found = Plan.load(path)
+    if model.lower() in model_names() and found.model not in ("", model_preset(model).name):
+        raise PlanError(f"plan file {path} was made for model {found.model}, not {model}; plan again for {model}")
+    if found.degrees.world_size != world_size:
+        raise PlanError(
+            f"plan file {path} is for {found.degrees.world_size} ranks ({sizes_in_words(found)}), not {world_size}; "
+            f"use --world-size {found.degrees.world_size}, or plan again for {world_size}"
+        )
+    if is_factory(model):
+        return {}
+    local_batch = (found.degrees.micro_batch or 1) * found.degrees.num_micro_batches
+    return {"seq_len": found.sequence, "batch": local_batch if batch is None else batch}
+
+
+def small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
+    """Sizes for what was left open: small ones, that the degrees divide."""
+    if is_factory(model):
+        if options.global_batch is not None:
+            raise InputError(f"--global-batch: a factory decides its own sizes; change {model} instead")
+        return {}
+    if sizes["batch"] is None:
+        degrees = options.degrees(world_size)
+    else:
+        degrees = resolve_degrees(options.wish(), world_size, sizes["batch"], global_batch=options.global_batch)
+    hidden = SMALL_HIDDEN if degrees.tp % 3 else SMALL_HIDDEN_BY_3
+    small = {"layers": SMALL_LAYERS, "hidden": hidden, "seq_len": SMALL_SEQ_LEN if degrees.tp % 3 else 48}
+    small["batch"] = (degrees.micro_batch or 1) * degrees.num_micro_batches
+    return {name: value for name, value in small.items() if sizes[name] is None}

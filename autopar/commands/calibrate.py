@@ -1,0 +1,285 @@
+"""`autopar calibrate`: measure this machine and fit a device profile to it.
+
+Measuring is `autopar.runtime`'s, fitting `autopar.cost_model`'s. Three ways to run: this process alone, gloo ranks
+started here (`ranks=N`), or the ranks of a torchrun job, which all call `calibrate`. With several ranks each work runs
+on all of them at once: what counts is what a rank gets while the others work too.
+"""
+
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._version import __version__
+from autopar.api import start_process_group
+from autopar.cost_model.fit.device import Setting, fit_profile
+from autopar.cost_model.machine.presets import device_profile
+from autopar.cost_model.machine.profile import DeviceProfile, Measurement
+from autopar.cost_model.machine.profile_io import profile_to_dict
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.samples import Sample, Work
+from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.measure import calibrate_links
+from autopar.runtime.measure.calibrate_cuda import dtypes_of, num_units, reserve_bytes
+from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, seconds_of
+from autopar.runtime.measure.calibrate_links import Groups
+
+DEFAULT_MINUTES = 3.0
+MEASURING = 0.5  # of the time that is left; the rest goes to preparing, to first runs and to the fit
+LEAST = 0.1  # of its share of all the time is left to every work, however late it is
+TOO_LONG = 3.0  # times the budget of a work: it is left out, and so are larger ones of its kind
+TIMEOUT_S, PASSES = 300.0, 3
+STEADY = 0.25  # passes of a machine that does nothing else differ by less
+Progress = Callable[[int, int, str], None]  # works done, works in all, what comes next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Works that are measured together; collectives over `groups`."""
+
+    name: str
+    works: tuple[Work, ...]
+    groups: Groups | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A profile, what it was fitted to, and how many works took too long to be measured.
+
+    `spread` is what the slowest pass took longer than the fastest, in the median of works; None after one pass.
+    """
+
+    profile: DeviceProfile
+    samples: tuple[Sample, ...]
+    num_skipped: int
+    spread: float | None = None
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.spread is not None and self.spread > STEADY
+
+
+def calibrate(
+    *,
+    ranks: int | None = None,
+    minutes: float = DEFAULT_MINUTES,
+    on_progress: Progress = lambda done, total, text: None,
+) -> Calibration:
+    """Measure for about `minutes` and fit. Collective in a torchrun job, where every rank gets the same calibration.
+
+    `ranks` starts so many gloo ranks here. Raises `RankError` where one of them fails.
+    """
+    started = time.monotonic()
+    if ranks is not None:
+        return _with_own_ranks(ranks, minutes, on_progress, started)
+    if "RANK" in os.environ or dist.is_initialized():
+        return _in_job(minutes, on_progress, started)
+    cluster = ClusterSpec.detect()
+    device = torch.device(cluster.device_type)
+    todo = stages(cluster.device_type, dtypes_of(device), [socket.gethostname()]) * passes(minutes)
+    meter = _Meter(todo, minutes, on_progress)
+    found = [(stage, [measured(stage, device, meter.budget_s, meter.step)]) for stage in todo]
+    how = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
+    return combined(found, cluster, device, _measurement(how, 1, started))
+
+
+def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, started: float) -> Calibration:
+    cluster, device = ClusterSpec.preset(f"{num_ranks}xcpu"), torch.device("cpu")
+    todo = stages("cpu", dtypes_of(device), [socket.gethostname()] * num_ranks) * passes(minutes)
+    meter, found = _Meter(todo, minutes, on_progress), []
+    on_progress(0, meter.total, "starting ranks")
+    with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False) as world:
+        for stage in todo:
+            meter.say(stage)
+            found.append((stage, world.run("autopar.commands.calibrate:measured_on_rank", stage, meter.budget_s)))
+            meter.done(stage)
+    how = f"gloo, {num_ranks} ranks at once on {os.cpu_count()} cores, one thread each"
+    return combined(found, cluster, device, _measurement(how, num_ranks, started, ranks_per_core("cpu", num_ranks)))
+
+
+def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
+    """What a rank that was started here does."""
+    return measured(stage, torch.device("cpu"), budget_s, lambda work: None)
+
+
+def _in_job(minutes: float, on_progress: Progress, started: float) -> Calibration:
+    cluster = ClusterSpec.detect()
+    device = start_process_group(cluster, timeout_s=TIMEOUT_S)
+    names = gather_texts(socket.gethostname())
+    hosts = json.loads(broadcast_text(json.dumps(names)))
+    todo = stages(device.type, dtypes_of(device), hosts) * passes(minutes)
+    meter, found = _Meter(todo, minutes, on_progress), []
+    for stage in todo:
+        budget_s = float(broadcast_text(repr(meter.budget_s)))  # of rank 0: all must do the same
+        texts = gather_texts(json.dumps(measured(stage, device, budget_s, meter.step)))
+        every = json.loads(broadcast_text(json.dumps([json.loads(text) for text in texts])))
+        found.append((stage, every))
+    how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {len(set(hosts))} hosts"
+    sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
+    return combined(found, cluster, device, _measurement(how, len(hosts), started, sharing))
+
+
+def passes(minutes: float) -> int:
+    """How often everything is measured: what else a machine does comes and goes, and must not hit one part alone."""
+    return PASSES if minutes >= 1 else 1
+
+
+def stages(device_type: str, dtypes: tuple[str, ...], hosts: Sequence[str]) -> list[Stage]:
+    """Everything that is measured, when rank r is on `hosts[r]`."""
+    found = [Stage(name=name, works=tuple(works)) for name, works in device_works(device_type, dtypes).items()]
+    groups = calibrate_links.groups_of(hosts)
+    for one in groups:
+        works = tuple(calibrate_links.link_works(one, device_type))
+        found.append(Stage(name=f"collectives, {one.name}", works=works, groups=one))
+    if groups:
+        found.append(Stage(name="overlap", works=tuple(calibrate_links.overlap_works()), groups=groups[-1]))
+    return found
+
+
+class _Meter:
+    """How far measuring is, and how long each work may take."""
+
+    def __init__(self, todo: Sequence[Stage], minutes: float, on_progress: Progress) -> None:
+        self.total, self._done = sum(len(stage.works) for stage in todo), 0
+        self._end, self._least_s = time.monotonic() + 60 * minutes, LEAST * 60 * minutes / self.total
+        self._on_progress = on_progress
+
+    @property
+    def budget_s(self) -> float:
+        """For each of the works that are left."""
+        left_s = self._end - time.monotonic()
+        return max(self._least_s, MEASURING * left_s / max(1, self.total - self._done))
+
+    def say(self, stage: Stage) -> None:
+        self._on_progress(self._done, self.total, stage.name)
+
+    def done(self, stage: Stage) -> None:
+        self._done += len(stage.works)
+        self.say(stage)
+
+    def step(self, work: Work) -> None:
+        self._on_progress(self._done, self.total, f"{work.part} {work.name}")
+        self._done += 1
+
+
+def measured(
+    stage: Stage, device: torch.device, budget_s: float, on_work: Callable[[Work], None]
+) -> list[float | None]:
+    """Seconds of each work of a stage on this rank; None where it would take too long. Collective with ranks."""
+    pace = _pace(device, alone=stage.groups is None)
+    group = calibrate_links.joined(stage.groups) if stage.groups is not None else None
+    rates: dict[str, float] = {}
+    found: list[float | None] = []
+    for work in stage.works:
+        on_work(work)
+        if work.amount * rates.get(work.name, 0.0) > TOO_LONG * budget_s:
+            found.append(None)
+            continue
+        if group is None:
+            seconds = measure(work, device, pace, budget_s)
+        else:
+            prepared = _PREPARED[work.part](work, group, device)
+            with torch.no_grad():
+                seconds = seconds_of(prepared, device, pace, budget_s) / calibrate_links.times_of_one(work)
+        found.append(seconds)
+        rates[work.name] = pace.largest(seconds) / work.amount
+    if group is not None:
+        dist.destroy_process_group(group)
+    return found
+
+
+_PREPARED = {"collective": calibrate_links.prepared_collective, "overlap": calibrate_links.prepared_overlap}
+
+
+def ranks_per_core(device_type: str, ranks: int) -> float:
+    """How many of `ranks` CPU ranks on this host share a core; 1 where each has one, or a GPU."""
+    return max(1.0, ranks / len(os.sched_getaffinity(0))) if device_type == "cpu" else 1.0
+
+
+def _pace(device: torch.device, *, alone: bool) -> Pace:
+    """`alone`: every rank works for itself, and does not wait for messages."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Pace()
+
+    def largest(value: float) -> float:
+        shared = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return float(shared.item())
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    counts = alone and device.type == "cpu" and torch.get_num_threads() == 1
+    return Pace(
+        largest=largest, meet=dist.barrier, ranks_per_core=ranks_per_core(device.type, here) if counts else None
+    )
+
+
+def _measurement(how: str, ranks: int, started: float, sharing: float = 1.0) -> Measurement:
+    versions = {"autopar": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    if torch.version.cuda is not None:
+        versions["cuda"] = str(torch.version.cuda)
+    return Measurement(
+        date=datetime.now(UTC).date().isoformat(),
+        host=socket.gethostname(),
+        how=how,
+        ranks=ranks,
+        seconds=round(time.monotonic() - started, 1),
+        ranks_per_core=sharing,
+        versions=versions,
+    )
+
+
+def combined(
+    found: Sequence[tuple[Stage, Sequence[Sequence[float | None]]]],
+    cluster: ClusterSpec,
+    device: torch.device,
+    measurement: Measurement,
+) -> Calibration:
+    """One sample of each work, the median of passes, and the profile of all of them. Of ranks the median counts, of
+    what they do together the last one's."""
+    every: dict[tuple[str, int], tuple[Work, list[float]]] = {}
+    for stage, ranks in found:
+        for index, (work, times) in enumerate(zip(stage.works, zip(*ranks, strict=True), strict=True)):
+            _, own = every.setdefault((stage.name, index), (work, []))
+            there = [seconds for seconds in times if seconds is not None]
+            if len(there) == len(times):
+                own.append(median(there) if stage.groups is None else max(there))
+    samples = [Sample(work=work, seconds=median(own)) for work, own in every.values() if own]
+    skipped = len(every) - len(samples)
+    spreads = [max(own) / min(own) - 1 for _, own in every.values() if len(own) > 1]
+    spread = round(median(spreads), 3) if spreads else None
+    if spread is not None:
+        measurement = replace(measurement, how=f"{measurement.how}, passes differ by {spread:.0%}")
+    group, is_cpu = cluster.groups[0], device.type == "cpu"
+    known = group.device
+    setting = Setting(
+        device=known,
+        base=device_profile(known.name),
+        measured=measurement,
+        units=float(num_units(device)),
+        figures_are_known=not is_cpu and not known.source.startswith("assumed"),
+        reserve_bytes=reserve_bytes(device),
+        link=None if is_cpu else group.in_host,
+    )
+    profile = fit_profile(samples, setting)
+    return Calibration(profile=profile, samples=tuple(samples), num_skipped=skipped, spread=spread)
+
+
+def to_dict(calibration: Calibration) -> dict[str, Any]:
+    """Plain data for JSON."""
+    return {
+        "profile": profile_to_dict(calibration.profile),
+        "fit": {name: asdict(error) for name, error in calibration.profile.fit.items()},
+        "samples": [sample.to_dict() for sample in calibration.samples],
+        "num_skipped": calibration.num_skipped,
+        "spread": calibration.spread,
+    }

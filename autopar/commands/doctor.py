@@ -1,0 +1,190 @@
+"""`autopar doctor`: is this cluster right, and as fast as its description says? Collective; every rank calls `examine`.
+
+Checks compare tiny runs on these ranks with what one rank computes alone: every conversion between SPMD types, FSDP2,
+and a two-stage pipeline through `autopar.parallelize`. Speeds are measured on all ranks at once and compared with each
+other and with the `ClusterSpec`. Rank 0 gathers everything and makes the `Diagnosis`.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from math import isfinite
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.api import parallelize, start_process_group
+from autopar.commands.diagnosis import Check, Diagnosis, Rank, diagnose
+from autopar.errors import AutoparError, ClusterError, RankError
+from autopar.ir.cluster import ClusterSpec
+from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
+from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.measure.doctor_checks import ROWS, Difference, check_fsdp, check_row, groups_to_check, world_mesh
+from autopar.runtime.measure.doctor_speed import Measured, device_speeds, link_speeds
+
+TIMEOUT_S = 120.0
+GIVEN_UP = 0.5  # of the timeout: after so long a rank that did not reach a check is named
+PIPELINE_TOLERANCE = 1e-9  # of float64, as for `autopar verify`
+WIDTH, MICRO_BATCHES, SEQUENCES = 8, 2, 4
+Progress = Callable[[str], None]
+T = TypeVar("T")
+
+
+def examine(cluster: ClusterSpec, *, timeout_s: float = TIMEOUT_S, on_progress: Progress = lambda _: None) -> Diagnosis:
+    """Examine the ranks of this job, as torchrun started them; alone, this process is the only rank. Collective.
+
+    Returns the same diagnosis on all ranks. Raises `ClusterError` where the cluster has another number of devices, and
+    `RankError` with the check's name where a rank fails or does not answer within `timeout_s`.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+    if cluster.num_devices != world_size:
+        raise ClusterError(
+            f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with torchrun "
+            f"--nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
+        )
+    device = start_process_group(cluster, timeout_s=timeout_s)
+    rank = dist.get_rank()
+    together = _Together(timeout_s)
+    checks, measured = list[Check](), list[Measured]()
+    world = together("process groups", lambda: world_mesh(device.type))
+    groups = together("process groups of some ranks", lambda: groups_to_check(world))
+    runs = {f"conversion {row.name}": partial(check_row, row, groups, device) for row in ROWS}
+    runs["FSDP2"] = partial(check_fsdp, world, device)
+    if world_size % 2 == 0:
+        runs["pipeline of two stages"] = partial(check_pipeline, cluster)
+    for name, run in runs.items():
+        on_progress(name)
+        checks.append(together(name, partial(_checked, name, run)))
+    on_progress("speed of devices")
+    measured += together("speed of devices", lambda: list(device_speeds(device, _common_dtypes(cluster))))
+    on_progress("speed of links")
+    measured += together("speed of links", lambda: list(link_speeds(device)))
+    own = Rank(rank=rank, host=socket.gethostname(), device=_device_name(device))
+    part = [asdict(own), [asdict(check) for check in checks], [asdict(one) for one in measured]]
+    texts = gather_texts(json.dumps(part))
+    text = ""
+    if rank == 0:
+        notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * (world_size % 2))]
+        text = json.dumps(diagnose(cluster, [json.loads(one) for one in texts], notes).to_dict())
+    return Diagnosis.from_dict(json.loads(broadcast_text(text)))
+
+
+def leave() -> None:
+    """Leave the process group, if this process is in one: its threads must not outlive the interpreter. Collective."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def examine_here(num_ranks: int, cluster: ClusterSpec | None, *, timeout_s: float = TIMEOUT_S) -> Diagnosis:
+    """Examine gloo ranks that are started on this machine for it. Raises `RankError` where one of them fails."""
+    spec = cluster or ClusterSpec.preset(f"{num_ranks}xcpu")
+    if spec.device_type != "cpu":
+        raise ClusterError(f"--ranks starts CPU ranks, cluster {spec.name} has other devices; use torchrun for those")
+    if spec.num_devices != num_ranks:
+        raise ClusterError(
+            f"cluster {spec.name} has {spec.num_devices} devices, --ranks starts {num_ranks}; make them equal"
+        )
+    with Ranks(num_ranks, timeout_s=timeout_s, checked=False) as ranks:
+        found = ranks.run("autopar.commands.doctor:examine_rank", spec.to_dict(), timeout_s)[0]
+    return Diagnosis.from_dict(found)
+
+
+def examine_rank(rank: int, cluster: dict[str, object], timeout_s: float) -> dict[str, object]:
+    """What one rank that was started here does."""
+    return examine(ClusterSpec.from_dict(cluster), timeout_s=timeout_s).to_dict()
+
+
+class _Together:
+    """Runs one thing after the other on all ranks; a rank that fails, or is not there, ends it with a `RankError`.
+
+    Before each, ranks meet on the host: rank 0 then knows who does not come. A rank that stops inside a check is
+    noticed by the timeout of the process group.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        limit = timedelta(seconds=timeout_s)
+        on_gpu = dist.get_backend() != "gloo"
+        self._group = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
+        self._patience = limit * GIVEN_UP
+
+    def __call__(self, name: str, run: Callable[[], T]) -> T:
+        rank = dist.get_rank()
+        try:
+            if dist.get_world_size() > 1:
+                dist.monitored_barrier(self._group, timeout=self._patience, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RankError(f"before {name}: {str(error).splitlines()[0]}", rank=rank) from error
+        try:
+            return run()
+        except AutoparError:
+            raise
+        except Exception as error:
+            raise RankError(f"rank {rank} in {name}: {type(error).__name__}: {error}", rank=rank) from error
+
+
+def _checked(name: str, run: Callable[[], Iterable[Difference]]) -> Check:
+    """The worst of what was compared, relative to what is allowed."""
+    worst, count = Difference(name="", error=0.0), 0
+    for one in run():
+        count += 1
+        if one.error - one.tolerance > worst.error - worst.tolerance or count == 1:
+            worst = one
+    error = worst.error if isfinite(worst.error) else None
+    return Check(name=name, error=error, tolerance=worst.tolerance, where=worst.name, num_compared=count)
+
+
+def _common_dtypes(cluster: ClusterSpec) -> set[str]:
+    """The dtypes that every device has a peak for."""
+    return set.intersection(*(set(device.peak_flops_per_s) for device in cluster.devices))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+class Layers(nn.Module):
+    """Two equal layers, one for each stage, and a mean square loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - target).square().mean()
+
+
+def check_pipeline(cluster: ClusterSpec) -> Iterator[Difference]:
+    """Loss and gradients of two stages under 1F1B, data parallelism over the other ranks. Collective."""
+    dp = cluster.num_devices // 2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        alone = Layers().double()
+        x, target = torch.randn(2, dp * SEQUENCES, WIDTH, dtype=torch.float64)
+    wish = {"pp": 2, "dp": dp, "zero": 0, "micro_batches": MICRO_BATCHES}
+    own = {"x": x[:SEQUENCES], "target": target[:SEQUENCES]}
+    parallel = parallelize(alone, cluster, example_inputs=own, plan=wish)  # the same seed: the same weights
+    coordinate = parallel.rank_mesh.dims["dp"].coordinate
+    rows = slice(coordinate * SEQUENCES, (coordinate + 1) * SEQUENCES)
+    loss = parallel.forward_backward({"x": x[rows], "target": target[rows]})
+    wanted = alone(x, target)
+    wanted.backward()
+    yield _relative("loss", loss, wanted.detach())
+    gradients = parallel.whole_gradients()
+    for name, parameter in alone.named_parameters():
+        if name in gradients:
+            assert parameter.grad is not None
+            yield _relative(f"gradient of {name}", gradients[name], parameter.grad)
+
+
+def _relative(name: str, found: torch.Tensor, wanted: torch.Tensor) -> Difference:
+    error = float((found.cpu() - wanted).abs().max() / wanted.abs().max())
+    return Difference(name=name, error=error if error == error else float("inf"), tolerance=PIPELINE_TOLERANCE)

@@ -1,0 +1,243 @@
+"""`verify`: start ranks, run the same seeded steps on one device and in parallel, compare everything.
+
+The command line's `autopar verify` and tests call `verify`; steps and comparison are in
+`autopar.runtime.verify.verify`.
+"""
+
+import copy
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from autopar.capture.export.export import named_outputs
+from autopar.capture.program import batch_and_sequence
+from autopar.capture.record.pickled import from_bytes, to_bytes
+from autopar.errors import VerificationError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees, Plan, degrees_from
+from autopar.ir.program import Program
+from autopar.models.load import ResolvedModel, resolve_model
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for, check_plan, label_plan
+from autopar.runtime.codegen.passes.without_dropout import without_dropout
+from autopar.runtime.distributed.launch import DEFAULT_TIMEOUT_S, Ranks
+from autopar.runtime.model.inputs import split_micro_batches
+from autopar.runtime.parameters.materialise import parameter_source
+from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity, error, rms, worst
+from autopar.runtime.verify.verify import (
+    Report,
+    Steps,
+    batches,
+    check_dtype,
+    compare,
+    in_dtype,
+    of_all_stages,
+    parallel_steps,
+    reference_steps,
+)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank needs to build the same model and plan; plain data."""
+
+    spec: str
+    layers: int | None
+    hidden: int | None
+    seq_len: int | None
+    batch: int | None
+    dtype: str
+    steps: int
+    seed: int
+
+
+def resolve(job: Job) -> ResolvedModel:
+    """The model, with the same random weights in every process where a factory draws them."""
+    storage = "float32" if job.dtype == "float64" else job.dtype
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        return resolve_model(
+            job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch, dtype=storage
+        )
+
+
+def vocabulary(model: ResolvedModel) -> int:
+    """Integer inputs are drawn below this: ids of the smallest table, or classes where there is none."""
+    own: Any = getattr(model.model, "config", None)
+    config = model.config or (own.to_dict() if hasattr(own, "to_dict") else {})
+    tables = [c.get("vocab_size") for c in (config, config.get("text_config") or {})]
+    return int(next((size for size in tables if size), len(config.get("id2label") or (0, 1))))
+
+
+def verify(
+    spec: str,
+    *,
+    world_size: int,
+    degrees: Mapping[str, Any] | None = None,
+    plan: str | None = None,
+    layers: int | None = None,
+    hidden: int | None = None,
+    seq_len: int | None = None,
+    batch: int | None = None,
+    dtype: str = "float64",
+    steps: int = 3,
+    seed: int = 0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: Progress = lambda text: None,
+    ranks: Ranks | None = None,
+) -> Report:
+    """Verify a model under degrees, or a plan file, on `world_size` gloo ranks of this machine.
+
+    `batch` is the sequences of one data-parallel rank in one step. `ranks` reuses a world. Raises `InputError` or
+    `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
+    """
+    started = time.monotonic()
+    check_dtype(dtype)
+    job = Job(
+        spec=spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype, steps=steps, seed=seed
+    )
+    model, program, decided = decide(job, world_size, degrees, plan, on_progress)
+    on_progress("single-device steps")
+    checked = in_dtype(program, dtype)
+    source = parameter_source(model.model, state=None, seed=seed, dtype=None)
+    data = batches(checked, decided.degrees, steps, seed, vocabulary(model))
+    reference = reference_steps(checked, source, data, decided.degrees)
+    _, has_dropout = without_dropout(program)
+    captured: tuple[Quantity, ...] = ()
+    count = decided.degrees.num_micro_batches
+    if not has_dropout and (count == 1 or decided.degrees.per_micro_batch):
+        captured = against_model(model, source, split_micro_batches(program, data[0], count), reference)
+    on_progress(f"the same steps on {world_size} ranks")
+    arguments, describe = (job, decided.to_json(), to_bytes(program)), partial(rank_name, decided.degrees)
+    if ranks is not None:
+        parts: list[Steps | None] = ranks.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
+    else:
+        with Ranks(world_size, timeout_s=timeout_s) as world:
+            parts = world.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
+    found = of_all_stages([part for part in parts if part is not None])
+    quantities, notes = compare(reference, found, TOLERANCES[dtype], steps)
+    if has_dropout:
+        notes += ("dropout was off on both sides, and the unmodified model was not compared",)
+    return Report(
+        world_size=world_size,
+        plan=decided.to_dict(),
+        quantities=(*quantities, *captured),
+        notes=notes,
+        seconds=time.monotonic() - started,
+    )
+
+
+def decide(
+    job: Job, world_size: int, degrees: Mapping[str, Any] | None, plan: str | None, on_progress: Progress
+) -> tuple[ResolvedModel, Program, Plan]:
+    """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
+    on_progress("capturing the model")
+    model = resolve(job)
+    inputs = model.example_inputs
+    named = dict(inputs) if isinstance(inputs, Mapping) else dict(enumerate(inputs))
+    local_batch, _ = batch_and_sequence({str(k): v for k, v in named.items() if isinstance(v, torch.Tensor)})
+    if plan is not None:
+        decided = Plan.load(plan)
+        program = capture_for(model.model, inputs, decided.degrees)
+        check_plan(decided, program, world_size, None if job.batch is None else local_batch)
+        return model, program, decided
+    wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
+    program = capture_for(model.model, inputs, wanted)
+    on_progress("choosing labels")
+    return model, program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
+
+
+def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Degrees that were asked for, without the ones left open."""
+    given = {k: v for k, v in dict(wish or {}).items() if v is not None}
+    degrees_from(given, "options")
+    return given
+
+
+def rank_name(degrees: Degrees, rank: int) -> str:
+    """A rank and the pipeline stages that it holds: ``rank 3 (pipeline stages 1 and 2)``."""
+    at = degrees.coordinate("pp", rank)
+    held = [str(stage) for stage in range(degrees.num_stages) if degrees.rank_of_stage(stage) == at]
+    stages = f" (pipeline stage{'s' * (len(held) > 1)} {' and '.join(held)})" if degrees.pp > 1 else ""
+    return f"rank {rank}{stages}"
+
+
+@lru_cache(maxsize=4)
+def _resolved(job: Job) -> ResolvedModel:
+    """A rank's model; a world that verifies many plans of one model builds it once."""
+    return resolve(job)
+
+
+def built_on_rank(job: Job, plan_json: str, program: bytes) -> tuple[ResolvedModel, Program, Plan]:
+    """What a rank makes of a job: the model on meta, the program that was captured of it, the plan."""
+    model = _resolved(job)  # first: it may register operators that the program has
+    plan, captured = Plan.from_dict(json.loads(plan_json)), from_bytes(program)
+    check_plan(plan, captured, plan.degrees.world_size)
+    return model, captured, plan
+
+
+def rank_steps(rank: int, job: Job, plan_json: str, program_bytes: bytes) -> Steps | None:
+    """What one rank does: build the model on meta and run the steps; one rank of each stage returns them."""
+    model, program, plan = built_on_rank(job, plan_json, program_bytes)
+    checked = in_dtype(program, job.dtype)
+    source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
+    data = batches(checked, plan.degrees, job.steps, job.seed, vocabulary(model))
+    found = parallel_steps(checked, plan, source, data)
+    is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
+    return found if is_first else None
+
+
+def against_model(
+    model: ResolvedModel,
+    source: Callable[[str], torch.Tensor],
+    micro_batches: Sequence[Mapping[str, torch.Tensor]],
+    reference: Steps,
+) -> tuple[Quantity, ...]:
+    """The promoted reference against the unmodified model in its own dtype, once: mean loss and gradients."""
+    plain = materialised(model.model, source)
+    dtype = next(plain.parameters()).dtype
+    loss = torch.zeros((), dtype=dtype)
+    for batch in micro_batches:
+        typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        inputs = model.example_inputs
+        if isinstance(inputs, Mapping):
+            out = plain(**{k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}, **typed)
+        else:
+            out = plain(*typed.values())
+        loss = loss + named_outputs(out)["loss"] / len(micro_batches)
+    loss.backward()
+    tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
+    scale = rms(reference.gradients.values())
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    missing = set(reference.gradients) ^ set(grads)
+    if missing:
+        raise VerificationError(
+            f"the captured program and the model disagree on which gradients exist: {sorted(missing)}"
+        )
+    return (
+        worst("captured loss", {"loss": error(loss.detach(), reference.losses[0], 0.0)}, tolerance),
+        worst("captured gradients", {n: error(g, reference.gradients[n], scale) for n, g in grads.items()}, tolerance),
+    )
+
+
+def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:
+    """A CPU copy of a meta model that holds the weights and buffers of `source`; tied parameters stay tied."""
+    plain = copy.deepcopy(model)
+    made: dict[int, torch.nn.Parameter] = {}
+    for path, module in plain.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                value = source(prefix + name).detach().clone()
+                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, _ in module.named_buffers(recurse=False):
+            module._buffers[name] = source(prefix + name).clone()
+    return plain.train()

@@ -1,0 +1,349 @@
+"""One rank's graph of a block under its labels, every collective visible.
+
+Values carry a source type per mesh dimension, uses a destination type. A conversion belongs to (value, destination
+type): it is emitted once and shared by all uses.
+
+The graph calls operators of ATen and, by the names in `Functions`, what sends: conversions and rewrites. The runtime
+gives functions that send (`autopar.runtime.codegen.generate`), the cost model functions that write down what would be
+sent (`autopar.cost_model.dry_run.stage_run`): what is priced is what runs.
+"""
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.analysis import Analysis
+from autopar.capture.nodes import output_nodes
+from autopar.errors import PlanError
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block
+from autopar.ir.sharding import Dims, Mesh, Type, chunk, same, steps
+from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
+from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
+
+Functions = Mapping[str, Callable[..., Any]]  # by the names below
+REWRITES = ("vocab_parallel_embedding", "vocab_parallel_cross_entropy_sum")
+LINEAR = torch.ops.aten.linear.default
+Types = tuple[Type, ...]
+Cuts = Mapping[int, Sequence[int]]
+_NO_DIM: Mapping[tuple[str, str], str] = {
+    ("I", "R"): "invariant_to_replicate",
+    ("P", "I"): "all_reduce_to_invariant",
+    ("P", "R"): "all_reduce_to_replicate",
+    ("I", "P"): "partial_of_invariant",
+    ("R", "I"): "replicate_to_invariant",
+    ("R", "P"): "partial_of_replicate",
+}
+_ONE_DIM: Mapping[tuple[str, str], str] = {
+    ("P", "S"): "reduce_scatter",
+    ("S", "R"): "all_gather_to_replicate",
+    ("S", "I"): "all_gather_to_invariant",
+    ("I", "S"): "shard_of_invariant",
+    ("S", "P"): "partial_of_shard",
+    ("R", "S"): "shard_of_replicate",
+}
+_TWO_DIMS = "all_to_all"
+GATHER, GATHER_LINEAR, KEPT_GATHER_LINEAR = "all_gather_to_replicate", "gather_linear", "kept_gather_linear"
+NAMES = (*_NO_DIM.values(), *_ONE_DIM.values(), _TWO_DIMS, GATHER_LINEAR, KEPT_GATHER_LINEAR, *REWRITES)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LocalGraph:
+    """A generated graph, the attribute names of the mesh dimensions it uses, and the local types of its ports."""
+
+    graph: fx.Graph
+    mesh_dims: tuple[str, ...]
+    ports: Mapping[str, Types]
+    results: Mapping[str, Types]
+
+
+class _Writer:
+    """Writes one block's graph; holds the conversions made so far."""
+
+    def __init__(
+        self, block: Block, mesh: Mesh, dims: Mapping[str, Dims], functions: Functions, device: str, join: bool
+    ) -> None:
+        self.graph, self.functions = fx.Graph(), functions
+        self.block, self.mesh, self.dims, self.device, self.join = block, mesh, dims, device, join
+        self.values: dict[str, fx.Node] = {}
+        self.types: dict[str, Types] = {}
+        self.differentiable: dict[str, bool] = {}
+        self.converted: dict[tuple[str, Types], fx.Node] = {}
+        self.attributes: dict[str, fx.Node] = {}
+
+    def mesh_dim(self, name: str) -> fx.Node:
+        if name not in self.attributes:
+            first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+            with self.graph.inserting_before(first) if first else self.graph.inserting_after(None):
+                self.attributes[name] = self.graph.get_attr(name)
+        return self.attributes[name]
+
+    def use(self, name: str, target: Types) -> fx.Node:
+        """The value `name` in the wanted types."""
+        source = self.types[name]
+        flows = self.differentiable[name]
+        target = tuple(s if same(s, t, flows) else t for s, t in zip(source, target, strict=True))
+        if target == source:
+            return self.values[name]
+        key = (name, target)
+        if key not in self.converted:
+            self.converted[key] = self.convert(self.values[name], self.dims[name], source, target)
+        return self.converted[key]
+
+    def convert(self, node: fx.Node, dims: Dims, source: Types, target: Types) -> fx.Node:
+        """One conversion per differing mesh dimension, or pair of them."""
+        current = list(source)
+        found = steps(dims, source, target, self.mesh)
+        if not self.join:
+            found = [(i,) for indices in found for i in indices]
+        for indices in found:
+            before = tuple(current)
+            for i in indices:
+                current[i] = target[i]
+            node = self.convert_one(node, dims, before, tuple(current), indices)
+        return node
+
+    def convert_one(self, node: fx.Node, dims: Dims, source: Types, target: Types, indices: tuple[int, ...]) -> fx.Node:
+        i = indices[0]
+        a, b = source[i], target[i]
+        inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
+        degrees = self.mesh.degrees
+        name = self.mesh.names[i] if len(indices) == 1 else self.mesh.joined(i)
+        assert name is not None
+        mesh_dim = self.mesh_dim(name)
+        uneven = len(indices) == 1  # joined shards are even
+        cuts: dict[int, list[int]] = {}
+        if inner:
+            cuts = {
+                d: sorted({t.position for t in (a, b) if t.kind == "S" and t.dim == d and t.position > 0})
+                for d in {t.dim for t in inner}
+            }
+            node = self.reshape(node, _cut(dims.local_sizes(source, degrees), cuts))
+            _describe(node, source, cuts)
+            a, b = _moved(a, cuts), _moved(b, cuts)
+        if uneven:
+            before = _cut(dims.local_sizes(source, degrees), cuts)
+            node = self.pad(node, before, source, b, _size(dims, target[i]), degrees[i], cuts)
+        if a.kind == "S" and b.kind == "S":
+            node = self.call(self.functions[_TWO_DIMS], (node, mesh_dim, a.dim, b.dim))
+        elif (a.kind, b.kind) in _NO_DIM:
+            node = self.call(self.functions[_NO_DIM[a.kind, b.kind]], (node, mesh_dim))
+        else:
+            shard = a if a.kind == "S" else b
+            node = self.call(self.functions[_ONE_DIM[a.kind, b.kind]], (node, mesh_dim, shard.dim))
+        _describe(node, target, cuts)
+        if uneven and a.kind == "S" and _size(dims, source[i]) % degrees[i]:
+            size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]
+            node = self.call(torch.ops.aten.slice.Tensor, (node, a.dim, 0, size))
+            _describe(node, target, cuts)
+        if inner:
+            node = self.reshape(node, dims.local_shape(target, degrees))
+            _describe(node, target, {})
+        return node
+
+    def pad(
+        self, node: fx.Node, shape: Sequence[int], types: Types, to: Type, size: int, degree: int, cuts: Cuts
+    ) -> fx.Node:
+        """Zeros behind an axis of `size` that is about to be split unevenly."""
+        if to.kind != "S" or size % degree == 0:
+            return node
+        missing = (chunk(size, degree) * degree - size) * (shape[to.dim] // size)
+        pads = [0, 0] * (len(shape) - 1 - to.dim) + [0, missing]
+        node = self.call(torch.ops.aten.constant_pad_nd.default, (node, pads))
+        _describe(node, types, cuts)
+        return node
+
+    def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        return self.call(torch.ops.aten.reshape.default, (node, list(shape)))
+
+    def call(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> fx.Node:
+        return self.graph.call_function(target, args, dict(kwargs or {}))
+
+    def operator(
+        self, node: fx.Node, bound: Bound, call: Call, names: Sequence[str], chosen: Sequence[Variant]
+    ) -> None:
+        """Emit one operator under one variant per mesh dimension."""
+        operands = []
+        types: list[Types] = []
+        for k, name in enumerate(names):
+            wanted = tuple(v.operands[k] for v in chosen)
+            operands.append(self.use(name, wanted))
+            types.append(wanted)
+        out_types = tuple(v.output for v in chosen)
+        degrees = self.mesh.degrees
+        split: dict[str, list[tuple[str, int]]] = {}
+        for mesh_name, degree, variant in zip(self.mesh.names, degrees, chosen, strict=True):
+            if variant.factor:
+                split.setdefault(variant.factor, []).append((mesh_name, degree))
+        local = Local(
+            tuple(d.local_shape(t, degrees) for d, t in zip(bound.operands, types, strict=True)),
+            bound.output.local_shape(out_types, degrees),
+            {f: tuple(m) for f, m in split.items()},
+        )
+        steps = bound.rule.emit(call, local) if bound.rule.emit else (Step(call.target, call.args, call.kwargs),)
+        previous: fx.Node | None = None
+        for step in steps:
+            target = self.functions[step.target] if isinstance(step.target, str) else step.target
+            args = self.fill(step.args, operands, previous)
+            kwargs = self.fill(dict(step.kwargs), operands, previous)
+            if "device" in kwargs:
+                kwargs["device"] = self.device
+                kwargs.pop("pin_memory", None)
+            previous = self.graph.create_node(
+                "call_function", target, args, kwargs, node.name if step is steps[-1] else None
+            )
+            previous.meta["operand_types"] = tuple(types) if step is steps[0] else ()
+            previous.meta["types"], previous.meta["rewritten"] = out_types, len(steps) > 1
+        assert previous is not None
+        self.define(node.name, previous, out_types, node.meta["info"].differentiable)
+
+    def fill(self, value: Any, operands: Sequence[fx.Node], previous: fx.Node | None) -> Any:
+        if isinstance(value, Slot):
+            return previous if value.index < 0 else operands[value.index]
+        if isinstance(value, MeshDimRef):
+            return self.mesh_dim(value.name)
+        if isinstance(value, fx.Node):  # a scalar argument of the block
+            return self.values[value.name]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.fill(v, operands, previous) for v in value)
+        if isinstance(value, dict):
+            return {k: self.fill(v, operands, previous) for k, v in value.items()}
+        return value
+
+    def define(self, name: str, node: fx.Node, types: Types, differentiable: bool) -> None:
+        self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
+        node.meta["types"], node.meta["differentiable"] = types, differentiable
+
+
+def _size(dims: Dims, t: Type) -> int:
+    """Elements of the axis that a shard splits."""
+    return dims.sizes[t.dim][t.position] if t.kind == "S" else 1
+
+
+def _cut(sizes: Sequence[Sequence[int]], cuts: Cuts) -> list[int]:
+    shape: list[int] = []
+    for d, dim in enumerate(sizes):
+        edges = [0, *cuts.get(d, ()), len(dim)]
+        shape.extend(prod(dim[a:b]) for a, b in pairwise(edges))
+    return shape
+
+
+def _moved(t: Type, cuts: Cuts) -> Type:
+    """Where a shard's axis begins after the dimensions are cut at the given positions."""
+    if t.kind != "S":
+        return t
+    before = sum(len(c) for d, c in cuts.items() if d < t.dim)
+    own = [0, *cuts.get(t.dim, ())]
+    part = bisect_right(own, t.position) - 1
+    return Type("S", t.dim + before + part, t.position - own[part])
+
+
+def _describe(node: fx.Node, types: Types, cuts: Cuts) -> None:
+    """What the type check reads: the types of a converted value whose dimensions are cut."""
+    node.meta["types"] = tuple(_moved(t, cuts) for t in types)
+
+
+def chosen_variants(bound: Bound, labels: Sequence[str], mesh: Mesh, where: str) -> list[Variant]:
+    """The variant of every mesh dimension. Raises `PlanError` where a label is not legal."""
+    found = []
+    for name, degree, label in zip(mesh.names, mesh.degrees, labels, strict=True):
+        try:
+            found.append(by_label(variants(bound, degree), label))
+        except KeyError as error:
+            raise PlanError(f"{where}, mesh dimension {name}: {error.args[0]}") from error
+    if not rewrites_fit(bound, found, mesh.degrees):
+        raise PlanError(f"{where}: no rewrite for {tuple(labels)}; plan again")
+    return found
+
+
+def local_graph(
+    analysis: Analysis,
+    block: Block,
+    index: int,
+    labels: BlockLabels,
+    mesh: Mesh,
+    functions: Functions,
+    *,
+    device: str = "cpu",
+    keep: Sequence[str] | None = None,
+    regather: bool = False,
+    fuse: bool = False,
+    join: bool = True,
+) -> LocalGraph:
+    """One rank's graph of a block. `functions` are those of `NAMES`; `keep` names the outputs wanted (default: all).
+
+    `join` makes equal conversions on two neighbouring mesh dimensions one. With `fuse` a gather that feeds matrix
+    products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward.
+    """
+    writer = _Writer(block, mesh, analysis.dims[index], functions, device, join)
+    for port in block.ports:
+        node = writer.graph.placeholder(port.name)
+        writer.define(port.name, node, tuple(labels.ports.get(port.name, ())), port.differentiable)
+    needed = _needed(block, keep)
+    for node in block.graph.nodes:
+        if node.op != "call_function" or node.name not in needed:
+            continue
+        bound = analysis.bounds[index][node.name]
+        key = node.meta["key"]
+        if key not in labels.labels:
+            raise PlanError(f"block {block.name}: the plan has no label for {key}; plan again")
+        chosen = chosen_variants(bound, labels.labels[key], mesh, f"block {block.name}, operator {key}")
+        call = analysis.calls[index][node.name]
+        writer.operator(node, bound, call, analysis.operands[index][node.name], chosen)
+    outputs = [name for name in block.outputs if keep is None or name in keep]
+    writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
+    if regather or fuse:
+        fuse_gathers(writer.graph, functions, functions[GATHER_LINEAR if regather else KEPT_GATHER_LINEAR])
+    writer.graph.lint()
+    return LocalGraph(
+        graph=writer.graph,
+        mesh_dims=tuple(writer.attributes),
+        ports=dict(labels.ports),
+        results={name: labels.results[name] for name in outputs},
+    )
+
+
+def fuse_gathers(graph: fx.Graph, functions: Functions, gather_linear: Callable[..., Any]) -> None:
+    """Replace every gather all of whose uses are the input of `linear` by `gather_linear`, in place."""
+    for gather in list(graph.nodes):
+        if gather.target is not functions[GATHER] or not gather.users:
+            continue
+        users = list(gather.users)
+        if not all(u.target is LINEAR and u.args[0] is gather and gather not in u.args[1:] for u in users):
+            continue
+        pairs = [a for u in users for a in (u.args[1], u.args[2] if len(u.args) > 2 else None)]
+        if any(isinstance(a, fx.Node) and a > min(users) for a in pairs) or _uses_between(users):
+            continue
+        with graph.inserting_before(min(users)):
+            fused = graph.call_function(gather_linear, (*gather.args, *pairs), name="gathered")
+            pieces = [graph.call_function(operator.getitem, (fused, k), name=u.name) for k, u in enumerate(users)]
+        for user, piece in zip(users, pieces, strict=True):
+            user.replace_all_uses_with(piece)
+            graph.erase_node(user)
+        graph.erase_node(gather)
+
+
+def _uses_between(users: list[fx.Node]) -> bool:
+    """Whether a product's operands depend on another product of the same gather."""
+    own = set(users)
+    return any(n in own for u in users for n in u.all_input_nodes)
+
+
+def _needed(block: Block, keep: Sequence[str] | None) -> set[str]:
+    stack = [n for n in output_nodes(block.graph) if keep is None or n.name in keep]
+    found: set[str] = set()
+    while stack:
+        node = stack.pop()
+        if node.name not in found:
+            found.add(node.name)
+            stack.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,207 @@
+"""`autopar.estimate`: from a model, a cluster and a plan to the predicted time and memory of its training step.
+
+The model is captured without memory and labelled as `autopar plan` does, once; what its blocks cost is kept as
+expressions with the program, so that other micro-batches, engines and devices of the same labels are priced at once.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.analysis import analyse
+from autopar.capture.export.export import Inputs, LossFunction, input_names
+from autopar.capture.program import batch_and_sequence
+from autopar.cost_model.estimate import Estimate, estimate_works
+from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
+from autopar.cost_model.machine.cluster import precision_of
+from autopar.cost_model.machine.engine import Engine, engine_named
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.machine.profile_io import load_profile
+from autopar.cost_model.pricing import Question
+from autopar.cost_model.work.program_costs import ProgramWorks, program_works
+from autopar.errors import InputError, Problem
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockLabels, Degrees, Plan
+from autopar.ir.program import Program
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
+from autopar.search.pricing.stage_partition import choose_cuts, values_to_recompute
+
+KEPT = 16  # labelled programs that are kept
+OWN = "autopar"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Priceable:
+    """A captured program under labels: its works, the degrees that they are for, and where a plan cuts it."""
+
+    works: ProgramWorks
+    labels: tuple[BlockLabels, ...]
+    degrees: Degrees
+    cuts: tuple[int, ...]
+
+
+def estimate(
+    model_or_program: nn.Module | Program,
+    cluster: ClusterSpec | str,
+    plan: PlanLike = None,
+    *,
+    example_inputs: Inputs | None = None,
+    loss_fn: LossFunction | None = None,
+    global_batch: int | None = None,
+    engine: Engine | str = OWN,
+    profile: DeviceProfile | str | Path | None = None,
+    precision: str | None = None,
+    cp: int = 1,
+    ep: int = 1,
+    tokens: float | None = None,
+    grams_co2_per_kwh: float | None = None,
+    exact_memory: bool = False,
+    name: str = "",
+    say: Callable[[str], None] | None = None,
+) -> Estimate:
+    """Predict step time and memory of a model under a plan on a cluster, without any device.
+
+    A module may be on meta; `example_inputs` are one data-parallel rank's batch of one step, as for
+    `autopar.parallelize`. A captured `Program` (`autopar.capture_program`) is priced again without another capture.
+    `plan` is a `Plan`, the path of one, or wished degrees such as ``{"tp": 8, "dp": 4, "zero": 1}``; without it FSDP
+    over all devices. `engine` is a framework whose mechanisms are priced (``cost_model/machine/engines``), `profile` a
+    device profile or its file, for the shipped one. `precision` of products is bf16, fp16, fp8 or fp32 (by default
+    that of the module's dtype, as it runs); bytes are those of the module's own dtype, and `assumptions` says where
+    the two differ. `cp` and `ep` are degrees of context and expert parallelism, which are priced and not run. With
+    `exact_memory` bytes are counted as a rank holds them under autopar's own engine, which takes seconds for a large
+    model. `say` is told what is being done.
+
+    Raises `InputError`, `PlanError`, `ClusterError` or `CaptureError`; a plan that does not fit the devices' memory is
+    priced all the same (`Estimate.fits`).
+    """
+    spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    found = engine_named(engine) if isinstance(engine, str) else engine
+    own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    _check_parallel(spec, cp, ep)
+    if exact_memory and (found.name != OWN or cp * ep > 1):
+        raise InputError("exact memory is that of autopar's own engine, without context and expert parallelism")
+    world = spec.num_devices // cp
+    tell = say or (lambda _: None)
+    if isinstance(model_or_program, Program):
+        program = model_or_program
+        degrees = given.degrees if isinstance(given, Plan) else _degrees_of(program, given, world, global_batch)
+    else:
+        if example_inputs is None:
+            raise InputError("a module needs example_inputs=..., a dict or tuple with the tensors of one rank's batch")
+        local_batch, _ = batch_and_sequence(input_names(model_or_program, example_inputs, loss_fn))
+        if isinstance(given, Plan):
+            degrees = given.degrees
+        else:
+            degrees = resolve_degrees(given, world, local_batch, global_batch=global_batch)
+        tell("capturing")
+        program = capture_for(model_or_program, example_inputs, degrees, loss_fn)
+    if isinstance(given, Plan):
+        check_plan(given, program, world)
+    tell("choosing labels and writing down what blocks cost")
+    priceable = priceable_of(program, spec, degrees, found, given if isinstance(given, Plan) else None)
+    tell("pricing")
+    question = Question(
+        cluster=spec,
+        degrees=priceable.degrees,
+        engine=found,
+        precision=precision or precision_of(priceable.works.dtype, spec),
+        profile=own,
+        cuts=priceable.cuts,
+        cp=cp,
+        ep=ep,
+    )
+    given_name = given.model if isinstance(given, Plan) else type(model_or_program).__name__
+    made = estimate_works(
+        priceable.works, question, name=name or given_name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh
+    )
+    if not exact_memory:
+        return made
+    tell("counting what a rank holds")
+    whole = given if isinstance(given, Plan) else _whole_plan(program, priceable, spec)
+    return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+def _whole_plan(program: Program, priceable: Priceable, cluster: ClusterSpec) -> Plan:
+    """The plan that is priced, as `autopar.parallelize` would run it, whether it fits or not."""
+    degrees, cuts = priceable.degrees, priceable.cuts
+    again: tuple[str, ...] = ()
+    if cuts:
+        again = values_to_recompute(program, analyse(program, degrees.mesh), cuts, degrees, cluster)
+    return Plan(
+        fingerprint=program.fingerprint, model="", degrees=degrees, blocks=priceable.labels, cuts=cuts, recomputed=again
+    )
+
+
+def priceable_of(
+    program: Program, cluster: ClusterSpec, degrees: Degrees, engine: Engine, plan: Plan | None = None
+) -> Priceable:
+    """A program under a plan's labels, or those that the labeller chooses, with its works; kept for the next time.
+
+    autopar's own engine runs the labels as they are, its stages where they are cut. Of any other, data-parallel ranks
+    share nothing but sums of gradients, and stages are equal unless a plan cuts them.
+    """
+    text = "" if plan is None else json.dumps(plan.to_dict()["blocks"])
+    cuts, regather = ((), True) if plan is None else (plan.cuts, plan.regather)
+    is_own = engine.name == OWN
+    try:
+        return _priceable(program, cluster, degrees, is_own, text, cuts, regather)
+    except TypeError as error:
+        if "unhashable" not in str(error):  # a cluster spelled out with plain dicts is priced, and not kept
+            raise
+        return _priceable.__wrapped__(program, cluster, degrees, is_own, text, cuts, regather)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _priceable(
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    is_own: bool,
+    blocks: str,
+    cuts: tuple[int, ...],
+    regather: bool,
+) -> Priceable:
+    if blocks:
+        labels = Plan.from_dict(_plan_of(blocks, degrees, cuts)).blocks
+        analysis, found = analyse(program, degrees.mesh), degrees
+    else:
+        wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1)
+        found, analysis, labelling = choose_labels(program, cluster, wanted)
+        labels = labelling.blocks
+        if is_own and degrees.num_stages > 1:
+            cuts = choose_cuts(program, analysis, labels, found, cluster)
+    works = program_works(program, analysis, labels, found.mesh, regather=regather)
+    return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims), cuts=cuts)
+
+
+def _plan_of(blocks: str, degrees: Degrees, cuts: tuple[int, ...]) -> dict[str, Any]:
+    plan = Plan(fingerprint="", model="", degrees=degrees, blocks=(), cuts=cuts)
+    return {**plan.to_dict(), "blocks": json.loads(blocks)}
+
+
+def _check_parallel(cluster: ClusterSpec, cp: int, ep: int) -> None:
+    problems = [
+        Problem(path=name, value=value, rule="must be a whole number of at least 1")
+        for name, value in (("cp", cp), ("ep", ep))
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+    ]
+    if not problems and cluster.num_devices % cp:
+        problems.append(Problem(path="cp", value=cp, rule=f"must divide the {cluster.num_devices} devices"))
+    if problems:
+        raise InputError("the estimate cannot be made", problems)
+
+
+def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None) -> Degrees:
+    """Degrees for a program that is captured already: its micro-batch is the program's, unless the wish has one."""
+    given = dict(wish or {})
+    if given.get("micro_batch") is None and global_batch is None:
+        dp = resolve_degrees({**given, "micro_batch": 2}, world).dp
+        given["micro_batch"] = max(1, (program.batch or 1) // dp)
+    return resolve_degrees(given, world, global_batch=global_batch)

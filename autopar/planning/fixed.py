@@ -1,0 +1,260 @@
+"""From a model, a cluster and wished degrees to a program and its plan."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopar.capture.analysis import Analysis, analyse
+from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
+from autopar.cost_model.work.coverage import Coverage
+from autopar.cost_model.work.coverage import coverage as coverage_of
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees, Plan
+from autopar.ir.program import Program
+from autopar.ir.sharding import Dims, I, Type
+from autopar.ir.stages import check_stages, stages_of
+from autopar.planning.degrees import resolve_degrees
+from autopar.report.explain import with_summary
+from autopar.search.labels.result import Labelling
+from autopar.search.pricing.stage_partition import choose_cuts, cuts_like, values_to_recompute
+
+if TYPE_CHECKING:
+    from autopar.capture.captured import Capture
+    from autopar.capture.export.export import Inputs, LossFunction
+    from autopar.runtime.parameters.placement import Held
+    from autopar.search.labels.solve import Known
+
+PlanLike = Plan | Mapping[str, Any] | str | Path | None
+Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimensions, axes and labels on that mesh
+
+
+def make_plan(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    example_inputs: "Inputs",
+    degrees: Degrees,
+    *,
+    name: str = "",
+    loss_fn: "LossFunction | None" = None,
+) -> tuple[Program, Plan]:
+    """Capture the model at the global micro-batch and choose labels."""
+    program = capture_for(model, example_inputs, degrees, loss_fn)
+    return program, label_plan(program, cluster, degrees, name or type(model).__name__)
+
+
+def capture_for(
+    model: nn.Module,
+    example_inputs: "Inputs",
+    degrees: Degrees,
+    loss_fn: "LossFunction | None" = None,
+    *,
+    training: bool = True,
+) -> Program:
+    """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation would change the loss
+    and `degrees` do not accept that."""
+    from autopar.capture.export.export import input_names
+    from autopar.capture.program import batch_and_sequence, capture_program
+
+    local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
+    micro_batch = degrees.micro_batch or local_batch
+    return _splittable(
+        capture_program(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn, training=training),
+        degrees,
+    )
+
+
+def program_for(captured: "Capture", degrees: Degrees) -> Program:
+    """The program of a captured model at the global micro-batch of `degrees`, which name the micro-batch.
+
+    Raises `PlanError` as `capture_for` does, and `CaptureError` where another capture is needed and fails.
+    """
+    if degrees.micro_batch is None:
+        raise PlanError("the degrees name no micro_batch, so that the global micro-batch is not known")
+    return _splittable(captured.at(batch=degrees.micro_batch * degrees.dp), degrees)
+
+
+def _splittable(program: Program, degrees: Degrees) -> Program:
+    """The program, if the micro-batches of `degrees` leave its loss as it is."""
+    count = degrees.num_micro_batches
+    if count > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
+        name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
+        raise PlanError(
+            f"{name} = {count} would change the loss: {program.mixes_batch}; use {name} = 1, or "
+            "accept the mean of the losses of single micro-batches with per_micro_batch = true (--per-micro-batch)"
+        )
+    return program
+
+
+def label_plan(
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    name: str,
+    *,
+    held: "Mapping[str, Held] | None" = None,
+    stage_of: Mapping[str, tuple[int, ...]] | None = None,
+    cuts: tuple[int, ...] | None = None,
+    labelled: Labelled | None = None,
+    regather: bool = True,
+) -> Plan:
+    """The plan that the labeller finds for a program whose parameters may be `held` already, in stages of a pipeline
+    where `stage_of` says so, or with `cuts` or labels that are decided already. Without `regather` gathered values are
+    kept for the backward pass.
+
+    Raises `PlanError` where a degree does not divide the model, `InfeasibleError` where the plan cannot fit a device.
+    """
+    degrees, analysis, found = labelled or choose_labels(program, cluster, degrees, held=held, regather=regather)
+    cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of, cuts)
+    refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, cuts)
+    plan = Plan(
+        fingerprint=program.fingerprint,
+        model=name,
+        degrees=degrees,
+        blocks=found.blocks,
+        regather=regather,
+        batch=program.batch,
+        sequence=program.sequence,
+        torch_version=str(torch.__version__),
+        notes=(*program.notes, *found.notes),
+        cuts=cuts,
+        recomputed=recomputed,
+    )
+    return with_summary(plan, program, cluster, analysis)
+
+
+def _stages(
+    program: Program,
+    analysis: Analysis,
+    found: Labelling,
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    stage_of: Mapping[str, tuple[int, ...]] | None,
+    decided: tuple[int, ...] | None,
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The cuts into pipeline stages, and the values that every stage computes for itself."""
+    if degrees.num_stages == 1:
+        return (), ()
+    if decided is not None:
+        cuts = decided
+    elif stage_of is not None:
+        cuts = cuts_like(program, stage_of, degrees.num_stages)
+    else:
+        cuts = choose_cuts(program, analysis, found.blocks, degrees, cluster)
+    recomputed = values_to_recompute(program, analysis, cuts, degrees, cluster)
+    check_stages(program, stages_of(program, cuts, recomputed))
+    return cuts, recomputed
+
+
+def choose_labels(
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    *,
+    held: "Mapping[str, Held] | None" = None,
+    regather: bool = True,
+    known: "Known | None" = None,
+) -> Labelled:
+    """Labels, with the degrees and axes that they are for: `tp` becomes two mesh dimensions where heads want it.
+
+    `regather` is that of the plan, `known` what earlier labellings of the same program have left.
+
+    Raises `PlanError` where a degree does not divide the model, and `InfeasibleError` where the solver finds nothing.
+    """
+    from autopar.search.labels.solve import LabelOptions, label  # not needed where labels are kept
+    from autopar.search.labels.tensor_dims import tensor_dims
+
+    analysis = analyse(program, degrees.mesh)
+    free = degrees.tp_dims is None and held is None
+    split = tensor_dims(program, analysis, degrees.tp) if free else None
+    if split is not None:
+        with contextlib.suppress(PlanError, InfeasibleError):
+            return choose_labels(program, cluster, replace(degrees, tp_dims=split), regather=regather, known=known)
+    pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
+    options = LabelOptions(pinned=pinned, regather=regather)
+    return degrees, analysis, label(program, analysis, degrees, cluster, options=options, known=known)
+
+
+def coverage(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    *,
+    example_inputs: "Inputs",
+    plan: Mapping[str, Any] | None = None,
+    global_batch: int | None = None,
+) -> Coverage:
+    """How much of the work of a model's training step is split, and what every operator costs that stays whole.
+
+    `model` may be on meta; `example_inputs` are one data-parallel rank's batch; `plan` are wished degrees such as
+    ``{"tp": 4}``, labelled as `autopar.parallelize` would. Needs no process group, and refuses no plan for its size.
+    Raises `InputError`, `PlanError` or `CaptureError`.
+    """
+    from autopar.capture.export.export import input_names
+    from autopar.capture.program import batch_and_sequence
+
+    spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
+    degrees = resolve_degrees(plan, spec.num_devices, local_batch, global_batch=global_batch)
+    program = capture_for(model, example_inputs, degrees)
+    degrees, analysis, found = choose_labels(program, spec, degrees)
+    return coverage_of(program, analysis, found.blocks, degrees, spec)
+
+
+def _as_held(how: "Held", dims: Dims) -> tuple[Type, ...]:
+    """The types of a held parameter, whose dimensions another analysis may cut into other axes; invariant where those
+    do not have the axis that is split."""
+    types = []
+    for kind in how.types:
+        position = kind.position
+        if kind.kind == "S":
+            before = prod(how.dims.sizes[kind.dim][: kind.position])
+            sizes = dims.sizes[kind.dim]
+            position = next((p for p in range(len(sizes)) if prod(sizes[:p]) == before), -1)
+            if position < 0:
+                types.append(I)
+                continue
+        types.append(Type(kind.kind, kind.dim, position))
+    return tuple(types)
+
+
+def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:
+    """Refuse a plan made for another model, shape, batch of one rank or world size. Raises `PlanError` naming what
+    differs."""
+    if plan.degrees.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.degrees.world_size} ranks, this job has {world_size}; start it with "
+            f"--nproc-per-node {plan.degrees.world_size} in all, or plan again"
+        )
+    micro_batch, count = plan.degrees.micro_batch, plan.degrees.num_micro_batches
+    if local_batch is not None and micro_batch is not None and local_batch != micro_batch * count:
+        raise PlanError(
+            f"the plan is for {micro_batch * count} sequences of one data-parallel rank in one step "
+            f"({count} × micro-batch {micro_batch}), the inputs have {local_batch}; pass such inputs or plan again"
+        )
+    if (plan.batch, plan.sequence) != (program.batch, program.sequence):
+        raise PlanError(
+            f"the plan is for a global micro-batch of {plan.batch} sequences of length {plan.sequence}, the inputs "
+            f"have {program.batch} of length {program.sequence}; pass such inputs or plan again"
+        )
+    if plan.fingerprint != program.fingerprint:
+        theirs = [b.signature for b in plan.blocks]
+        ours = [b.signature for b in program.blocks]
+        differing = [b.name for b, s in zip(program.blocks, theirs, strict=False) if b.signature != s]
+        raise PlanError(
+            f"the plan was made for another model ({plan.model or 'unnamed'}): "
+            + (
+                f"blocks {differing} differ"
+                if differing
+                else f"{len(theirs)} distinct blocks there, {len(ours)} here"
+                if len(theirs) != len(ours)
+                else "parameters differ in name, shape or dtype"
+            )
+            + "; plan again for this model"
+        )
+    check_stages(program, stages_of(program, plan.cuts, plan.recomputed))

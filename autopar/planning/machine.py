@@ -1,0 +1,39 @@
+"""What candidates are priced on: the cluster as a machine under a profile and a precision, with autopar's engine."""
+
+from typing import TYPE_CHECKING
+
+from autopar.cost_model.machine.cluster import ClusterMachine, cluster_machine
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.ir.cluster import ClusterSpec
+
+if TYPE_CHECKING:
+    from autopar.search.bounds.lower_bounds import Machinery
+    from autopar.search.space.constraints import Pinned
+
+ENGINE = "autopar"
+
+
+def machine_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: str) -> ClusterMachine:
+    """Raises `InputError` where the precision is unknown or the cluster's devices do not have it."""
+    return cluster_machine(cluster, engine_named(ENGINE), mechanisms(), precision=precision, profile=profile)
+
+
+def machinery_of(
+    cluster: ClusterSpec, profile: DeviceProfile | None, precision: str, pinned: "Pinned | None" = None
+) -> "Machinery":
+    """The machine of `machine_of` and what else candidates are priced with; raises as it does."""
+    from autopar.cost_model.pricing import ranks_per_core
+    from autopar.search.bounds.lower_bounds import Machinery
+    from autopar.search.space.constraints import Pinned
+
+    machine = machine_of(cluster, profile, precision)
+    return Machinery(
+        machine=machine,
+        engine=engine_named(ENGINE),
+        mechanisms=mechanisms(),
+        precision=precision,
+        ranks_per_core=ranks_per_core(machine, cluster),
+        pinned=pinned or Pinned(),
+    )

@@ -1,0 +1,340 @@
+"""`autopar.plan`: from a model and a cluster to the best plan and why it is the best.
+
+The model is captured once without memory. Its blocks are labelled for every tensor degree that could be the best, all
+degrees are searched (`autopar.search.driver.search`), and what wins is labelled at its own micro-batch, as it will run.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from autopar.capture.captured import Capture
+from autopar.cost_model.machine.cluster import dtype_assumptions, precision_of
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.machine.profile_io import load_profile
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.planning.fixed import label_plan, program_for
+from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
+from autopar.planning.machine import machinery_of
+from autopar.planning.options import TOP, TRIALS
+from autopar.planning.request import SearchRequest, question_of
+from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.driver.alternatives import next_best
+from autopar.search.driver.check import check_result
+from autopar.search.driver.infeasible import Asked, closest, counted
+from autopar.search.driver.priced_only import contender_of, search_beyond
+from autopar.search.driver.regather_choice import with_kept
+from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.study import keep_result, study_place
+from autopar.search.explain.build_report_data import details_of, points_of
+from autopar.search.explain.pareto import front_of
+from autopar.search.explain.sensitivity import Base, what_if
+from autopar.search.pricing.exact import AS_IT_IS, Priced, priced
+from autopar.search.pricing.objective import Goal, Part, goal_of, parts_of, sequences_of, why_worse
+from autopar.search.pricing.stage_partition import cuts_at
+from autopar.search.result.report_data import Details
+from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
+from autopar.search.space.candidates import Limits, Wishes, tensor_degrees, what_would_be_legal, wishes
+from autopar.search.space.constraints import PINS, Pinned, blocks_asked_for
+
+if TYPE_CHECKING:
+    from autopar.capture.export.export import Inputs, LossFunction
+
+MOST_PRICED = 400
+MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
+PRICED_AS = ("recompute", "recompute_blocks", "regather")  # words that plans are priced with, and follow from the price
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    *,
+    example_inputs: "Inputs",
+    global_batch: int | None = None,
+    local_batch: int | None = None,
+    objective: str = "time",
+    loss_fn: "LossFunction | None" = None,
+    fix: Mapping[str, Any] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    top: int = TOP,
+    trials: int = TRIALS,
+    seed: int = 0,
+    timeout_s: float | None = None,
+    study: str | Path | None = None,
+    what_if: bool = False,
+    profile: DeviceProfile | str | Path | None = None,
+    precision: str | None = None,
+    name: str = "",
+    say: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Search the fastest plan for steps of `global_batch` sequences that fits the cluster's devices, or that which is
+    best for another `objective`: the least "cost", "energy" or "memory". Of cost and energy the plan may use fewer
+    devices. With a `local_batch` instead every data-parallel rank has so many sequences, and values are of one of them.
+
+    A module may be on meta; of `example_inputs` the shapes count, not the batch. `fix` gives words of a plan's degrees
+    the values that they must have, one or several (``{"tp": (4, 8)}``), `forbid` those that they must not have. `top`
+    is how many other plans are explained; `trials` how many variations of stage cuts Optuna may try, seeded with
+    `seed`, where a pipeline is among the best. With `timeout_s` the search ends then with what it has, and a gap.
+    `study` keeps the trials in a journal (``plan.log``) or a database (``plan.db``, ``sqlite:///plan.db``), which
+    several processes may share and the same search goes on with. With `what_if` also what autopar prices and does not
+    run is searched: context and expert parallelism, and the optimizer on the host; the best of that is
+    `SearchResult.beyond`. `say` is told what is being done.
+
+    Raises `InputError`, `PlanError` where no plan is legal, `ClusterError` or `CaptureError`. Where nothing fits,
+    `SearchResult.plan` is None.
+    """
+    from autopar.capture.any_size import capture
+
+    asked = SearchRequest(
+        global_batch=global_batch, local_batch=local_batch, objective=objective,
+        fix=fix or {}, forbid=forbid or {}, top=top, trials=trials, seed=seed,
+        timeout_s=timeout_s, study=None if study is None else str(study), what_if=what_if,
+        profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile, precision=precision,
+    )  # fmt: skip
+    spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    tell = say or (lambda _: None)
+    asked.check(spec.num_devices)
+    tell("capturing")
+    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn)
+    return search_captured(captured, spec, asked, name=name or type(model).__name__, say=tell)
+
+
+def search_captured(
+    captured: Capture,
+    cluster: ClusterSpec,
+    asked: SearchRequest,
+    *,
+    name: str,
+    say: Callable[[str], None],
+    labels_folder: Path | None = None,
+) -> SearchResult:
+    """Search for a captured model; what `plan` does once it has captured. Labels are kept in `labels_folder`."""
+    started = time.monotonic()
+    asked.check(cluster.num_devices)
+    program = program_for(captured, LABELLED)
+    wanted = wishes(asked.fix, asked.forbid)
+    pinned = _pinned(wanted, program)
+    labels = _labels(program, cluster, pinned, labels_folder)
+    works_of = labels.works
+
+    def machinery(part: ClusterSpec) -> Machinery:
+        return machinery_of(part, asked.profile, asked.precision or precision_of(works_of(1).dtype, cluster), pinned)
+
+    goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
+    on = goal.parts[cluster.num_devices].on
+    place = None if asked.study is None else study_place(asked.study, question_of(asked, program, cluster, on, name))
+    if place is not None:
+        place.check()
+    deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
+
+    def goes_on() -> bool:
+        return time.monotonic() < deadline
+
+    limits = _limits(program, works_of(1), goal, asked, pinned)
+    found = search_degrees(
+        works_of, cluster, limits, wanted, on,
+        most_exact=MOST_PRICED,
+        trials=asked.trials if pinned.cuts is None else 0,
+        seed=asked.seed, place=place, goes_on=goes_on, say=say, goal=goal,
+    )  # fmt: skip
+    _refuse_without_candidates(found, limits, wanted)
+    if pinned.regather is None:
+        found = with_kept(found, labels.works_kept, most_exact=MOST_PRICED, goes_on=goes_on)
+    best = found.best
+    works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
+    more = None
+    if asked.what_if:
+        more = search_beyond(works_of, cluster, limits, wanted, goal, most_exact=MOST_PRICED, goes_on=goes_on, say=say)
+    decided, nearest = None, None
+    if best is None:
+        say("looking for what would fit")
+        space = Asked(works_of=works_of, cluster=cluster, limits=limits, wanted=wanted, machinery=machinery)
+        until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
+        nearest = closest(space, lambda: time.monotonic() < until)
+    else:
+        final, decided = _as_it_runs(captured, labels, best, pinned, goal.part(best).cluster, name)
+        check_result(found, decided, works_of_best(best.degrees.tp), limits, wanted)
+    result = replace(
+        _result(found, labels, cluster, on, program, asked),
+        model=name,
+        plan=decided,
+        closest=nearest,
+        beyond=None if more is None else contender_of(more, best, cluster),
+        seconds=time.monotonic() - started,
+        details=None if best is None else _details(best, works_of_best(best.degrees.tp), goal.part(best)),
+        points=points_of(found),
+    )
+    if best is not None and decided is not None and asked.report:
+        say("asking what if")
+        base = Base(
+            best=best, part=goal.part(best), machinery=machinery, works_of=works_of_best,
+            every=(works_of, labels.works_kept) if pinned.regather is None else (works_of,),
+            limits=limits, wanted=wanted, global_batch=result.global_batch,
+        )  # fmt: skip
+        result = _for_report(result, base, final, decided)
+    if asked.study is not None:
+        keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
+    return result
+
+
+def _labels(program: Program, cluster: ClusterSpec, pinned: Pinned, folder: Path | None) -> SearchLabels:
+    split, regather = pinned.degrees.get("sequence_parallel"), pinned.regather is not False
+    return SearchLabels(program, cluster, split, regather=regather, folder=folder)
+
+
+def _as_it_runs(
+    captured: Capture, labels: SearchLabels, best: Priced, pinned: Pinned, cluster: ClusterSpec, name: str
+) -> tuple[Program, Plan]:
+    """The program at the best plan's own batch, and the plan with the labels that it was priced with."""
+    degrees = replace(best.degrees, **pinned.degrees)
+    program = program_for(captured, degrees)
+    labelled = labels.of(program, degrees)
+    return program, label_plan(
+        program, cluster, degrees, name, cuts=best.cuts, labelled=labelled, regather=best.regather
+    )
+
+
+def _for_report(result: SearchResult, base: Base, program: Program, decided: Plan) -> SearchResult:
+    """The result with what only a report draws."""
+    from autopar.report.block_graph import block_graph
+
+    return replace(result, what_if=what_if(base), block=block_graph(program, decided))
+
+
+def _details(best: Priced, works: ProgramWorks, part: Part) -> Details:
+    return details_of(best, works, part.cluster, part.on)
+
+
+def _refuse_without_candidates(found: Searched, limits: Limits, wanted: Wishes) -> None:
+    if not len(found.candidates):
+        batch = limits.global_batch or limits.local_batch
+        raise PlanError(
+            f"no plan splits {batch} sequences over {limits.num_devices} devices as asked; "
+            f"{what_would_be_legal(limits, wanted)}"
+        )
+    if {int(tp) for tp in found.candidates.tp} <= set(found.refused):
+        reasons = "; ".join(f"tensor degree {tp}: {why}" for tp, why in found.refused.items())
+        raise PlanError(f"the model cannot be split as asked: {reasons}")
+
+
+def _pinned(wanted: Wishes, program: Program) -> Pinned:
+    fix = {word: wanted.fix[word][0] for word in PINS if word in wanted.fix}
+    return Pinned(
+        recompute_blocks=blocks_asked_for(fix),
+        cuts=cuts_at(program, fix["cut_at"]) if "cut_at" in fix else None,  # type: ignore[arg-type]
+        regather=fix.get("regather"),  # type: ignore[arg-type]
+        degrees={word: value for word, value in fix.items() if word not in PRICED_AS},
+    )
+
+
+def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequest, pinned: Pinned) -> Limits:
+    counts = sorted(goal.parts)
+    return Limits(
+        num_devices=counts[-1],
+        fewer_devices=tuple(counts[:-1]),
+        global_batch=asked.global_batch,
+        local_batch=asked.local_batch,
+        most_stages=sum(1 for role in works.calls if role),
+        tensor_degrees=tensor_degrees(*counts),
+        accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
+        num_stages=pinned.num_stages,
+        devices_per_host=goal.parts[counts[-1]].on.machine.machine.links.devices_per_host,
+    )
+
+
+def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
+    together = found.together
+    return next_best(found, together.priced, top, ahead=lambda likely: together.price([(i, AS_IT_IS) for i in likely]))
+
+
+def _priced_baselines(found: Searched, labels: SearchLabels) -> Iterator[tuple[int, Priced, int]]:
+    """Baselines that the model can be split for, by their candidates; and of which tensor degree the labels are where
+    none were chosen for a baseline's own, as its bound is too far from the best."""
+    split = min((tp for tp in found.labelled if tp > 1), default=0)
+    for index in (one.index for one in found.baselines):
+        tp = int(found.candidates.tp[index])
+        if tp in found.labelled:
+            yield index, found.together.priced(index), 0
+        elif tp not in found.refused:
+            borrowed = split if split and labels.hold(split, tp) else 0
+            try:
+                works = labels.works(borrowed or tp)
+            except AutoparError:
+                continue
+            degrees = found.candidates.degrees(index)
+            part = found.goal.parts[degrees.world_size]
+            yield index, priced(works, degrees, part.cluster, part.on, least_memory=found.goal.is_memory), borrowed
+
+
+def _result(
+    found: Searched,
+    labels: SearchLabels,
+    cluster: ClusterSpec,
+    on: Machinery,
+    program: Program,
+    asked: SearchRequest,
+) -> SearchResult:
+    best, goal = found.best, found.goal
+    names = {one.index: one.name for one in found.baselines}
+
+    def contender(index: int | None, one: Priced, borrowed: int = 0) -> Contender:
+        slower = 0.0 if best is None else one.seconds / best.seconds - 1
+        reason = ""
+        if not one.fits:
+            missing = one.needed_bytes - goal.part(one).on.capacity_bytes
+            reason = f"does not fit: {missing / 1e9:.1f} GB too much"
+        elif best is not None and one is not best:
+            reason = why_worse(goal, best, one)
+        if borrowed:
+            reason += f"; with the labels of tensor degree {borrowed}"
+        return Contender(
+            degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
+            step_s=one.seconds,
+            needed_bytes=one.needed_bytes,
+            fits=one.fits,
+            slower=slower,
+            reason=reason,
+            parts=parts_of(one.step.parts),
+            value=goal.value(one),
+            num_devices=one.degrees.world_size,
+            name="" if index is None else names.get(index, ""),
+        )
+
+    return SearchResult(
+        model="",
+        cluster=cluster.name,
+        engine=on.engine.name,
+        profile=on.machine.profile.name,
+        precision=on.precision,
+        objective=goal.objective,
+        unit=goal.unit,
+        num_devices=cluster.num_devices,
+        sequence=program.sequence or 1,
+        global_batch=asked.global_batch or (0 if best is None else sequences_of(best.degrees)),
+        device_bytes=on.machine.memory_bytes,
+        best=None if best is None else contender(found.index_of_best, best),
+        refined=len(found.refined.trials),
+        trials=found.refined.trials,
+        importance=found.refined.importance,
+        others=tuple(contender(i, one) for i, one in _next_best(found, asked.top)),
+        baselines=tuple(contender(*one) for one in _priced_baselines(found, labels)),
+        bound=None if found.proof.best is None else found.proof.bound,
+        gap=found.proof.gap,
+        is_proven=found.proof.is_proven,
+        counted=counted(found, on.capacity_bytes),
+        front=front_of(found),
+        closest=None,
+        seconds=0.0,
+        notes=program.notes,
+        assumptions=(*on.machine.assumptions, *dtype_assumptions(labels.works(1).dtype, on.precision, cluster)),
+    )

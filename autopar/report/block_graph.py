@@ -1,0 +1,235 @@
+"""One block as a graph to look at: products, attention and collectives as they run forward, the rest in groups.
+
+The graph is the generated one (`autopar.runtime.codegen.generate`), so that what is drawn is what runs. Operators
+between products, attention and collectives are one node for each module and connected piece; conversions that send
+nothing forward are no nodes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.nodes import operator_name
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.report.explain import placed
+from autopar.runtime.codegen.generate import generate
+from autopar.search.result.report_data import BlockGraph, GraphEdge, GraphNode
+
+COLLECTIVES = {
+    "all_reduce_to_invariant": "all-reduce",
+    "all_reduce_to_replicate": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather_to_replicate": "all-gather",
+    "all_gather_to_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+}
+PRODUCTS = ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "convolution", "einsum")
+MOST_WORDS = 4  # operators of a group that are named
+MOST_NODES = 120  # of a drawing that can be read
+
+
+def block_graph(program: Program, plan: Plan, analysis: Analysis | None = None) -> BlockGraph | None:
+    """The block that is called most, of those the one with most operators; None where it is too large to be read."""
+    found = analysis or analyse(program, plan.mesh)
+    calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
+    index = max(range(len(calls)), key=lambda i: (calls[i], len(found.bounds[i])))
+    drawn = _Drawing(program, plan, found, index)
+    groups = drawn.groups()
+    if len(groups) > MOST_NODES:
+        return None
+    return BlockGraph(
+        name=program.blocks[index].name,
+        num_calls=calls[index],
+        nodes=tuple(drawn.nodes(groups)),
+        edges=tuple(drawn.edges(groups)),
+        weights=tuple(drawn.weights()),
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Nodes that are one box."""
+
+    kind: str
+    module: str
+    members: list[fx.Node]
+
+
+class _Drawing:
+    """A generated block and what its nodes are called."""
+
+    def __init__(self, program: Program, plan: Plan, analysis: Analysis, index: int) -> None:
+        self.program, self.plan, self.index = program, plan, index
+        self.block, self.dims = program.blocks[index], analysis.dims[index]
+        labels = plan.blocks[index]
+        self.graph = generate(analysis, self.block, index, labels, plan.mesh).graph
+        self.keys: Mapping[str, str] = {n.name: str(n.meta.get("key", "")) for n in self.block.graph.nodes}
+        self.values = {port.name for port in self.block.ports if port.role in ("value", "input")}
+        self.flowing: set[fx.Node] = set()  # what depends on a value, not on weights and constants alone
+        for node in self.graph.nodes:
+            if node.name in self.values or not self.flowing.isdisjoint(node.all_input_nodes):
+                self.flowing.add(node)
+
+    # ---- nodes into groups ----
+
+    def groups(self) -> list[_Group]:
+        """Boxes in the order of the graph."""
+        found: list[_Group] = []
+        of: dict[fx.Node, _Group] = {}
+        for node in self.graph.nodes:
+            kind = self._kind(node)
+            if not kind:
+                continue
+            group = self._joined(node, of, found) if kind == "other" else None
+            if group is None:
+                group = _Group(kind=kind, module=self._module(node), members=[])
+                found.append(group)
+            group.members.append(node)
+            of[node] = group
+        return found
+
+    def _kind(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return "input" if node.name in self.values else ""
+        if node.op == "output":
+            return "output"
+        if node.op != "call_function" or node not in self.flowing:
+            return ""
+        name = operator_name(node)
+        if name in COLLECTIVES:
+            return "collective"
+        if node.name not in self.keys:
+            return ""  # a conversion that sends nothing
+        if "attention" in name:
+            return "attention"
+        return "product" if name in PRODUCTS else "other"
+
+    def _module(self, node: fx.Node) -> str:
+        return self.keys.get(node.name, "").rsplit(":", 2)[0] if self.keys.get(node.name, "").count(":") >= 2 else ""
+
+    def _joined(self, node: fx.Node, of: Mapping[fx.Node, _Group], found: list[_Group]) -> _Group | None:
+        """A group of the same module that feeds the node, where joining it makes no circle: the group must not reach
+        the node by way of another one."""
+        feeding = [of[source] for source in self._sources(node) if source in of]
+        for group in feeding:
+            others = [other for other in feeding if other is not group]
+            alike = group.kind == "other" and group.module == self._module(node)
+            if alike and not any(self._reaches(group, other, of) for other in others):
+                return group
+        return None
+
+    def _reaches(self, start: _Group, end: _Group, of: Mapping[fx.Node, _Group]) -> bool:
+        stack, seen = [end], {id(end)}
+        while stack:
+            group = stack.pop()
+            if group is start:
+                return True
+            for source in {
+                id(of[s]): of[s] for member in group.members for s in self._sources(member) if s in of
+            }.values():
+                if id(source) not in seen:
+                    seen.add(id(source))
+                    stack.append(source)
+        return False
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """What feeds a node, conversions that send nothing passed through."""
+        found: list[fx.Node] = []
+        for source in node.all_input_nodes:
+            if self._kind(source):
+                found.append(source)
+            elif source.op == "call_function":
+                found += self._sources(source)
+        return found
+
+    # ---- groups into what is drawn ----
+
+    def nodes(self, groups: list[_Group]) -> Iterable[GraphNode]:
+        layers = self._layers(groups)
+        for group, layer in zip(groups, layers, strict=True):
+            first = group.members[0]
+            yield GraphNode(
+                name=first.name, kind=group.kind, label=self._label(group), detail=self._detail(group), layer=layer
+            )
+
+    def edges(self, groups: list[_Group]) -> Iterable[GraphEdge]:
+        numbers = {node: i for i, group in enumerate(groups) for node in group.members}
+        seen: set[tuple[int, int, str]] = set()
+        for target, group in enumerate(groups):
+            for member in group.members:
+                for source in self._sources(member):
+                    if source not in numbers or numbers[source] == target:
+                        continue
+                    edge = (numbers[source], target, self._placement(source))
+                    if edge not in seen:
+                        seen.add(edge)
+                        yield GraphEdge(source=edge[0], target=target, placement=edge[2])
+
+    def weights(self) -> Iterable[tuple[str, str, str]]:
+        """Parameters of the block: name, shape, split."""
+        for port in self.block.ports:
+            if port.role == "parameter":
+                shape = " × ".join(f"{size:,}" for size in self.dims[port.name].shape) or "scalar"
+                types = zip(
+                    self.plan.mesh.names,
+                    self.plan.mesh.degrees,
+                    self.plan.blocks[self.index].ports[port.name],
+                    strict=True,
+                )
+                split = [
+                    f"dimension {t.dim} over {name} {degree}"
+                    for name, degree, t in types
+                    if t.kind == "S" and degree > 1
+                ]
+                yield port.name, shape, ", ".join(split) or "whole"
+
+    def _layers(self, groups: list[_Group]) -> list[int]:
+        numbers = {node: i for i, group in enumerate(groups) for node in group.members}
+        known: dict[int, int] = {}
+        return [self._depth(i, groups, numbers, known) for i in range(len(groups))]
+
+    def _depth(self, number: int, groups: list[_Group], numbers: Mapping[fx.Node, int], known: dict[int, int]) -> int:
+        if number not in known:
+            sources = {numbers[s] for member in groups[number].members for s in self._sources(member) if s in numbers}
+            known[number] = 1 + max(
+                (self._depth(s, groups, numbers, known) for s in sources if s != number), default=-1
+            )
+        return known[number]
+
+    def _label(self, group: _Group) -> str:
+        first = group.members[0]
+        if group.kind == "collective":
+            return f"{COLLECTIVES[operator_name(first)]} over {self._mesh_dim(first)}"
+        if group.kind in ("input", "output"):
+            return group.kind
+        if group.kind == "attention":
+            return "attention"
+        return group.module or ", ".join(dict.fromkeys(operator_name(one) for one in group.members[:MOST_WORDS]))
+
+    def _mesh_dim(self, node: fx.Node) -> str:
+        dim = node.args[1]
+        return str(dim.target) if isinstance(dim, fx.Node) else str(dim)
+
+    def _detail(self, group: _Group) -> str:
+        if group.kind == "collective":
+            return f"{self.plan.mesh.degree_of(self._mesh_dim(group.members[0]))} ranks"
+        if group.kind in ("input", "output"):
+            return ""
+        names = list(dict.fromkeys(operator_name(one) for one in group.members))
+        shown = ", ".join(names[:MOST_WORDS]) + (", …" if len(names) > MOST_WORDS else "")
+        if names == [self._label(group)]:
+            return ""
+        return shown if len(group.members) == 1 else f"{len(group.members)} operators: {shown}"
+
+    def _placement(self, node: fx.Node) -> str:
+        """How ranks hold what a node yields."""
+        source: fx.Node = node
+        while source.name not in self.dims and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        types = node.meta.get("types")
+        if types is None or source.name not in self.dims:
+            return ""
+        return placed(self.program, self.dims[source.name], types, self.plan)

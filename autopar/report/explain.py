@@ -1,0 +1,306 @@
+"""From a program and its plan to a summary: what is split, by which collectives, and what has no rule.
+
+Collectives are counted on the generated training code of each distinct block, which is the code that runs.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+
+from torch import fx
+
+from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.nodes import operator_name, value_infos
+from autopar.cost_model.machine.collectives import Collective, sent_bytes
+from autopar.cost_model.work.conversions import TABLE
+from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.explanation import as_text
+from autopar.ir.plan import BlockLabels, Plan
+from autopar.ir.program import Program
+from autopar.ir.sharding import DATA, Dims, Kind, Type
+from autopar.ir.stages import stages_of
+from autopar.ir.storage import boundary_types
+from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
+from autopar.lowering.local_graph import GATHER_LINEAR, KEPT_GATHER_LINEAR
+from autopar.runtime.codegen.generate import generate
+from autopar.search.pricing.stage_partition import block_seconds
+
+_CONVERSIONS: Mapping[str, tuple[Kind, Kind]] = {
+    "invariant_to_replicate": ("I", "R"),
+    "all_reduce_to_invariant": ("P", "I"),
+    "all_reduce_to_replicate": ("P", "R"),
+    "reduce_scatter": ("P", "S"),
+    "all_gather_to_replicate": ("S", "R"),
+    "all_gather_to_invariant": ("S", "I"),
+    "shard_of_invariant": ("I", "S"),
+    "all_to_all": ("S", "S"),
+}
+_FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("embedding", 0): "vocabulary-parallel"}
+_ORDINALS = ("first", "second", "third", "fourth", "fifth")
+
+
+def explain(plan: Plan, program: Program, cluster: ClusterSpec) -> str:
+    """A plan in words and tables, also where the plan file has no summary."""
+    return as_text(plan if plan.summary is not None else with_summary(plan, program, cluster))
+
+
+def with_summary(plan: Plan, program: Program, cluster: ClusterSpec, analysis: Analysis | None = None) -> Plan:
+    """The plan with a summary of what it does to a program."""
+    found = analysis or analyse(program, plan.mesh)
+    return replace(plan, summary=summarise(program, found, plan, cluster))
+
+
+def summarise(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Summary:
+    """Counts, prices and words about a plan on a program."""
+    return Summary(
+        without_rule=tuple(_without_rule(program, analysis, plan, cluster)),
+        parameters=tuple(_parameters(program, plan)),
+        blocks=tuple(_block(program, analysis, plan, index) for index in range(len(program.blocks))),
+        once_a_step=tuple(_once_a_step(program, plan)),
+        stages=tuple(_stages(program, analysis, plan, cluster)) if plan.degrees.pp > 1 else (),
+    )
+
+
+def _without_rule(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Iterator[WithoutRule]:
+    """Operators without a rule, and calls that the rule of their operator does not cover, which are whole likewise."""
+    if all(bound.rule.known for bounds in analysis.bounds for bound in bounds.values()):
+        return
+    works = list(works_of(program, analysis, plan.blocks, plan.degrees, cluster))
+    for found in whole_on_every_rank(works):
+        yield WithoutRule(
+            operator=found.operator,
+            where=found.where,
+            num_calls=found.num_calls,
+            seconds=found.seconds,
+            kept_bytes=round(found.kept_bytes),
+        )
+
+
+# ---- parameters ----
+
+
+def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
+    """Parameters by name with ``*`` for numbers; those that are held alike share an entry."""
+    uses = _first_uses(program)
+    found: dict[tuple[str, tuple[int, ...], tuple[Type, ...], str], int] = {}
+    for name, info in program.parameters.items():
+        if name in uses:
+            types, operator = uses[name][0](plan.blocks), uses[name][1]
+            key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1), info.shape, types, operator)
+            found[key] = found.get(key, 0) + 1
+    for (name, shape, types, operator), count in found.items():
+        pairs = zip(plan.mesh.names, plan.mesh.degrees, types, strict=True)
+        split = {m: _split_words(t, degree, operator) for m, degree, t in pairs if degree > 1}
+        if "dp" in split and plan.degrees.zero == 3:
+            split["dp"] = f"sharded over {plan.degrees.dp_shard} (ZeRO-3)"
+        yield ParameterSummary(name=name, num_copies=count, shape=shape, split=split)
+
+
+class _TypesOf:
+    """Where the plan says how a parameter is stored: the port of a block."""
+
+    def __init__(self, block: int, port: str) -> None:
+        self.block, self.port = block, port
+
+    def __call__(self, blocks: tuple[BlockLabels, ...]) -> tuple[Type, ...]:
+        return tuple(blocks[self.block].ports[self.port])
+
+
+def _first_uses(program: Program) -> dict[str, tuple[_TypesOf, str]]:
+    """Per parameter, the port that it is first bound to, and the operator that uses it there as a weight."""
+    operators: dict[tuple[int, str], str] = {}
+    for index, block in enumerate(program.blocks):
+        for node in block.graph.nodes:
+            users = [user for user in node.users if user.op == "call_function"]
+            if node.op == "placeholder" and users:
+                operators[index, node.name] = operator_name(users[0])
+    found: dict[str, tuple[_TypesOf, str]] = {}
+    for call in program.calls:
+        for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
+            if isinstance(name, str) and name in program.parameters and name not in found:
+                found[name] = _TypesOf(call.block, port.name), operators.get((call.block, port.name), "")
+    return found
+
+
+def _split_words(kind: Type, degree: int, operator: str) -> str:
+    if kind.kind != "S":
+        return "whole"
+    words = f"dimension {kind.dim} in {degree}"
+    if kind.position > 0:
+        ordinal = _ORDINALS[kind.position] if kind.position < len(_ORDINALS) else f"number {kind.position + 1}"
+        words = f"dimension {kind.dim}, its {ordinal} factor, in {degree}"
+    feature = _FEATURES.get((operator, kind.dim))
+    return f"{words} ({feature})" if feature else words
+
+
+# ---- blocks ----
+
+
+def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> BlockSummary:
+    block = program.blocks[index]
+    used = {a for call in program.calls for a in call.arguments} | {program.loss, program.denominator}
+    uses = program.uses_of_block(index)
+    kept = [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in uses)]
+    generated = generate(
+        analysis, block, index, plan.blocks[index], plan.mesh,
+        keep=kept, regather=plan.regather, fuse=True,
+    )  # fmt: skip
+    totals: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for dim, when, collective, size in _sends(generated.graph, analysis, plan, index):
+        count, sent = totals.get((dim, when, collective), (0, 0))
+        totals[dim, when, collective] = (count + 1, sent + size)
+    names = analysis.dims[index]
+    results = (f"{placed(program, names[o], plan.blocks[index].results[o], plan)} ({o})" for o in kept)
+    return BlockSummary(
+        name=block.name,
+        num_calls=len(uses),
+        num_operators=len(analysis.bounds[index]),
+        traffic=tuple(
+            Traffic(mesh_dim=dim, when=when, collective=collective, count=count, sent_bytes=sent)
+            for (dim, when, collective), (count, sent) in sorted(totals.items())
+        ),
+        results=tuple(results),
+    )
+
+
+def placed(program: Program, dims: Dims, types: tuple[Type, ...], plan: Plan) -> str:
+    """``(batch / dp, sequence / tp, 64)``: the dimensions of a value and who splits them."""
+    words = []
+    for d, axes in enumerate(dims.axes):
+        kinds = ("batch", program.batch_axes), ("sequence", program.sequence_axes)
+        named = [name for name, members in kinds if set(axes) & members]
+        word = "·".join(named) or str(dims.shape[d])
+        by = [m for m, t in zip(plan.mesh.names, types, strict=True) if t.kind == "S" and t.dim == d]
+        words.append(" / ".join([word, *by]))
+    whole = "scalar" if not words else f"({', '.join(words)})"
+    partial = [m for m, t in zip(plan.mesh.names, types, strict=True) if t.kind == "P"]
+    return f"{whole}, a sum over {' and '.join(partial)} still to come" if partial else whole
+
+
+def _sends(graph: fx.Graph, analysis: Analysis, plan: Plan, index: int) -> Iterator[tuple[str, str, Collective, int]]:
+    """Every collective of a generated block: mesh dimension, pass, kind, and the bytes that one rank sends."""
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        wires: tuple[tuple[str, Collective | None], ...] = ()
+        if name in _CONVERSIONS:
+            forward, backward = TABLE[_CONVERSIONS[name]]
+            wires = (("forward", forward), ("backward", backward if _source(node).meta["differentiable"] else None))
+        elif name in (GATHER_LINEAR, KEPT_GATHER_LINEAR):
+            wires = (("forward", "all_gather"), ("backward", "reduce_scatter"))
+            wires += (("backward", "all_gather"),) if name == GATHER_LINEAR else ()
+        elif name == "vocab_parallel_cross_entropy_sum":
+            yield from _loss_sends(node, analysis, plan, index)
+            continue
+        for when, collective in wires:
+            if collective is not None:
+                dim = str(node.args[1].target)
+                yield dim, when, collective, _sent(node, collective, analysis, plan, index)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The value of the captured block that a chain of conversions starts from."""
+    while "differentiable" not in node.meta:
+        source = node.args[0]
+        assert isinstance(source, fx.Node), node
+        node = source
+    return node
+
+
+def _sent(node: fx.Node, collective: Collective, analysis: Analysis, plan: Plan, index: int) -> int:
+    mesh_dim = node.args[1]
+    assert isinstance(mesh_dim, fx.Node)
+    source, here = _source(node), plan.mesh.indices(str(mesh_dim.target))
+    # what the other mesh dimensions split does not change here; "types" of a fused gather are those of its input
+    held = node.meta.get("types") or _typed(node)
+    names = analysis.dims[index]
+    dims = names[source.name] if source.name in names else names[re.sub(r"_\d+$", "", source.name)]
+    others = (
+        d for j, (t, d) in enumerate(zip(held, plan.mesh.degrees, strict=True)) if j not in here and t.kind == "S"
+    )
+    whole = prod(dims.shape) * _item_bytes(source, analysis, index) / prod(others)
+    return round(sent_bytes(collective, whole, plan.mesh.degree_of(str(mesh_dim.target))))
+
+
+def _split_by_others(types: tuple[Type, ...], plan: Plan, here: tuple[int, ...]) -> int:
+    """By how much mesh dimensions other than those of a collective divide a value."""
+    pairs = enumerate(zip(types, plan.mesh.degrees, strict=True))
+    return prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
+
+
+def _typed(node: fx.Node) -> tuple[Type, ...]:
+    source = node.args[0]
+    assert isinstance(source, fx.Node), node
+    found: tuple[Type, ...] = source.meta["types"]
+    return found
+
+
+def _item_bytes(source: fx.Node, analysis: Analysis, index: int) -> int:
+    for call, names in zip(analysis.calls[index].values(), analysis.operands[index].values(), strict=True):
+        if source.name in names:
+            return int(call.operands[names.index(source.name)].dtype.itemsize)
+    own = analysis.calls[index].get(source.name)
+    return int(own.output.dtype.itemsize) if own is not None else 4
+
+
+def _loss_sends(
+    node: fx.Node, analysis: Analysis, plan: Plan, index: int
+) -> Iterator[tuple[str, str, Collective, int]]:
+    """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`runtime.codegen.vocabulary`)."""
+    dim = str(node.args[-1].target) if isinstance(node.args[-1], fx.Node) else ""
+    first = node if node.meta["operand_types"] else node.args[0]  # before it, classes may be moved behind the tokens
+    assert isinstance(first, fx.Node)
+    logits, target = analysis.calls[index][node.name].operands[:2]
+    types: tuple[Type, ...] = first.meta["operand_types"][1]
+    others = _split_by_others(types, plan, plan.mesh.indices(dim))
+    tokens = prod(target.shape) * logits.dtype.itemsize / others
+    for count in (1, 2):
+        yield dim, "forward", "all_reduce", round(sent_bytes("all_reduce", count * tokens, plan.mesh.degree_of(dim)))
+
+
+# ---- stages ----
+
+
+def _stages(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Iterator[StageSummary]:
+    types = boundary_types(program, plan.blocks)
+    seconds = block_seconds(program, analysis, plan.blocks, plan.degrees, cluster)
+    infos = value_infos(program)
+    for stage in stages_of(program, plan.cuts, plan.recomputed):
+        calls = [program.calls[i] for i in stage.calls]
+        shapes = {v: analysis.outer[v].local_shape(types[v], plan.mesh.degrees) for v in stage.sends}
+        yield StageSummary(
+            rank=plan.degrees.rank_of_stage(stage.index),
+            first=calls[0].path,
+            last=calls[-1].path,
+            num_calls=len(calls),
+            seconds=sum(seconds[call.block] for call in calls),
+            num_parameters=sum(program.parameters[name].num_elements for name in stage.parameters),
+            sent_bytes=sum(prod(shape) * infos[v].dtype.itemsize for v, shape in shapes.items()),
+            recomputed=tuple(value for values in stage.again.values() for value in values),
+        )
+
+
+# ---- what happens once ----
+
+
+def _once_a_step(program: Program, plan: Plan) -> Iterator[str]:
+    degrees = plan.degrees
+    if degrees.dp > 1:
+        yield {
+            0: "dp: gradients of all parameters are all-reduced once a step (ZeRO-0)",
+            1: "dp: gradients are reduce-scattered once a step, parameters gathered once (ZeRO-1)",
+            2: "dp: gradients are reduce-scattered every micro-batch, parameters gathered once (ZeRO-2)",
+            3: "dp: each block's parameters are gathered for forward and again for backward, gradients "
+            "reduce-scattered, every micro-batch (ZeRO-3)",
+        }[degrees.zero]
+    if degrees.dp_replicate > 1:
+        yield f"dp: gradient shards are all-reduced over {degrees.dp_replicate} replicas"
+    uses = _first_uses(program)
+    for index, (name, degree) in enumerate(plan.mesh.as_dict().items()):
+        deferred = [n for n, (types, _) in uses.items() if types(plan.blocks)[index].kind == "R"]
+        if deferred and degree > 1 and name != DATA:
+            trained = sum(program.parameters[n].num_elements for n in deferred)
+            yield f"{name}: gradients of {len(deferred)} replicated parameters ({trained:,} elements) are all-reduced"
+    if program.unused:
+        yield f"{len(program.unused)} parameters do not take part in the loss: {', '.join(list(program.unused)[:5])}"

@@ -1,0 +1,142 @@
+"""What one rank holds in a step, by category, exact by construction: from the plan's storage and from torch's autograd.
+
+    parameters    shards between steps, padded as ZeRO pads them; a copy in every stage that takes a tied one
+    gradients     after the step, in the layout of the parameters
+    optimizer     Adam's two moments in the parameter's dtype, and its count of steps, 4 bytes a parameter
+    gathered      the most parameters that ZeRO holds whole at once, by the order of gathers (zero_traffic)
+    whole         gradients that wait whole for their sum: of every group where ZeRO 1 accumulates or the schedule
+                  splits the backward pass, else of the largest group
+    buffers       the operand of the largest gather or reduce-scatter, which is a copy
+    saved         what autograd keeps for backward of the micro-batches that are live at once under the schedule
+    workspace     the most that lives besides in one micro-batch: temporaries of the loss, values recomputed in backward
+
+Inputs of the batch and constants are not counted; allocators round up and keep what is free, which is not counted
+either. "Live at once" follows the action list: a micro-batch from its forward pass to the last part of its backward
+pass (`autopar.ir.schedules`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.dry_run.functions import Ledger
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
+from autopar.cost_model.dry_run.traffic import local_gradient_elements, trained
+from autopar.cost_model.dry_run.zero import groups_of, is_sharded, padded_elements, zero_step
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.schedules import SCHEDULES, actions
+
+NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
+STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank by category; `saved_of_stage` is what one micro-batch of each of its stages keeps."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    whole_gradient_bytes: int
+    buffer_bytes: int
+    saved_bytes: int
+    workspace_bytes: int
+    saved_of_stage: Mapping[int, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All categories at once: an upper bound where their peaks are at different times."""
+        state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        zero = self.gathered_bytes + self.whole_gradient_bytes + self.buffer_bytes
+        return state + zero + self.saved_bytes + self.workspace_bytes
+
+
+def rank_memory(program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu") -> RankMemory:
+    """What a rank holds in a step of `plan`; `analysis` is that of the program on the plan's mesh."""
+    setting = Setting(program, analysis, plan, rank)
+    runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
+    return memory_of(setting, runs)
+
+
+def memory_of(setting: Setting, runs: Mapping[int, StageRun]) -> RankMemory:
+    """What a rank holds, given one micro-batch of each of its stages."""
+    degrees, infos = setting.plan.degrees, setting.program.parameters
+    gathered = whole = largest = 0
+    for stage in setting.own_stages:
+        groups = groups_of(setting, stage, runs[stage.index])
+        gathered += zero_step(setting, stage, groups, Ledger())
+        waits = [group.gradient_bytes for group in groups] or [0]
+        splits = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
+        accumulates = degrees.zero == 1 and degrees.num_micro_batches > 1
+        whole += sum(waits) if splits or accumulates else max(waits)
+        largest = max(largest, *(group.shard_bytes * degrees.dp_shard for group in groups), *waits)
+    own = trained(setting, runs)
+    optimizer = sum(
+        NUM_MOMENTS * local_gradient_elements(setting, name) * infos[name].dtype.itemsize + STEP_BYTES for name in own
+    )
+    saved_of_stage = {index: run.saved_bytes for index, run in runs.items()}
+    return RankMemory(
+        parameter_bytes=_parameter_bytes(setting),
+        gradient_bytes=gradient_bytes(setting, runs),
+        optimizer_bytes=optimizer,
+        gathered_bytes=gathered,
+        whole_gradient_bytes=whole,
+        buffer_bytes=largest,
+        saved_bytes=saved_peak(setting, runs),
+        workspace_bytes=max(run.peak_bytes - run.saved_bytes for run in runs.values()),
+        saved_of_stage=saved_of_stage,
+    )
+
+
+def gradient_bytes(setting: Setting, runs: Mapping[int, StageRun]) -> int:
+    """Bytes of the gradients that a rank holds after the step.
+
+    ZeRO sums those of a group into one buffer, which stays while one of them does: that of a tied parameter is given to
+    the first stage of this rank that takes it.
+    """
+    left, total = set(trained(setting, runs)), 0
+    for stage in setting.own_stages:
+        for group in groups_of(setting, stage, runs[stage.index]):
+            if not left.isdisjoint(group.names) and group.gradient_bytes:
+                total += group.gradient_bytes // setting.plan.degrees.dp_shard
+                left -= {name for name in group.names if name in runs[stage.index].gradients}
+    return total + sum(_stored_bytes(setting, name) for name in left)
+
+
+def _stored_bytes(setting: Setting, name: str) -> int:
+    """Bytes of this rank's part of a parameter between steps, with ZeRO's padding."""
+    item = setting.program.parameters[name].dtype.itemsize
+    if is_sharded(setting, name):
+        return padded_elements(setting, name) // setting.plan.degrees.dp_shard * item
+    return prod(setting.own_shape(name)) * item
+
+
+def _parameter_bytes(setting: Setting) -> int:
+    stored = sum(_stored_bytes(setting, name) for stage in setting.own_stages for name in stage.parameters)
+    unused = setting.program.unused.values() if any(stage.index == 0 for stage in setting.own_stages) else ()
+    return stored + sum(info.num_elements * info.dtype.itemsize for info in unused)
+
+
+def saved_peak(setting: Setting, runs: Mapping[int, StageRun]) -> int:
+    """The most bytes that are kept for backward at once, over the order of this rank's passes."""
+    degrees = setting.plan.degrees
+    if degrees.pp == 1:
+        return sum(run.saved_bytes for run in runs.values())
+    order = actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
+    live, most = 0, 0
+    for action in order[setting.coordinates["pp"]]:
+        stage, run = setting.stages[action.stage], runs[action.stage]
+        if action.kind == "F":
+            live += run.saved_bytes
+        elif action.kind == "B":
+            live -= run.saved_bytes
+        elif setting.splits_backward(stage):
+            live -= run.kept_bytes if action.kind == "W" else run.saved_bytes - run.kept_bytes
+        elif (action.kind == "W") == (stage.index == 0):  # in one: the first stage last, others first
+            live -= run.saved_bytes
+        most = max(most, live)
+    return most

@@ -1,0 +1,81 @@
+"""A program under its plan as one rank sees it: its place on the mesh, its stages, its parts of values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.capture.analysis import Analysis
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.schedules import SCHEDULES
+from autopar.ir.sharding import DATA, Type
+from autopar.ir.stages import Stage, recomputed_calls, separates, stages_of
+from autopar.ir.storage import Storage, boundary_types, storage_of
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A program under its plan, on one rank.
+
+    `rank` counts as the runtime does: in the order of the plan, dp as dp_replicate and dp_shard.
+    """
+
+    program: Program
+    analysis: Analysis
+    plan: Plan
+    rank: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.plan.degrees.world_size, (self.rank, self.plan.degrees)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.program, self.plan.cuts, self.plan.recomputed)
+
+    @property
+    def own_stages(self) -> list[Stage]:
+        return [stage for stage in self.stages if self.pipeline_rank_of(stage.index) == self.coordinates["pp"]]
+
+    def pipeline_rank_of(self, stage: int) -> int:
+        return self.plan.degrees.rank_of_stage(stage)
+
+    @cached_property
+    def coordinates(self) -> Mapping[str, int]:
+        """This rank's place on every mesh dimension; `dp` is dp_replicate and dp_shard together."""
+        degrees, mesh = self.plan.degrees, self.plan.mesh
+        found = {name: degrees.coordinate(name, self.rank) for name in ("pp", DATA)}
+        found["dp_replicate"], found["dp_shard"] = divmod(found[DATA], degrees.dp_shard)
+        rest = degrees.coordinate("tp", self.rank)
+        for name, size in reversed(list(zip(mesh.names[1:], mesh.degrees[1:], strict=True))):
+            rest, found[name] = divmod(rest, size)
+        return found
+
+    @cached_property
+    def types(self) -> Mapping[str, tuple[Type, ...]]:
+        return boundary_types(self.program, self.plan.blocks)
+
+    @cached_property
+    def storages(self) -> Mapping[str, Storage]:
+        """How every parameter is stored; those that no block takes are whole."""
+        mesh, found = self.plan.mesh, {}
+        for name in self.program.parameters:
+            found[name] = storage_of(self.analysis.outer[name], self.types[name], mesh)
+        return found
+
+    def own_shape(self, name: str) -> tuple[int, ...]:
+        """The factored shape of this rank's part of a parameter, before ZeRO."""
+        own = [self.coordinates[n] for n in self.plan.mesh.names if n != DATA]
+        return self.storages[name].own_shape(own)
+
+    def local_shape(self, value: str) -> tuple[int, ...]:
+        return self.analysis.outer[value].local_shape(self.types[value], self.plan.mesh.degrees)
+
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        return recomputed_calls(self.program, self.plan.degrees, self.stages)
+
+    def splits_backward(self, stage: Stage) -> bool:
+        """Whether a stage runs backward passes in two parts, for what it received and for its weights."""
+        degrees = self.plan.degrees
+        has_parts = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
+        return has_parts and stage.index > 0 and separates(self.program, stage, self.recomputed)

@@ -1,0 +1,266 @@
+"""One micro-batch of one pipeline stage as one rank runs it, on tensors without data: what it sends, what it keeps.
+
+The blocks are those that the runtime generates (`autopar.lowering.local_graph`) at the plan's local shapes, the calls,
+segments and recomputed values those of `autopar.runtime.model.stage`; torch's own autograd and its checkpoint run them
+under fake tensors. So early stops of a recomputation, views, and which gradients flow are what they are in a step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from autopar._torch import private
+from autopar.capture.nodes import value_infos
+from autopar.cost_model.dry_run.functions import FUNCTIONS, Key, Ledger, PricedDim, Traffic, dropout
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.saved_bytes import SavedBytes
+from autopar.ir.program import CallSite
+from autopar.ir.stages import Stage, needed_results
+from autopar.lowering.local_graph import local_graph
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StageRun:
+    """What one micro-batch of a stage does on a rank.
+
+    `saved_bytes` are what autograd keeps from forward to backward, each storage once, without parameters, inputs and
+    constants; `kept_bytes` what it keeps of them from the first to the second part of a backward pass in parts.
+    `peak_bytes` is the most that lives of anything made in the micro-batch, forward or backward; of gradients of
+    parameters only the one that has just been computed. `gradients` are the parameters that get one, `flows` the calls
+    through which one flows.
+    """
+
+    forward: Mapping[Key, Traffic]
+    backward: Mapping[Key, Traffic]
+    backward_in_parts: Mapping[Key, Traffic]
+    saved_bytes: int
+    kept_bytes: int
+    peak_bytes: int
+    gradients: frozenset[str]
+    flows: frozenset[int]
+
+
+def run_stage(setting: Setting, stage: Stage, device: str = "cpu") -> StageRun:
+    """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so.
+
+    Sends nothing and holds no data.
+    """
+    with private.fake_tensors():
+        run = _Run(setting, device)
+        whole = run.micro_batch(stage)
+        if not setting.splits_backward(stage):
+            return whole
+        parts = run.micro_batch(stage, in_parts=True)
+    return replace(
+        whole,
+        backward_in_parts=parts.backward,
+        kept_bytes=parts.kept_bytes,
+        peak_bytes=max(whole.peak_bytes, parts.peak_bytes),
+    )
+
+
+def run_denominator(setting: Setting, device: str = "cpu") -> Mapping[Key, Traffic]:
+    """What the loss's denominator of one micro-batch sends."""
+    with private.fake_tensors():
+        return _Run(setting, device).denominator()
+
+
+class _Run:
+    """Blocks made for one rank, and the ledger of what they send."""
+
+    def __init__(self, setting: Setting, device: str) -> None:
+        self.setting, self.device = setting, device
+        self.program, self.plan = setting.program, setting.plan
+        self.ledger = Ledger()
+        self.kept = needed_results(self.program)
+        self.modules: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = {}
+        self.infos = value_infos(self.program)
+
+    def empty(self, shape: Sequence[int], dtype: Any, *, flows: bool = False) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=flows)
+
+    def module(self, index: int, keep: Sequence[str]) -> fx.GraphModule:
+        key = (index, tuple(keep))
+        if key not in self.modules:
+            setting, mesh = self.setting, self.plan.mesh
+            block, labels = self.program.blocks[index], self.plan.blocks[index]
+            made = local_graph(
+                setting.analysis,
+                block,
+                index,
+                labels,
+                mesh,
+                FUNCTIONS,
+                device=self.device,
+                keep=keep,
+                regather=self.plan.regather,
+                fuse=True,
+            )
+            for node in made.graph.nodes:
+                if node.target is torch.ops.aten.dropout.default:
+                    node.target = dropout
+            root = torch.nn.Module()
+            for name in made.mesh_dims:
+                indices = mesh.indices(name)
+                at = 0
+                for i in indices:
+                    at = at * mesh.degrees[i] + setting.coordinates[mesh.names[i]]
+                setattr(root, name, PricedDim(name, mesh.degree_of(name), at, self.ledger))
+            self.modules[key] = fx.GraphModule(root, made.graph, f"Block{index}")
+        return self.modules[key]
+
+    def given(self) -> Values:
+        """This rank's part of a micro-batch, constants, buffers that forward changes, and the loss's denominator."""
+        program, degrees = self.program, self.plan.degrees
+        values: Values = {}
+        for info in program.inputs:
+            shape = [n // degrees.dp if d == info.batch_dim else n for d, n in enumerate(info.shape)]
+            values[info.name] = self.empty(shape, info.dtype)
+        made = {node.name: node.meta["info"] for node in program.constants.graph.nodes if "info" in node.meta}
+        outputs: Any = program.constants.graph.output_node().args[0]
+        for name, node in zip(program.constants.results, outputs, strict=True):
+            values[name] = self.empty(made[node.name].shape, made[node.name].dtype)
+        for name in program.updates:
+            first = next(i for n, i in program.buffers.items() if name in (n, *i.aliases))
+            values[name] = self.empty(first.shape, first.dtype)
+        if program.denominator is not None:
+            made_info = self.infos[program.denominator]
+            values[program.denominator] = self.empty(made_info.shape, made_info.dtype)
+        return values
+
+    def parameters(self, stage: Stage) -> tuple[Values, dict[str, torch.Tensor]]:
+        """The parameters of a stage as blocks take them, and as they are held while gathered."""
+        taken: Values = {}
+        leaves: dict[str, torch.Tensor] = {}
+        for name in stage.parameters:
+            info, storage = self.program.parameters[name], self.setting.storages[name]
+            leaf = leaves[name] = self.empty(self.setting.own_shape(name), info.dtype, flows=info.requires_grad)
+            value = leaf
+            for split, degree in zip(storage.splits, storage.degrees, strict=True):
+                if split is not None and storage.shape[split] % degree:
+                    missing = -(-storage.shape[split] // degree) - value.shape[split]
+                    pads = [0, 0] * (value.dim() - 1 - split) + [0, missing]
+                    value = torch.ops.aten.constant_pad_nd.default(value, pads) if missing else value
+            taken[name] = value.reshape(storage.local_shape) if value.shape != storage.local_shape else value
+        return taken, leaves
+
+    def denominator(self) -> dict[Key, Traffic]:
+        call = next(c for c in self.program.calls if c.phase == "denominator")
+        given = self.given()
+        with torch.no_grad():
+            self.module(call.block, self.kept[call.block])(
+                *(given[a] if isinstance(a, str) else a for a in call.arguments)
+            )
+        return self.ledger.take()
+
+    def micro_batch(self, stage: Stage, *, in_parts: bool = False) -> StageRun:
+        taken, leaves = self.parameters(stage)
+        own: set[str] = set()
+        for name, leaf in leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(_note, own, name))
+        given = self.given()
+        outside = [*leaves.values(), *given.values()]
+        with private.live_storages(outside) as live, SavedBytes(outside) as saved:
+            received = {name: self.received(name) for name in stage.receives}
+            found = self.forward(stage, {**taken, **given, **received})
+            forward, saved_bytes = self.ledger.take(), saved.bytes()
+            is_last = stage.index == len(self.setting.stages) - 1
+            leaving = [found[self.program.loss]] if is_last else [found[name] for name in stage.sends]
+            flows = frozenset(i for i, value in self.made.items() if value)
+            del found
+            kept_bytes = 0
+            if in_parts:
+                kept_bytes = self.backward_in_parts(leaving, list(received.values()), list(leaves.values()), saved)
+            else:
+                self.backward(leaving)
+        own |= {name for name, leaf in leaves.items() if leaf.grad is not None}
+        return StageRun(
+            forward=forward,
+            backward=self.ledger.take(),
+            backward_in_parts={},
+            saved_bytes=saved_bytes,
+            kept_bytes=kept_bytes,
+            peak_bytes=live.peak_bytes,
+            gradients=frozenset(own),
+            flows=flows,
+        )
+
+    def backward(self, leaving: list[torch.Tensor]) -> None:
+        flowing = [value for value in leaving if value.requires_grad]
+        leaving.clear()
+        if flowing:
+            torch.autograd.backward(flowing, [torch.empty_like(value) for value in flowing])
+
+    def backward_in_parts(
+        self, leaving: list[torch.Tensor], received: list[torch.Tensor], weights: list[torch.Tensor], saved: SavedBytes
+    ) -> int:
+        """For what was received, then for weights; bytes that are kept between them."""
+        sent = [v.clone() if v._is_view() or v.is_leaf else v for v in leaving]  # torch detaches them in place
+        leaving.clear()
+        rest = private.backward_of_inputs(sent, [torch.empty_like(v) for v in sent], received, weights)
+        kept = saved.bytes()
+        private.backward_of_weights(weights, rest)
+        return kept
+
+    def received(self, name: str) -> torch.Tensor:
+        info = self.infos[name]
+        return self.empty(self.setting.local_shape(name), info.dtype, flows=info.differentiable)
+
+    def forward(self, stage: Stage, scope: Values) -> Values:
+        """The calls of a stage in order, as `autopar.runtime.model.stage.StageModule` runs them."""
+        self.made: dict[int, bool] = {}
+        for index in sorted((*stage.again, *stage.calls)):
+            call, again = self.program.calls[index], stage.again.get(index)
+            arguments = [scope.get(a) if isinstance(a, str) else a for a in call.arguments]
+            values = self.function(call, index, again)(*arguments)
+            results = self.results_of(call) if again is None else again
+            scope.update(zip(results, values, strict=True))
+            if again is None:
+                self.made[index] = any(value.requires_grad for value in values)
+        if stage.index == len(self.setting.stages) - 1:
+            scope[self.program.loss] = scope[self.program.loss] / self.share
+        return scope
+
+    @property
+    def share(self) -> int:
+        averages = self.program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
+        return self.plan.degrees.num_micro_batches if averages else 1
+
+    def results_of(self, call: CallSite) -> list[str]:
+        pairs = zip(self.program.blocks[call.block].outputs, call.results, strict=True)
+        return [r for o, r in pairs if o in self.kept[call.block]]
+
+    def function(self, call: CallSite, index: int, again: tuple[str, ...] | None) -> Callable[..., Any]:
+        if again is None:
+            module = self.module(call.block, self.kept[call.block])
+        else:
+            pairs = zip(self.program.blocks[call.block].outputs, call.results, strict=True)
+            module = self.module(call.block, [o for o, r in pairs if r in again])
+        if index not in self.setting.recomputed:
+            return module
+        return partial(self.checkpointed, module, call)
+
+    def checkpointed(self, module: fx.GraphModule, call: CallSite, *arguments: Any) -> Any:
+        """A call whose inner values backward computes again. Its own parameters are not among what is kept."""
+        own = {k: v for k, v in enumerate(arguments) if call.arguments[k] in self.program.parameters}
+        others = [v for k, v in enumerate(arguments) if k not in own]
+
+        def run(*given: Any) -> Any:
+            rest = iter(given)
+            return module(*(own[k] if k in own else next(rest) for k in range(len(arguments))))
+
+        return checkpoint(run, *others, use_reentrant=False, preserve_rng_state=False)
+
+
+def _note(found: set[str], name: str, leaf: torch.Tensor) -> None:
+    """A parameter's gradient is there, and is let go."""
+    found.add(name)
+    leaf.grad = None

@@ -1,0 +1,157 @@
+"""What one rank sends in one `forward_backward`: calls and bytes of every collective by mesh dimension.
+
+    what                                    mesh dimension          times a step
+    comparison of ranks before the step     all ranks               1
+    denominator of the loss                 of its conversions      n
+    conversions of every block call         of the conversion       n, forward, recomputed and backward
+    ZeRO's gathers and sums (zero_traffic)  dp, or dp_shard and     by ZeRO stage and schedule
+                                            dp_replicate
+    gradients of replicated parameters      of the replication      1, in buckets
+    gradients of tied parameters            pp                      1, in buckets
+    messages between stages                 pp ("send", "recv")     n each way
+    the loss, from the last stage           pp                      1
+
+n are the step's micro-batches. Clipping, the optimizer and evaluation are not part of it. Bytes are those of the
+operand that this rank puts in (`autopar.cost_model.dry_run.functions.Traffic`), of a message those of its tensor.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+from autopar.capture.analysis import Analysis
+from autopar.capture.nodes import value_infos
+from autopar.cost_model.dry_run.functions import Key, Ledger, Sends, Traffic, collective
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stage
+from autopar.cost_model.dry_run.zero import groups_of, is_sharded, passes, shard_elements, zero_step
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.sharding import DATA
+from autopar.ir.stages import Stage, stages_by_parameter
+from autopar.ir.storage import buckets
+
+ALL_RANKS, PIPELINE = "all ranks", "pp"
+AGREEMENT_BYTES, AGREEMENT_BYTES_PER_INPUT = 32, 16
+
+
+def step_traffic(
+    program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu"
+) -> Mapping[Key, Traffic]:
+    """What a rank sends in one step, by (mesh dimension, kind).
+
+    `analysis` is that of the program on the plan's mesh; `device` the type on which the step will run, which decides
+    what attention keeps. Mesh dimensions are those of the plan, joined ones (``tp0_tp1``), ``dp_shard`` and
+    ``dp_replicate`` where both are above 1, ``pp`` and ``all ranks``.
+    """
+    setting = Setting(program, analysis, plan, rank)
+    runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
+    return sends_of(setting, runs, device)
+
+
+def sends_of(setting: Setting, runs: Mapping[int, StageRun], device: str = "cpu") -> Mapping[Key, Traffic]:
+    """What a rank sends in one step, given one micro-batch of each of its stages."""
+    program, degrees, ledger = setting.program, setting.plan.degrees, Ledger()
+    if degrees.world_size > 1:
+        size = AGREEMENT_BYTES + AGREEMENT_BYTES_PER_INPUT * len(program.inputs)
+        ledger.add(ALL_RANKS, "all_gather", collective("all_gather", degrees.world_size, size))
+    count = degrees.num_micro_batches
+    if needs_denominator(setting):
+        ledger.add_all(_on_wire(setting, run_denominator(setting, device)), count)
+    for stage in setting.own_stages:
+        run = runs[stage.index]
+        in_parts = 0
+        if setting.splits_backward(stage):
+            in_parts = sum(action.kind == "I" for order in passes(degrees, stage.index) for action in order)
+        ledger.add_all(_on_wire(setting, run.forward), count)
+        ledger.add_all(_on_wire(setting, run.backward), count - in_parts)
+        ledger.add_all(_on_wire(setting, run.backward_in_parts), in_parts)
+        zero_step(setting, stage, groups_of(setting, stage, run), ledger)
+        ledger.add_all(_messages(setting, stage), count)
+    if degrees.pp > 1:
+        size = value_infos(program)[program.loss].dtype.itemsize
+        ledger.add(PIPELINE, "all_reduce", collective("all_reduce", degrees.pp, size))
+    _ties(setting, ledger)
+    _deferred(setting, runs, ledger)
+    return ledger.take()
+
+
+def _on_wire(setting: Setting, sends: Sends) -> Sends:
+    """Without collectives of a single rank."""
+    mesh = setting.plan.mesh
+    return {(name, kind): traffic for (name, kind), traffic in sends.items() if mesh.degree_of(name) > 1}
+
+
+def needs_denominator(setting: Setting) -> bool:
+    """Whether a call of this rank's stages divides by the loss's denominator."""
+    program = setting.program
+    own = (program.calls[i] for stage in setting.own_stages for i in stage.calls)
+    return program.denominator is not None and any(program.denominator in call.arguments for call in own)
+
+
+def _messages(setting: Setting, stage: Stage) -> dict[Key, Traffic]:
+    """Messages of one micro-batch between this stage and its neighbours: values forward, their gradients back."""
+    infos, found = value_infos(setting.program), Ledger()
+
+    def add(kind: str, names: Iterable[str]) -> None:
+        for name in names:
+            size = prod(setting.local_shape(name)) * infos[name].dtype.itemsize
+            found.add(PIPELINE, kind, Traffic(1, size, size if kind == "send" else 0))
+
+    own = setting.pipeline_rank_of(stage.index)
+    if stage.index + 1 < len(setting.stages) and setting.pipeline_rank_of(stage.index + 1) != own:
+        add("send", stage.sends)
+        add("recv", (name for name in stage.sends if infos[name].differentiable))
+    if stage.index and setting.pipeline_rank_of(stage.index - 1) != own:
+        add("recv", stage.receives)
+        add("send", (name for name in stage.receives if infos[name].differentiable))
+    return found.take()
+
+
+def local_gradient_elements(setting: Setting, name: str) -> int:
+    """Elements of what a rank holds of a parameter's gradient after the step."""
+    return shard_elements(setting, name) if is_sharded(setting, name) else prod(setting.own_shape(name))
+
+
+def _summed(setting: Setting, names: Iterable[str], mesh_dim: str, ranks: int, ledger: Ledger) -> None:
+    """Gradients of parameters summed over ranks in buckets."""
+    infos = setting.program.parameters
+    sizes = [(local_gradient_elements(setting, n) * infos[n].dtype.itemsize, infos[n].dtype) for n in names]
+    for bucket in buckets(sizes):
+        size = sum(sizes[i][0] for i in bucket)
+        ledger.add(mesh_dim, "all_reduce", collective("all_reduce", ranks, size))
+
+
+def tied_ranks(setting: Setting) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that hold a copy of each parameter that several stages take."""
+    placed = stages_by_parameter(setting.program, setting.stages)
+    return {
+        name: tuple(sorted({setting.pipeline_rank_of(s) for s in held}))
+        for name, held in placed.items()
+        if len(held) > 1
+    }
+
+
+def _ties(setting: Setting, ledger: Ledger) -> None:
+    infos, ties = setting.program.parameters, tied_ranks(setting)
+    for ranks in sorted({ranks for ranks in ties.values() if len(ranks) > 1}):
+        if setting.coordinates["pp"] in ranks:
+            names = [name for name, held in ties.items() if held == ranks and infos[name].requires_grad]
+            _summed(setting, names, PIPELINE, len(ranks), ledger)
+
+
+def trained(setting: Setting, runs: Mapping[int, StageRun]) -> list[str]:
+    """The parameters of this rank that have a gradient after the step, in the model's order."""
+    reached = {name for run in runs.values() for name in run.gradients}
+    held = {name for stage in setting.own_stages for name in stage.parameters}
+    ties = {name for name, ranks in tied_ranks(setting).items() if len(ranks) > 1}
+    infos = setting.program.parameters
+    return [n for n in infos if n in held and infos[n].requires_grad and (n in reached or n in ties)]
+
+
+def _deferred(setting: Setting, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+    """Gradients of parameters that are replicated where their values differ, once a step."""
+    own = trained(setting, runs)
+    for name, degree in setting.plan.mesh.as_dict().items():
+        if degree > 1:
+            late = [n for n in own if name in setting.storages[n].deferred]
+            _summed(setting, [n for n in late if name != DATA or not is_sharded(setting, n)], name, degree, ledger)

@@ -1,0 +1,195 @@
+"""What ZeRO sends in a step: the hooks of FSDP2 over the passes of a stage, as `autopar.runtime.model.zero` sets them.
+
+Every call of a block that holds parameters is a group, gathered and summed at once; what several calls take is the
+root's group. FSDP2 (torch.distributed.fsdp, `_fsdp_param_group.py`) gathers a group before it runs unless it is
+gathered still; in backward it gathers the group before in the order of past forward passes ahead of time. Where several
+forward passes ran before the first backward pass that order goes back beyond the micro-batch, and what is gathered
+there is thrown away: one group in the first backward pass of every run of a schedule.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from autopar.cost_model.dry_run.functions import Ledger, collective
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.stage_run import StageRun
+from autopar.cost_model.machine.collectives import Collective
+from autopar.ir.plan import Degrees
+from autopar.ir.schedules import SCHEDULES, Action, actions
+from autopar.ir.stages import Stage, owners
+
+ROOT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
+
+    Bytes of one rank: its padded shard, which it puts into a gather; the padded whole of the parameters that get a
+    gradient, which it puts into a reduce-scatter.
+    """
+
+    call: int
+    names: tuple[str, ...]
+    shard_bytes: int
+    gradient_bytes: int
+    flows: bool
+
+
+def shards(setting: Setting) -> bool:
+    """Whether ZeRO holds parameters in shards; all stages but 0 do, between steps."""
+    degrees = setting.plan.degrees
+    return degrees.zero > 0 and degrees.dp > 1
+
+
+def is_sharded(setting: Setting, name: str) -> bool:
+    storage = setting.storages.get(name)  # none: unused, whole everywhere
+    return shards(setting) and storage is not None and storage.zero_dim(setting.plan.degrees.dp_shard) is not None
+
+
+def padded_elements(setting: Setting, name: str) -> int:
+    """Elements of one rank's part of a parameter, padded to what its ZeRO ranks divide."""
+    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.dp_shard
+    dim = setting.storages[name].zero_dim(ranks)
+    assert dim is not None
+    shape[dim] = -(-shape[dim] // ranks) * ranks
+    return prod(shape)
+
+
+def shard_elements(setting: Setting, name: str) -> int:
+    """Elements of this rank's shard without padding, in the parts of `torch.chunk`."""
+    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.dp_shard
+    dim = setting.storages[name].zero_dim(ranks)
+    assert dim is not None
+    size = -(-shape[dim] // ranks)
+    shape[dim] = max(0, min(size, shape[dim] - size * setting.coordinates["dp_shard"]))
+    return prod(shape)
+
+
+def groups_of(setting: Setting, stage: Stage, run: StageRun) -> list[Group]:
+    """A stage's groups in the order in which forward passes end: calls first, the root's last."""
+    by_call: dict[int, list[str]] = {}
+    for name, at in owners(setting.program, stage.calls).items():
+        if is_sharded(setting, name):
+            by_call.setdefault(ROOT if at is None else at, []).append(name)
+    order = [*sorted(at for at in by_call if at != ROOT), *(at for at in by_call if at == ROOT)]
+    found = []
+    for at in order:
+        names = by_call[at]
+        sizes = {n: padded_elements(setting, n) * setting.program.parameters[n].dtype.itemsize for n in names}
+        found.append(
+            Group(
+                call=at,
+                names=tuple(names),
+                shard_bytes=sum(sizes.values()) // setting.plan.degrees.dp_shard,
+                gradient_bytes=sum(sizes[n] for n in names if n in run.gradients),
+                flows=at == ROOT or stage.calls[at] in run.flows,
+            )
+        )
+    return found
+
+
+def passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:
+    """Per run of the schedule, the passes of one stage in order; without a pipeline forward and backward in turn."""
+    if degrees.pp == 1:
+        both = [[Action(0, "F", m), Action(0, "B", m)] for m in range(degrees.num_micro_batches)]
+        yield [action for pair in both for action in pair]
+        return
+    order = actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
+    own = [a for a in order[degrees.rank_of_stage(stage)] if a.stage == stage]
+    for _ in range(degrees.accumulate):
+        yield own
+
+
+@dataclass(slots=True)
+class _Hooks:
+    """State of FSDP2 in one stage, and what it sends."""
+
+    groups: Sequence[Group]
+    degrees: Degrees
+    ledger: Ledger
+    gathered: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)  # gathered ahead of time, not yet used
+    order: list[int] = field(default_factory=list)
+    most_bytes: int = 0
+
+    def _send(self, kind: Collective, operand_bytes: int) -> None:
+        name = "dp" if self.degrees.dp_replicate == 1 else "dp_shard"
+        if self.degrees.dp_shard > 1:
+            self.ledger.add(name, kind, collective(kind, self.degrees.dp_shard, operand_bytes))
+
+    def gather(self, at: int, *, ahead: bool = False) -> None:
+        if at not in self.gathered and at not in self.ahead:
+            self._send("all_gather", self.groups[at].shard_bytes)
+            self.ahead.add(at)
+        if not ahead and at in self.ahead:
+            self.ahead.remove(at)
+            self.gathered.add(at)
+        held = sum(self.groups[g].shard_bytes for g in self.gathered | self.ahead) * self.degrees.dp_shard
+        self.most_bytes = max(self.most_bytes, held)
+
+    def reduce(self, at: int) -> None:
+        operand = self.groups[at].gradient_bytes
+        if operand:
+            self._send("reduce_scatter", operand)
+            if self.degrees.dp_replicate > 1:
+                part = collective("all_reduce", self.degrees.dp_replicate, operand // self.degrees.dp_shard)
+                self.ledger.add("dp_replicate", "all_reduce", part)
+
+    def forward(self, *, keeps: bool) -> None:
+        root = [at for at, group in enumerate(self.groups) if group.call == ROOT]
+        calls = [at for at, group in enumerate(self.groups) if group.call != ROOT]
+        for at in (*root, *calls):
+            self.gather(at)
+            if not keeps and at not in root:
+                self.gathered.discard(at)
+        self.order += [*calls, *root]
+
+    def backward(self, *, reshards: bool, reduces: bool) -> None:
+        root = [at for at, group in enumerate(self.groups) if group.call == ROOT]
+        calls = [at for at, group in enumerate(self.groups) if group.call != ROOT and group.flows]
+        for at in (*root, *reversed(calls)):
+            self.gather(at)
+            uses = [k for k, one in enumerate(self.order) if one == at]
+            if uses and uses[-1]:
+                self.gather(self.order[uses[-1] - 1], ahead=True)
+            if at not in root:
+                self._after(at, reshards=reshards, reduces=reduces)
+        for at in {*root, *range(len(self.groups))} - set(calls):
+            self._after(at, reshards=reshards, reduces=reduces)
+        self.order.clear()
+        self.ahead.clear()
+
+    def _after(self, at: int, *, reshards: bool, reduces: bool) -> None:
+        if reshards:
+            self.gathered.discard(at)
+        if reduces:
+            self.reduce(at)
+
+
+def zero_step(setting: Setting, stage: Stage, groups: Sequence[Group], ledger: Ledger) -> int:
+    """Write down what ZeRO sends for a stage in one step; returns the most bytes of parameters gathered at once."""
+    degrees = setting.plan.degrees
+    if not groups:
+        return 0
+    hooks = _Hooks(groups, degrees, ledger)
+    splits = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
+    runs = list(passes(degrees, stage.index))
+    for number, order in enumerate(runs):
+        last = max(k for k, action in enumerate(order) if action.kind != "F")
+        for k, action in enumerate(order):
+            is_last = k == last and number == len(runs) - 1
+            if action.kind == "F":
+                hooks.forward(keeps=degrees.zero < 3 or splits)
+            elif not splits:
+                hooks.backward(reshards=degrees.zero == 3 or is_last, reduces=degrees.zero >= 2 or is_last)
+    if splits:  # gradients stay whole until the step's end
+        for at in range(len(groups)):
+            hooks.reduce(at)
+    return hooks.most_bytes
+
+
+def whole_gradient_bytes(groups: Sequence[Group]) -> Mapping[int, int]:
+    """Bytes of the whole gradients of every group, by its call."""
+    return {group.call: group.gradient_bytes for group in groups}

@@ -1,0 +1,343 @@
+"""Fit a device profile to what was measured: `Sample`s in, constants of `autopar.cost_model.machine.kernel_times` out.
+
+One part after the other, each with what the parts before it found: launch, memory, products, attention, links,
+overlap. A part that was not measured keeps the constants, and the sources, of the profile that is passed as `base`.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from autopar.cost_model.fit.links import fit_links
+from autopar.cost_model.fit.log_least_squares import (
+    COARSE,
+    FINE,
+    Floats,
+    best_of,
+    fit_errors,
+    log_loss,
+    rounded,
+    rounded_s,
+)
+from autopar.cost_model.machine.kernel_times import attention_seconds, matmul_seconds, memory_seconds, tile_part
+from autopar.cost_model.machine.profile import AttentionEfficiency, DeviceProfile, FitError, Measurement, Tile
+from autopar.ir.device import Device, Link
+from autopar.ir.samples import Part, Sample
+
+TILES = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+HALVES = (0.0, *(float(2**i) for i in range(1, 13)))
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+LEAST_PART, MOST_PART = 1e-3, 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a fit needs to know beside times.
+
+    `figures_are_known`: the device's peaks and bandwidth are of a data sheet; otherwise the best that was measured
+    takes their place. `units` is the number of multiprocessors, 1 on a CPU.
+    """
+
+    device: Device
+    base: DeviceProfile
+    measured: Measurement
+    units: float = 1.0
+    figures_are_known: bool = True
+    reserve_bytes: int | None = None
+    link: Link | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """Constants by the profile's field, sources by path, and errors by part."""
+
+    fields: Mapping[str, object]
+    paths: tuple[str, ...] = ()
+    errors: Mapping[str, FitError] = field(default_factory=dict)
+
+
+def fit_profile(samples: Sequence[Sample], setting: Setting) -> DeviceProfile:
+    """The profile that `samples` are measurements of, named after the device."""
+    parts: dict[Part, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(sample.work.part, []).append(sample)
+    device = setting.device if setting.figures_are_known else measured_figures(setting.device, samples)
+    name = re.sub(r"[^a-z0-9._-]+", "-", setting.device.name.lower()).strip("-._")[:50] or "device"
+    profile = replace(
+        setting.base,
+        name=f"{name}-measured",
+        devices=(name,),
+        description=f"{setting.device.name}, measured by autopar calibrate",
+        device=device,
+        measured=setting.measured,
+        fit={},
+        notes=(),
+        sources=dict(setting.base.sources),
+    )
+    fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, Setting], _Found | None], ...]
+    fits = (_launch, _memory, _products, _attention, _links, _overlap)
+    for fit in fits:
+        found = fit(parts, profile, setting)
+        if found is not None:
+            profile = _with(profile, found, setting)
+    if setting.reserve_bytes is not None:
+        fields = {"reserve_bytes": setting.reserve_bytes}
+        profile = _with(profile, _Found(fields=fields, paths=("reserve_gb",)), setting)
+    return profile
+
+
+def _with(profile: DeviceProfile, found: _Found, setting: Setting) -> DeviceProfile:
+    source = f"measured {setting.measured.date} by autopar calibrate, {setting.measured.how}"
+    # a path ends the paths under it: efficiencies of dtypes that were not measured must not stay
+    kept = {p: s for p, s in profile.sources.items() if not any(f"{p}.".startswith(f"{x}.") for x in found.paths)}
+    made = replace(profile, fit={**profile.fit, **found.errors}, **found.fields)  # type: ignore[arg-type]
+    return replace(made, sources={**kept, **dict.fromkeys(_leaves(made, found.paths), source)})
+
+
+def _leaves(profile: DeviceProfile, paths: Sequence[str]) -> list[str]:
+    """The paths of numbers under `paths`, as the profile's file has them."""
+    found: list[str] = []
+    for path in paths:
+        if path == "efficiency":
+            found += [f"efficiency.{dtype}" for dtype in profile.efficiency]
+        elif path.startswith("links."):
+            kinds = profile.links[path.split(".")[1]].kinds  # type: ignore[index]
+            ends = ["", *(f".kinds.{kind}" for kind in kinds)]
+            found += [f"{path}{end}.{key}" for end in ends for key in ("efficiency", "call_us")]
+        else:
+            found.append(path)
+    return found
+
+
+def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
+    """`device` with the best rates that were measured as its peaks and bandwidth."""
+    peaks: dict[str, float] = {}
+    speed = 0.0
+    for sample in samples:
+        rate = sample.work.amount / sample.seconds
+        if sample.work.part in ("matmul", "products"):
+            peaks[sample.work.name] = max(peaks.get(sample.work.name, 0.0), rate)
+        elif sample.work.part == "memory":
+            speed = max(speed, rate)
+    figures = {dtype: rounded(peak) for dtype, peak in peaks.items()}
+    figures.setdefault("float32", device.peak("float32"))  # which every device has
+    return replace(
+        device,
+        peak_flops_per_s=figures,
+        memory_bandwidth_bytes_per_s=rounded(speed) if speed else device.memory_bandwidth_bytes_per_s,
+        source="the best rates that autopar calibrate measured",
+    )
+
+
+# ---- launch and memory ----
+
+
+def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+    """Seconds per operator; on a CPU the host's are those that training takes beside the operators themselves."""
+    samples = parts.get("launch", [])
+    each = {
+        name: float(np.exp(np.mean([np.log(s.seconds / s.work.amount) for s in samples if s.work.name == name])))
+        for name in {s.work.name for s in samples}
+    }
+    if each.keys() != {"device", "host"}:
+        return None
+    device, host = each["device"], each["host"]
+    if setting.device.device_type == "cpu":
+        device, host = min(device, host), max(0.0, host - device)
+    return _Found(
+        fields={"launch_s": rounded_s(device), "host_launch_s": rounded_s(host)}, paths=("launch_us", "host_launch_us")
+    )
+
+
+def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+    samples = parts.get("memory")
+    if not samples:
+        return None
+    moved, seconds = _amounts(samples), _seconds(samples)
+    bandwidth = _device(profile).memory_bandwidth_bytes_per_s
+
+    def predict(part: Floats | float) -> Floats:
+        speed = bandwidth * np.asarray(part)
+        return np.asarray(profile.launch_s + moved / speed)
+
+    found = rounded(best_of(predict, seconds, LEAST_PART, MOST_PART))
+    times = memory_seconds(moved_bytes=moved, bytes_per_s=bandwidth * found, launch_s=profile.launch_s)
+    return _Found(
+        fields={"memory_efficiency": found},
+        paths=("memory_efficiency",),
+        errors={"memory": fit_errors(times, seconds)},
+    )
+
+
+# ---- products and attention ----
+
+
+def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+    """One tile for all dtypes and one efficiency for each: every tile of a grid, the best efficiency under each."""
+    groups = _by_name(parts.get("matmul", []), profile)
+    if not groups:
+        return None
+    best = (np.inf, profile.tile)
+    for m, n in product(TILES, TILES):
+        losses = np.array([_loss(groups, profile, Tile(m=m, n=n, k_half=k, units=setting.units)) for k in HALVES])
+        index = int(np.argmin(losses))
+        # of tiles that predict alike, the smallest: nothing shows that products are cut up more coarsely
+        if losses[index] < best[0] * 0.999:
+            best = (float(losses[index]), Tile(m=m, n=n, k_half=HALVES[index], units=setting.units))
+    tile = _refined(groups, profile, best[1])
+    efficiency = {name: rounded(_efficiency(group, profile, tile, name)) for name, group in groups.items()}
+    predicted, seconds = list[float](), list[float]()
+    for name, group in groups.items():
+        predicted += _product_times(group, profile, tile, name, efficiency[name]).tolist()
+        seconds += _seconds(group).tolist()
+    return _Found(
+        fields={"tile": tile, "efficiency": efficiency},
+        paths=("tile.m", "tile.n", "tile.k_half", "tile.units", "efficiency"),
+        errors={"matmul": fit_errors(predicted, seconds)},
+    )
+
+
+def _refined(groups: Mapping[str, list[Sample]], profile: DeviceProfile, tile: Tile) -> Tile:
+    """A finer search of `k_half` around the best of the grid."""
+    if not tile.k_half:
+        return tile
+    around = [float(f"{tile.k_half * 2**x:.3g}") for x in np.linspace(-0.9, 0.9, 19)]
+    return min((replace(tile, k_half=k) for k in around), key=lambda one: _loss(groups, profile, one))
+
+
+def _loss(groups: Mapping[str, list[Sample]], profile: DeviceProfile, tile: Tile) -> float:
+    total = 0.0
+    for name, group in groups.items():
+        times = _product_times(group, profile, tile, name, _efficiency(group, profile, tile, name, COARSE))
+        total += float(log_loss(times, _seconds(group))) * len(group)
+    return total
+
+
+def _efficiency(group: Sequence[Sample], profile: DeviceProfile, tile: Tile, dtype: str, rounds: int = FINE) -> float:
+    def predict(part: Floats) -> Floats:
+        return _product_times(group, profile, tile, dtype, part)
+
+    return best_of(predict, _seconds(group), LEAST_PART, MOST_PART, rounds=rounds)
+
+
+def _product_times(
+    group: Sequence[Sample], profile: DeviceProfile, tile: Tile, dtype: str, efficiency: Floats | float
+) -> Floats:
+    device = _device(profile)
+    count, m, n, k = (_numbers(group, key) for key in ("count", "m", "n", "k"))
+    return matmul_seconds(
+        flops=_amounts(group),
+        moved_bytes=count * (m * k + k * n + m * n) * ELEMENT_BYTES[dtype],
+        part=efficiency * tile_part(tile, m, n, k, count),
+        peak_flops_per_s=device.peak_flops_per_s[dtype],
+        bytes_per_s=device.memory_bandwidth_bytes_per_s * profile.memory_efficiency,
+        launch_s=profile.launch_s,
+    )
+
+
+def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+    """`length_half` is shared by both passes and all dtypes; parts are of each dtype's peak."""
+    groups = _by_name(parts.get("attention", []), profile)
+    samples = [sample for group in groups.values() for sample in group]
+    passes = {b: [s for s in samples if s.work.numbers["is_backward"] == b] for b in (0, 1)}
+    if not passes[0] or not passes[1]:
+        return None
+
+    def fitted(length_half: float) -> tuple[float, AttentionEfficiency, Floats]:
+        made = replace(profile.attention, length_half=length_half, forward=1.0, backward=1.0)
+        losses, predicted = 0.0, list[Floats]()
+        for is_backward, own in passes.items():
+            times = _attention_times(own, profile, made, bool(is_backward)) - profile.launch_s
+            part = best_of(partial(_scaled, profile.launch_s, times), _seconds(own), LEAST_PART, MOST_PART)
+            made = replace(made, **{"backward" if is_backward else "forward": rounded(part)})
+            predicted.append(profile.launch_s + times / part)
+            losses += float(log_loss(predicted[-1], _seconds(own))) * len(own)
+        return losses, made, np.concatenate(predicted)
+
+    coarse = min(HALVES, key=lambda half: fitted(half)[0])
+    around = [float(f"{coarse * 2**x:.3g}") for x in np.linspace(-0.9, 0.9, 19)] if coarse else [0.0]
+    _, attention, times = min((fitted(half) for half in around), key=lambda one: one[0])
+    errors = {"attention": fit_errors(times, np.concatenate([_seconds(own) for own in passes.values()]))}
+    paths = ["attention.forward", "attention.backward", "attention.length_half"]
+    unfused = _by_name(parts.get("products", []), profile)
+    if unfused:
+        part = float(np.median([_efficiency(group, profile, profile.tile, d) for d, group in unfused.items()]))
+        attention = replace(attention, products=rounded(part))
+        paths.append("attention.products")
+        found = [_product_times(group, profile, profile.tile, d, part) for d, group in unfused.items()]
+        errors["products"] = fit_errors(np.concatenate(found), np.concatenate([_seconds(g) for g in unfused.values()]))
+    return _Found(fields={"attention": attention}, paths=tuple(paths), errors=errors)
+
+
+def _scaled(launch_s: float, times: Floats, part: Floats) -> Floats:
+    return np.asarray(launch_s + times / part)
+
+
+def _attention_times(
+    samples: Sequence[Sample], profile: DeviceProfile, attention: AttentionEfficiency, is_backward: bool
+) -> Floats:
+    peaks = np.array([_device(profile).peak_flops_per_s[s.work.name] for s in samples])
+    return attention_seconds(
+        flops=_amounts(samples) / peaks,
+        keys=_numbers(samples, "n"),
+        attention=attention,
+        peak_flops_per_s=1.0,  # each sample's FLOP are divided by its own dtype's
+        launch_s=profile.launch_s,
+        is_backward=is_backward,
+    )
+
+
+# ---- links and overlap ----
+
+
+def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+    samples = parts.get("collective")
+    if not samples:
+        return None
+    found = fit_links(samples, setting.link)
+    links = {**profile.links, **{tier: one.profile for tier, one in found.items()}}
+    errors = {f"{tier}.{kind}": error for tier, one in found.items() for kind, error in one.errors.items()}
+    return _Found(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in found), errors=errors)
+
+
+def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+    times = {sample.work.name: sample.seconds for sample in parts.get("overlap", [])}
+    if not {"compute", "communicate", "both"} <= times.keys():
+        return None
+    shorter, longer = sorted((times["compute"], times["communicate"]))
+    slowdown = 1 + (times["both"] - longer) / shorter
+    # 2 is one after the other; what takes longer waits for the scheduler, which is no part of the work
+    return _Found(fields={"overlap_slowdown": min(2.0, max(1.0, rounded(slowdown)))}, paths=("overlap_slowdown",))
+
+
+# ---- columns of samples ----
+
+
+def _by_name(samples: Sequence[Sample], profile: DeviceProfile) -> dict[str, list[Sample]]:
+    """Samples by dtype, of the dtypes that the device has a peak for."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if sample.work.name in _device(profile).peak_flops_per_s:
+            groups.setdefault(sample.work.name, []).append(sample)
+    return groups
+
+
+def _device(profile: DeviceProfile) -> Device:
+    assert profile.device is not None
+    return profile.device
+
+
+def _seconds(samples: Sequence[Sample]) -> Floats:
+    return np.array([sample.seconds for sample in samples])
+
+
+def _amounts(samples: Sequence[Sample]) -> Floats:
+    return np.array([sample.work.amount for sample in samples])
+
+
+def _numbers(samples: Sequence[Sample], key: str) -> Floats:
+    return np.array([sample.work.numbers.get(key, 1.0) for sample in samples])

@@ -1,0 +1,120 @@
+"""An estimate beside the trace of a real step of the same plan: terms of both by the same names.
+
+    compute          everything blocks compute, with recomputation and adding up gradients of micro-batches
+    tp, dp, cp, ep   collectives of the mesh dimension as far as computing waits for them
+    point-to-point   messages between stages
+    idle             the bubble, and waiting for the slowest rank
+    other            fixed costs of a step; of a trace, what ranks compare before it
+
+A trace shows one `forward_backward`: the optimizer is no part of it, nor of what is compared. Where compiled code sends
+in another order than it was written, a trace has all collectives on one track, `collectives`, and they are one term.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.cost_model.estimate import OTHER, Estimate
+from autopar.cost_model.fit.predicted_vs_measured import Comparison, Term, compare
+from autopar.cost_model.fit.profile_parts import COMPUTE, IDLE, MESSAGES, measured_parts
+from autopar.errors import InputError, Problem
+from autopar.ir.cluster import ClusterSpec, Tier
+from autopar.ir.rank_order import ORDERS, strides
+
+TOGETHER, REST, ALL_RANKS = "collectives", "other", "all ranks"
+DEGREES = (
+    "pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "accumulate", "schedule",
+    "virtual_stages", "recompute", "recompute_blocks",
+)  # fmt: skip
+REMEDIES = {
+    COMPUTE: "measure what kernels reach here with `autopar calibrate`",
+    IDLE: "it follows from the schedule and the other terms; more micro-batches or other cuts shorten it",
+    MESSAGES: "measure links with `autopar calibrate` on several ranks",
+    REST: "no constant of a profile stands behind it",
+}
+LINKS = "measure its links with `autopar calibrate` on as many ranks"
+
+
+def predicted_parts(made: Estimate) -> dict[str, float]:
+    """Seconds by term, without the optimizer."""
+    found = {COMPUTE: sum(made.compute_s.values()), IDLE: 0.0, REST: 0.0}
+    found[COMPUTE] += made.other_s[OTHER["gradient accumulation"]]
+    found[IDLE] += made.other_s[OTHER["bubble"]] + made.other_s[OTHER["stragglers"]]
+    found[REST] += made.other_s[OTHER["fixed"]]
+    for one in made.collectives:
+        name = MESSAGES if one.mesh_dim == "pp" else one.mesh_dim
+        found[name] = found.get(name, 0.0) + one.exposed_s
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def compare_trace(made: Estimate, trace: Mapping[str, Any], *, band: float) -> Comparison:
+    """The estimate of a plan beside a trace of its step.
+
+    Raises InputError, naming every field that differs, for a trace of another plan, and for one that is none.
+    """
+    _check_same(made, trace.get("otherData"))
+    measured: dict[str, float] = {}
+    for track, seconds in measured_parts(trace).items():
+        name = _term_of(track)
+        measured[name] = measured.get(name, 0.0) + seconds
+    predicted = predicted_parts(made)
+    if TOGETHER in measured:
+        for name in ("tp", "dp", "cp", "ep"):
+            for parts in (predicted, measured):
+                parts[TOGETHER] = parts.get(TOGETHER, 0.0) + parts.pop(name, 0.0)
+    return compare(predicted, measured, band=band)
+
+
+def _term_of(track: str) -> str:
+    """The term of a track: ``dp_shard`` belongs to ``dp``, ``tp0`` to ``tp``, sums of tied weights to messages."""
+    if track == ALL_RANKS:
+        return REST
+    name = track.split("_")[0].rstrip("0123456789")
+    return MESSAGES if name == "pp" else name
+
+
+def _check_same(made: Estimate, about: Any) -> None:
+    """What a trace says of its plan must be what was priced; older traces say less."""
+    said = about if isinstance(about, Mapping) else {}
+    traced = said.get("degrees")
+    degrees: Mapping[str, Any] = traced if isinstance(traced, Mapping) else {}
+    pairs: list[tuple[str, Any, Any]] = [
+        ("ranks", said.get("world_size"), made.num_devices),
+        ("tokens", said.get("sequence"), made.sequence),
+        ("parameters", said.get("parameters"), made.num_parameters),
+    ]
+    for name in DEGREES:
+        is_idle = (name == "zero" and made.degrees.get("dp_shard") == 1) or (
+            name in ("schedule", "virtual_stages") and made.degrees.get("pp") == 1
+        )
+        if not is_idle:
+            there = degrees.get(name)
+            pairs.append((name, tuple(there) if isinstance(there, list) else there, made.degrees.get(name)))
+    problems = [
+        Problem(path=name, value=there, rule=f"in the trace; {here} was estimated")
+        for name, there, here in pairs
+        if there is not None and here is not None and there != here
+    ]
+    if problems:
+        raise InputError("the trace is not of the plan that was estimated", problems)
+
+
+def sentence(found: Comparison) -> str:
+    """Which term is off the most, and what to do about it."""
+    if not found.outside:
+        return f"no term is off by more than {found.band:.0%} and a hundredth of the step"
+    worst = found.outside[0]
+    return f"off the most is {worst}: {remedy(worst)}"
+
+
+def remedy(term: Term) -> str:
+    return REMEDIES.get(term.name, LINKS)
+
+
+def tiers_of(cluster: ClusterSpec, degrees: Mapping[str, Any]) -> dict[str, Tier]:
+    """The slowest tier that each term's groups cross, by how far their last rank lies from their first."""
+    sizes = {"tp": degrees["tp"], "dp": degrees["dp_shard"] * degrees["dp_replicate"], "pp": degrees["pp"]}
+    lie = strides(degrees.get("order", ORDERS[0]), sizes)
+    far = {name: (size - 1) * lie[name] for name, size in sizes.items()}
+    spans = {"tp": far["tp"], "dp": far["dp"], MESSAGES: min(far["pp"], lie["pp"]), TOGETHER: far["tp"] + far["dp"]}
+    last = cluster.num_devices - 1
+    return {name: cluster.tier(0, min(span, last)) for name, span in spans.items() if span}

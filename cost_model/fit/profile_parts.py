@@ -1,0 +1,119 @@
+"""What `autopar trace` measured, as terms that a prediction has: seconds by name that add up to the step of one rank.
+
+    compute          blocks run, without the collectives inside them (tp, cp, ep: the block waits for those)
+    <mesh dimension> its collectives: all of them inside blocks, else what no block hides
+    point-to-point   sends that no block hides
+    idle             nothing of the above: the bubble, and waiting
+
+A receive lasts from when it is posted until the data is there, which is the other stage's doing: it counts as idle. On
+gloo a pass of a pipeline stage begins where the schedule enters it, so that time in a pass outside its blocks is
+waiting, too. Format: docs/trace.md.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import InputError, Problem
+from autopar.files.strict_yaml import read_json_text
+
+MAX_BYTES = 512 * 2**20
+COMPUTE, HOST, MESSAGES, IDLE = "compute", "host", "point-to-point", "idle"
+_IN_BLOCKS = ("tp", "cp", "ep")
+Span = tuple[float, float]
+
+
+def read_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """A file that `autopar trace` wrote. Raises InputError where it is something else."""
+    text, problems = read_json_text(Path(path), max_bytes=MAX_BYTES)
+    if text is None:
+        raise InputError(f"trace {os.fspath(path)!r} cannot be used", problems)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"trace {os.fspath(path)!r} cannot be used: it is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"trace {os.fspath(path)!r} cannot be used: it must be an object with traceEvents")
+    return content
+
+
+def measured_parts(trace: Mapping[str, Any], *, rank: int | None = None) -> dict[str, float]:
+    """Seconds by term of one rank, by default the one that computes longest; their sum is the step.
+
+    Raises InputError where `trace` is not what `autopar trace` writes, or has no such rank.
+    """
+    ranks = _slices(trace)
+    if rank is not None and rank not in ranks:
+        raise InputError(f"the trace has no rank {rank}; it has {', '.join(str(r) for r in sorted(ranks))}")
+    spans = [span for tracks in ranks.values() for own in tracks.values() for span, _ in own]
+    step = (min(start for start, _ in spans), max(end for _, end in spans))
+    if rank is None:
+        rank = max(sorted(ranks), key=lambda one: _parts(ranks[one], step).get(COMPUTE, 0.0))
+    return {name: us * 1e-6 for name, us in _parts(ranks[rank], step).items()}
+
+
+def _slices(trace: Mapping[str, Any]) -> dict[int, dict[str, list[tuple[Span, bool]]]]:
+    """Spans in microseconds by rank and track, each with whether it is the call of a block."""
+    events = trace.get("traceEvents")
+    problems: list[Problem] = []
+    found: dict[int, dict[str, list[tuple[Span, bool]]]] = {}
+    for index, event in enumerate(events if isinstance(events, list) else []):
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        pid, track, start, duration = (event.get(key) for key in ("pid", "cat", "ts", "dur"))
+        if not (
+            isinstance(pid, int)
+            and isinstance(track, str)
+            and isinstance(start, (int, float))
+            and isinstance(duration, (int, float))
+            and duration >= 0
+        ):
+            rule = "must have pid, cat, ts and dur"
+            problems.append(Problem(path=f"traceEvents[{index}]", rule=rule, value=event))
+        elif track != HOST and not (track == MESSAGES and "RECV" in str(event.get("name"))):
+            is_block = "call" in (event.get("args") or {})
+            found.setdefault(pid, {}).setdefault(track, []).append(((start, start + duration), is_block))
+    if not problems and not found:
+        problems.append(Problem(path="traceEvents", rule="must have slices, as `autopar trace` writes them"))
+    if problems:
+        raise InputError("the trace cannot be used", problems)
+    return found
+
+
+def _parts(tracks: Mapping[str, Sequence[tuple[Span, bool]]], step: Span) -> dict[str, float]:
+    every = tracks.get(COMPUTE, [])
+    blocks = [span for span, is_block in every if is_block] or [span for span, _ in every]
+    names = [name for name in tracks if name != COMPUTE]
+    inside = sorted(name for name in names if name.rstrip("0123456789") in _IN_BLOCKS)
+    found: dict[str, float] = {}
+    taken: list[Span] = []
+    for name in inside:
+        taken = _take(found, name, [span for span, _ in tracks[name]], taken)
+    taken = _take(found, COMPUTE, blocks, taken)
+    for name in sorted(set(names) - set(inside)):
+        taken = _take(found, name, [span for span, _ in tracks[name]], taken)
+    found[IDLE] = step[1] - step[0] - _length(taken)
+    return found
+
+
+def _take(found: dict[str, float], name: str, spans: Iterable[Span], taken: list[Span]) -> list[Span]:
+    """Count what `spans` add to the time that is taken."""
+    together = _union([*taken, *spans])
+    found[name] = _length(together) - _length(taken)
+    return together
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)

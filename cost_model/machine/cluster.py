@@ -1,0 +1,133 @@
+"""A cluster and a device profile as the time model's machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.machine.presets import cluster_profile
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.published.machine import links_of, speeds_of
+from autopar.cost_model.step.context import Machine
+from autopar.errors import InputError, did_you_mean
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.device import Device, Link
+
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "fp32": "float32"}
+_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+# no message crosses these: a host of one device, a cluster of one host
+_NO_LINK = Link(bytes_per_s=1e12, latency_s=1e-6, name="none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterMachine:
+    """What a plan runs on. `peak_flops_per_s` is the dense peak that utilisation is a part of."""
+
+    machine: Machine
+    device: Device
+    profile: DeviceProfile
+    memory_bytes: float
+    peak_flops_per_s: float
+    assumptions: tuple[str, ...]
+
+
+def default_precision(cluster: ClusterSpec) -> str:
+    """bf16 on devices that have it, else fp16; fp32 on CPUs."""
+    if cluster.device_type == "cpu":
+        return "fp32"
+    return "bf16" if all("bfloat16" in device.peak_flops_per_s for device in cluster.devices) else "fp16"
+
+
+def precision_of(dtype: str, cluster: ClusterSpec) -> str:
+    """The precision that a model of `dtype` is priced in where none is asked for: its own, for that is how it runs. Of
+    a dtype without a precision (float64) the devices' default."""
+    return _OF_DTYPE.get(dtype) or default_precision(cluster)
+
+
+def dtype_assumptions(dtype: str, precision: str, cluster: ClusterSpec) -> tuple[str, ...]:
+    """What is to be said of a model of `dtype` that is priced in `precision`, where that is not what one expects."""
+    if precision == "fp8":  # marked as priced and not run
+        return ()
+    if PRECISIONS[precision] != dtype:
+        priced = PRECISIONS[precision]
+        return (f"the model is {dtype}: products are priced in {priced}, weights, activations and messages in {dtype}",)
+    if precision == "fp32" and cluster.device_type != "cpu":
+        faster = PRECISIONS[default_precision(cluster)]
+        return (f"the model is float32: products are priced without TF32, as it runs; in {faster} they are faster",)
+    return ()
+
+
+def checked_precision(precision: str | None, cluster: ClusterSpec) -> str:
+    """The precision asked for, else the default. Raises `InputError` on one that is unknown."""
+    if precision is None:
+        return default_precision(cluster)
+    if precision not in PRECISIONS:
+        raise InputError(f"unknown precision {precision[:80]!r}; {did_you_mean(precision, tuple(PRECISIONS))}")
+    return precision
+
+
+def cluster_machine(
+    cluster: ClusterSpec,
+    engine: Engine,
+    mechanisms: Mechanisms,
+    *,
+    precision: str,
+    profile: DeviceProfile | None = None,
+) -> ClusterMachine:
+    """The machine of the cluster's slowest device, by the cluster's profile or the shipped one unless one is given.
+
+    Raises InputError for an unknown precision, or one that the device has no unit for, and ClusterError for a profile
+    of another type of device.
+    """
+    checked_precision(precision, cluster)
+    group = min(
+        cluster.groups, key=lambda one: one.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(one.device)
+    )
+    found = profile or cluster_profile(cluster, group.device.name)
+    device = found.applied_to(group.device)
+    dtype = PRECISIONS[precision]
+    if dtype not in device.peak_flops_per_s and not (precision == "bf16" and "float16" in device.peak_flops_per_s):
+        known = tuple(name for name, its in PRECISIONS.items() if its in device.peak_flops_per_s)
+        raise InputError(f"device {device.name!r} has no unit for {precision}; use {' or '.join(known)}")
+    given = group.in_host or _NO_LINK
+    in_host = replace(found.link("in_host").link or given, is_switched=given.is_switched)  # no ranks measure that
+    links = links_of(
+        found,
+        in_host=in_host,
+        inter_host=found.link("inter_host").link or _between(cluster) or in_host,
+        devices_per_host=float(group.devices_per_host),
+    )
+    speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
+    return ClusterMachine(
+        machine=Machine(
+            speeds=speeds,
+            links=links,
+            overlap_slowdown=found.overlap_slowdown,
+            ranks_per_core=found.measured.ranks_per_core if found.measured is not None else 1.0,
+            host=device.host,
+        ),
+        device=device,
+        profile=found,
+        memory_bytes=float(cluster.min_memory_bytes),
+        peak_flops_per_s=float(device.peak_flops_per_s.get(dtype, speeds.peak_flops_per_s)),
+        assumptions=(*cluster.assumptions, *found.assumptions(), *_simplified(cluster)),
+    )
+
+
+def _largest(device: Device) -> float:
+    return max(device.peak_flops_per_s.values())
+
+
+def _between(cluster: ClusterSpec) -> Link | None:
+    """The link between hosts; where hosts have several leaves the slower of leaf and spine."""
+    links: Sequence[Link] = [link for link in (cluster.inter_host, cluster.spine) if link is not None]
+    return min(links, key=lambda link: link.bytes_per_s) if links else None
+
+
+def _simplified(cluster: ClusterSpec) -> tuple[str, ...]:
+    found = []
+    if cluster.is_heterogeneous:
+        found.append("every device is taken to be the cluster's slowest")
+    if cluster.spine is not None:
+        found.append("traffic between hosts is priced at the slower of leaf and spine, also below one leaf")
+    return tuple(found)

@@ -1,0 +1,148 @@
+"""Engine profiles: which mechanisms a training framework has, one YAML file per engine in ``engines``.
+
+A mechanism is a word out of a short list, never a factor: what each word costs is the same for every engine that has
+it (`autopar.cost_model.machine.fitted_constants`). Planning uses `autopar`; `autopar validate` takes the engine from a
+row's framework. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from autopar.errors import InputError, Problem, did_you_mean
+from autopar.files.strict_model import StrictModel, validate
+from autopar.files.strict_yaml import read_yaml
+
+DEFAULT = "autopar"
+_Text = Annotated[str, Field(min_length=8, max_length=400)]
+
+
+class Engine(StrictModel):
+    """What a framework does beside the arithmetic of the model; every field has a sentence in `sources`.
+
+    attention              one fused kernel, or scores written to memory ("materialised")
+    attention_kernel       "first": FlashAttention 1 and Triton ports; "second": FlashAttention 2; "native": kernels
+                           written for the device (cuDNN, FlashAttention 3)
+    pointwise              operators between products one by one ("eager"), or as one kernel per group ("fused")
+    dispatch               who starts kernels: Python, operator by operator ("eager"); compiled or C++ code ("lean");
+                           a recorded graph ("graph")
+    tensor_overlap         collectives of tensor parallelism wait ("none"); those of the backward pass run beside the
+                           weight gradient's product ("async"); or all run beside pieces of the product that they
+                           feed or follow ("pipelined")
+    accumulation           the weight gradient of a micro-batch is added to the sum by its product ("fused"), or by a
+                           "kernel" of its own
+    data_ranks             share nothing but sums of gradients ("own"), or blocks are split over them too, so that
+                           experts work on the tokens of all ("joint")
+    gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
+    gradient_bytes         per element of those sums
+    parameter_sync         ZeRO 1: updated parameters gathered "after" the step, "during" the next forward pass, or by
+                           one broadcast for every rank ("broadcasts")
+    parameter_bytes        per element of them
+    shard_gather           ZeRO 3: "prefetched" beside computing, or "blocking" through one network port of a host
+    shard_gradient_bytes   per element of ZeRO 3's reduce-scatter
+    messages               between stages: "blocking", or "overlapped" with computing
+    splits_messages        a message is split over the tensor ranks and gathered again
+    unstated_virtual       virtual stages that a run has which does not say: "one", or "all" its blocks
+    unstated_zero          the ZeRO stage of a run that does not say
+    unstated_sequence_parallel    whether a run with tensor parallelism that does not say has sequence parallelism
+    balances_ends          embedding and head count as a block each where blocks do not divide over stages
+    selective              what selective recomputation runs again: the "attention" core, or every second block ("half")
+    casts_to_float8        operands are cast by kernels of their own
+    state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
+    sharded_state_bytes    the part of them that ZeRO 1 divides
+    optimizer_bytes        read and written of one trained parameter between its gradient's sum and the next forward
+                           pass: unscaling, norm, clipping, Adam, casts
+    optimizer_place        the optimizer's state, and its step, on the "device", or on the "host" (what-if:
+                           `autopar.cost_model.step.offload`)
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+    description: _Text
+    frameworks: list[str]
+    attention: Literal["fused", "materialised"]
+    attention_kernel: Literal["first", "second", "native"]
+    pointwise: Literal["eager", "fused"]
+    dispatch: Literal["eager", "lean", "graph"]
+    tensor_overlap: Literal["none", "async", "pipelined"]
+    accumulation: Literal["fused", "kernel"]
+    data_ranks: Literal["own", "joint"]
+    gradient_sync: Literal["after", "during"]
+    gradient_bytes: Literal[2, 4]
+    parameter_sync: Literal["after", "during", "broadcasts"]
+    parameter_bytes: Literal[1, 2, 4]
+    shard_gather: Literal["prefetched", "blocking"]
+    shard_gradient_bytes: Literal[2, 4]
+    messages: Literal["blocking", "overlapped"]
+    splits_messages: bool
+    unstated_virtual: Literal["one", "all"]
+    unstated_zero: Literal[0, 1, 3]
+    unstated_sequence_parallel: bool
+    balances_ends: bool
+    selective: Literal["attention", "half"]
+    state_bytes: Literal[16, 18, 20, 22, 28]
+    sharded_state_bytes: Literal[12, 16, 24]
+    optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
+    optimizer_place: Literal["device", "host"] = "device"
+    sources: dict[str, _Text]
+
+
+@functools.cache
+def engines() -> dict[str, Engine]:
+    """Every engine by its name. Raises InputError when a file is malformed."""
+    found: dict[str, Engine] = {}
+    problems: list[Problem] = []
+    with _folder() as folder:
+        for path in sorted(Path(folder).glob("*.yaml")):
+            engine, wrong = _loaded(path)
+            problems += wrong
+            if engine is not None:
+                found[engine.name] = engine
+    if problems:
+        raise InputError("the engine profiles are malformed", problems)
+    return found
+
+
+@functools.cache
+def engine_named(name: str) -> Engine:
+    """The engine of that name. Raises InputError naming the nearest."""
+    with _folder() as folder:
+        paths = {path.stem: path for path in Path(folder).glob("*.yaml")}
+        if name not in paths:
+            raise InputError(f"unknown engine {name[:80]!r}; {did_you_mean(name, tuple(sorted(paths)))}")
+        engine, problems = _loaded(paths[name])
+    if engine is None or problems:
+        raise InputError("the engine profiles are malformed", problems)
+    return engine
+
+
+def _folder() -> AbstractContextManager[Path]:
+    return resources.as_file(resources.files("autopar.cost_model.machine") / "engines")
+
+
+def _loaded(path: Path) -> tuple[Engine | None, list[Problem]]:
+    """One engine, and everything wrong with its file."""
+    content, wrong = read_yaml(path)
+    engine = None
+    if not wrong:
+        engine, wrong = validate(Engine, content)
+    if engine is not None and engine.name != path.stem:
+        wrong = [Problem(path="name", value=engine.name, rule=f"must be the file's name, {path.stem!r}")]
+    return engine, [Problem(path=f"{path.name}: {p.path}", rule=p.rule, value=p.value) for p in wrong]
+
+
+def engine_of_framework(framework: str | None) -> Engine | None:
+    """The engine whose `frameworks` has the longest beginning of a published row's framework; None where none has."""
+    text = (framework or "").lower()
+    matches = [
+        (len(start), engine.name, engine)
+        for engine in engines().values()
+        for start in engine.frameworks
+        if text.startswith(start.lower())
+    ]
+    return max(matches, key=lambda match: match[:2])[2] if matches else None

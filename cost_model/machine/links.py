@@ -1,0 +1,106 @@
+"""Links as ranks meet them: groups of ranks at some distance from each other on hosts of a kind, and their transfers.
+
+The bandwidths are what collectives reach, the data sheet's times the device profile's part; the transfers are those of
+`autopar.cost_model.machine.collectives`, by NCCL's rings. The fixed cost of a call is in the first hop's latency.
+Kinds of collectives that were measured inside a host (`autopar calibrate`) are priced there as they were fitted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.machine.collectives import Algorithm, Transfer, hops, seconds, sent_bytes
+from autopar.cost_model.machine.kernel_times import collective_seconds
+from autopar.cost_model.machine.process_group import Group
+from autopar.cost_model.machine.profile import Call
+
+Floats = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCalls:
+    """What calls of each kind cost inside a host, as parts of a link of `bytes_per_s` and `latency_s` a hop."""
+
+    bytes_per_s: float
+    latency_s: float
+    kinds: Mapping[Transfer, Call]
+
+    def seconds(self, kind: Transfer, whole_bytes: Floats, ranks: Any) -> Floats:
+        """Seconds of one call over `ranks` ranks; a message crosses one hop."""
+        sent = whole_bytes if kind == "send" else sent_bytes(kind, whole_bytes, ranks)  # type: ignore[arg-type]
+        return collective_seconds(
+            sent_bytes=sent,
+            hops=1 if kind == "send" else hops(kind, ranks),
+            bytes_per_s=self.bytes_per_s,
+            latency_s=self.latency_s,
+            call=self.kinds[kind],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Effective bytes/s and direction of one device, and seconds per hop, inside a host and between hosts.
+
+    Without a switch (`is_switched` False) a host's devices are linked pair by pair, so that k of its n devices have
+    (k-1)/(n-1) of the bandwidth among themselves.
+    """
+
+    in_host_bytes_per_s: float
+    in_host_latency_s: float
+    inter_host_bytes_per_s: float
+    inter_host_latency_s: float
+    devices_per_host: float
+    is_switched: bool = True
+    calls: MeasuredCalls | None = None
+
+    def group(self, ranks: Floats, stride: Floats) -> Group:
+        """Groups of `ranks` ranks, neighbours `stride` ranks apart."""
+        near = np.clip(self.devices_per_host / stride, 1.0, ranks)
+        return Group(
+            ranks=ranks,
+            ranks_in_host=near,
+            in_host_bytes_per_s=self.in_host_bytes_per_s * self._linked(near),
+            in_host_latency_s=self.in_host_latency_s,
+            inter_host_bytes_per_s=self.inter_host_bytes_per_s,
+            inter_host_latency_s=self.inter_host_latency_s,
+            devices_per_host=self.devices_per_host,
+            groups_in_host=self.devices_per_host / near,
+        )
+
+    def _linked(self, near: Floats) -> Floats:
+        """The part of a device's bandwidth that reaches `near` devices of its host."""
+        if self.is_switched:
+            return np.asarray(1.0)
+        others = max(self.devices_per_host - 1, 1)
+        return np.asarray(np.clip((near - 1) / others, 1 / others, 1.0))
+
+    def seconds(
+        self, kind: Transfer, whole_bytes: Floats, ranks: Floats, stride: Floats, *, num_calls: Any = 1.0
+    ) -> Floats:
+        """Seconds of one collective of `whole_bytes` in all; 0 for one rank.
+
+        Sent in `num_calls` parts, each costs its call where calls were measured; else hops of one part run beside the
+        bytes of the one before.
+        """
+        ranks, stride = np.asarray(ranks), np.asarray(stride)
+        algorithm: Algorithm = "direct" if kind in ("all_to_all", "send") else "ring"
+        found = np.asarray(seconds(kind, whole_bytes, self.group(ranks, stride), algorithm))
+        if self.calls is None or kind not in self.calls.kinds:
+            return found
+        is_inside = ranks * stride <= self.devices_per_host
+        measured = num_calls * self.calls.seconds(kind, whole_bytes / num_calls, ranks)
+        return np.where(is_inside, np.where(ranks > 1, measured, 0.0), found)
+
+    def message_s(self, message_bytes: Floats, is_inside: Floats) -> Floats:
+        """Seconds of one message between two ranks."""
+        rate = np.where(
+            is_inside, self.in_host_bytes_per_s * self._linked(np.asarray(2.0)), self.inter_host_bytes_per_s
+        )
+        latency = np.where(is_inside, self.in_host_latency_s, self.inter_host_latency_s)
+        found: Floats = message_bytes / rate + latency
+        if self.calls is not None and "send" in self.calls.kinds:
+            found = np.where(is_inside, self.calls.seconds("send", message_bytes, 2), found)
+        return found

@@ -1,0 +1,63 @@
+"""The profiles that come with the project: one file per family of devices in ``presets/profiles``."""
+
+import functools
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.machine.profile_io import load_profile
+from autopar.errors import ClusterError, did_you_mean
+from autopar.files.strict_yaml import files_naming
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster_file import profile_file
+
+
+@functools.cache
+def shipped_profiles() -> dict[str, DeviceProfile]:
+    """Every profile of ``presets/profiles`` by its name. Raises ClusterError when a file is malformed."""
+    with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
+        found = {path.stem: _loaded(path) for path in sorted(Path(folder).glob("*.yaml"))}
+    taken: dict[str, str] = {}
+    for stem, profile in found.items():
+        if profile.name != stem:
+            raise ClusterError(f"profile file {stem}.yaml: name must be the file's name; got {profile.name!r}")
+        for device in profile.devices:
+            if device in taken:
+                raise ClusterError(f"device {device!r} has two profiles, {taken[device]!r} and {stem!r}")
+            taken[device] = stem
+    return found
+
+
+def device_profile(device: str) -> DeviceProfile:
+    """The shipped profile of a device preset; without one, ``default`` with a note that says so."""
+    with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
+        for path in files_naming(Path(folder), device):
+            profile = _loaded(path)
+            if device in profile.devices:
+                return profile
+        default = _loaded(Path(folder) / "default.yaml")
+    note = f"no profile describes device {device[:80]!r}: the default one is assumed; `autopar calibrate` measures it"
+    return replace(default, notes=(note,))
+
+
+@functools.cache
+def _loaded(path: Path) -> DeviceProfile:
+    return load_profile(path)
+
+
+def cluster_profile(cluster: ClusterSpec, device: str) -> DeviceProfile:
+    """The profile that a cluster names, else the shipped one of a device.
+
+    Raises ClusterError, with every problem, where the file that it names is no profile.
+    """
+    if cluster.profile is None:
+        return device_profile(device)
+    path = profile_file(cluster.profile, Path())
+    if path is not None:
+        return load_profile(path)
+    profiles = shipped_profiles()
+    if cluster.profile not in profiles:
+        hint = did_you_mean(cluster.profile, tuple(profiles))
+        raise ClusterError(f"cluster {cluster.name!r}: there is no profile {cluster.profile[:80]!r}; {hint}")
+    return profiles[cluster.profile]

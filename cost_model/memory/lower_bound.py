@@ -1,0 +1,122 @@
+"""A lower bound on the memory of one rank: what every schedule holds at once, whatever else it does.
+
+    state            every trained parameter, its gradient and Adam's two moments, all in the parameter's dtype,
+                     divided by what the labels and the ZeRO stage split; of a frozen parameter only itself
+    + one operator   operands and output of the operator that holds most; its parameter operands are counted above
+
+Activations kept for the backward pass come on top, so a plan that this bound refuses cannot run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.operator_cost import is_view
+from autopar.errors import InfeasibleError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.explanation import readable_bytes
+from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.program import Program
+from autopar.ir.sharding import Type
+from autopar.ir.stages import stages_of
+from autopar.rules.variants import by_label, variants
+
+NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """Bytes of one rank: parameter state, and the operator that holds most beside it."""
+
+    state_bytes: float
+    operator: str
+    operator_bytes: float
+    is_whole: bool
+
+    @property
+    def total_bytes(self) -> float:
+        return self.state_bytes + self.operator_bytes
+
+
+def least_memory(
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    degrees: Degrees,
+    cuts: Sequence[int] = (),
+) -> LeastMemory:
+    """The lower bound under `labels` on the mesh of `degrees`, of the pipeline rank with the largest state."""
+    held = (0.0, "", False)
+    for index, block in enumerate(program.blocks):
+        parameters = {port.name for port in block.ports if port.role == "parameter"}
+        for node in block.graph.nodes:
+            if node.op != "call_function" or is_view(call := analysis.calls[index][node.name]):
+                continue
+            chosen = [
+                by_label(variants(analysis.bounds[index][node.name], degree), label)
+                for label, degree in zip(labels[index].labels[node.meta["key"]], degrees.mesh.degrees, strict=True)
+            ]
+            names = (*analysis.operands[index][node.name], node.name)
+            size = 0.0
+            for k, (name, info) in enumerate(zip(names, (*call.operands, call.output), strict=True)):
+                shares = (v.share for v in chosen if (*v.operands, v.output)[k].kind == "S")
+                size += 0.0 if name in parameters else prod(info.shape) * info.dtype.itemsize * prod(shares)
+            held = max(held, (size, f"{block.name}: {node.meta['key']}", not any(v.factor for v in chosen)))
+    return LeastMemory(
+        state_bytes=_state_bytes(program, labels, degrees, cuts),
+        operator_bytes=held[0],
+        operator=held[1],
+        is_whole=held[2],
+    )
+
+
+def refuse_what_does_not_fit(
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    cuts: Sequence[int] = (),
+) -> None:
+    """Raise `InfeasibleError`, naming operator, bytes and remedy, where the bound is more than a device's memory."""
+    least, memory = least_memory(program, analysis, labels, degrees, cuts), cluster.min_memory_bytes
+    if least.total_bytes <= memory:
+        return
+    how = "whole on every rank" if least.is_whole else "one rank's part"
+    per_rank = f"a micro-batch of {degrees.micro_batch} sequences" if degrees.micro_batch else "the batch"
+    split = "more devices (tp, or dp with --zero 3)" if degrees.zero == 3 or degrees.dp == 1 else "--zero 3"
+    remedy = (
+        f"split the state over {split}"
+        if least.state_bytes > least.operator_bytes
+        else f"make {per_rank} or the sequence smaller, or give the operator a rule"
+        if least.is_whole
+        else f"make {per_rank} or the sequence smaller, or raise tp"
+    )
+    state, largest = readable_bytes(least.state_bytes), readable_bytes(least.operator_bytes)
+    raise InfeasibleError(
+        f"the plan does not fit: a rank needs at least {readable_bytes(least.total_bytes)}, a device has "
+        f"{readable_bytes(memory)}. Parameters, gradients and optimizer state take {state}, operands and output of "
+        f"{least.operator} {largest} ({how}). Remedy: {remedy}"
+    )
+
+
+def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degrees, cuts: Sequence[int]) -> float:
+    """Parameters, gradients and moments of one rank: ZeRO 1 divides the moments, 2 the gradients too, 3 everything."""
+    types: dict[str, tuple[Type, ...]] = {}
+    for call in program.calls:
+        for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
+            if isinstance(name, str) and port.role == "parameter":
+                types.setdefault(name, tuple(labels[call.block].ports[port.name]))
+    copies = [(1, 3), (1, 2), (NUM_MOMENTS, 1)]  # (copies, ZeRO stage from which they are divided)
+    per_byte = sum(count / (degrees.dp_shard if degrees.zero >= stage else 1) for count, stage in copies)
+    weights_only = 1 / (degrees.dp_shard if degrees.zero == 3 else 1)
+    totals = dict.fromkeys(range(degrees.pp), 0.0)
+    held = [(degrees.rank_of_stage(s.index), name) for s in stages_of(program, cuts) for name in s.parameters]
+    for rank, name in dict.fromkeys(held):
+        info = program.parameters[name]
+        split = prod(d for t, d in zip(types.get(name, ()), degrees.mesh.degrees, strict=False) if t.kind == "S")
+        totals[rank] += (
+            info.num_elements * info.dtype.itemsize / split * (per_byte if info.requires_grad else weights_only)
+        )
+    return max(totals.values())

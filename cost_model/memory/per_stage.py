@@ -1,0 +1,230 @@
+"""What pipeline ranks hold under a plan's own stages, counted on the action list that runs.
+
+A rank holds the state of the parameters that its calls take, and what its stages keep of a micro-batch from its forward
+to its backward pass. What they recompute changes the latter alone, so that `held_by_ranks` is asked once for stages and
+its `memory` for every number of recomputed blocks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.memory.formula import (
+    GRADIENT_BYTES,
+    StepMemory,
+    activations,
+    kept_bytes,
+    logit_bytes,
+    state_bytes,
+)
+from autopar.cost_model.pipeline.closed_forms import live_stage_micro_batches
+from autopar.cost_model.pipeline.simulator import most_held
+from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, counted, per_rank
+from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.work.block_work import Family
+
+Floats = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleBytes:
+    """Of every layout by role: bytes that a repeated block keeps of a micro-batch without recomputation, and those of
+    its input; elements of parameters, those of experts apart; and bytes of logits."""
+
+    saved: Mapping[str, Floats]
+    inputs: Mapping[str, Floats]
+    dense: Mapping[str, Floats]
+    expert: Mapping[str, Floats]
+    logits: Floats
+
+
+def role_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> RoleBytes:
+    """What every role keeps and holds, for `held_by_ranks`."""
+    alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
+    found = {role: activations(family, one, layouts, engine, fused=fused) for role, one in alone.items()}
+    works = {role: family.block(role, "tp") for role in family.roles}
+    return RoleBytes(
+        saved={role: saved for role, (saved, _) in found.items()},
+        inputs={role: inputs for role, (_, inputs) in found.items()},
+        dense={role: np.asarray(work.parameters_split + work.parameters_whole) for role, work in works.items()},
+        expert={role: np.asarray(work.parameters_expert / layouts.ep) for role, work in works.items()},
+        logits=logit_bytes(family, shape),
+    )
+
+
+def staged_memory(
+    stages: Stages,
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+    fused: bool,
+) -> StepMemory:
+    """Peak of the fullest rank of one layout, and what makes it up."""
+    given: dict[str, Any] = {"reserve_bytes": reserve_bytes, "cache": cache, "fused": fused}
+    return fullest(memory_of_ranks(stages, family, shape, layouts, engine, **given))
+
+
+def memory_of_ranks(
+    stages: Stages,
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+    fused: bool,
+) -> StepMemory:
+    """What every pipeline rank of one layout holds, in arrays of all ranks."""
+    blocks = role_bytes(family, shape, layouts, engine, fused=fused)
+    found = held_by_ranks(stages, blocks, 0, shape, layouts, engine, reserve_bytes=reserve_bytes, cache=cache)
+    if stages.again is not None:
+        return found.memory(found.first_blocks(stages.again))
+    return found.memory(found.calls if np.all(layouts.recompute == 2) else 0.0 * found.calls)
+
+
+def fullest(found: StepMemory) -> StepMemory:
+    """The rank that holds most."""
+    rank = int(np.argmax(found.peak_bytes))
+    parts = {name: part[rank : rank + 1] for name, part in found.parts.items()}
+    return StepMemory(peak_bytes=found.peak_bytes[rank : rank + 1], parts=parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldByRanks:
+    """What ranks hold whatever their stages recompute. `calls` are how many of every role each stage has, `saved` and
+    `freed` the bytes that one keeps of a micro-batch, and those of them that it does not keep where it is computed
+    again; `kept_bytes` those that a stage keeps where nothing is."""
+
+    stages: Stages
+    calls: NDArray[np.float64]
+    is_block: NDArray[np.bool_]
+    saved: NDArray[np.float64]
+    freed: NDArray[np.float64]
+    kept_bytes: NDArray[np.float64]
+    state: Mapping[str, Floats]
+    logits: Floats
+    cache: float
+    reserve_bytes: float
+
+    def first_blocks(self, again: Sequence[int]) -> NDArray[np.float64]:
+        """How many blocks of every role are among the first ones of each stage that compute again."""
+        if np.count_nonzero(self.is_block) == 1:
+            return np.asarray(np.minimum(self.calls, np.array(again)[:, None]) * self.is_block)
+        roles, _ = counted(self.stages.roles)
+        first = [own[:most] for own, most in zip(self.stages.repeated, again, strict=True)]
+        return np.array([[own.count(role) for role in roles] for own in first], dtype=np.float64)
+
+    def memory(self, again: NDArray[np.float64]) -> StepMemory:
+        """Memory of every rank where stages compute so many calls of every role again."""
+        pp = self.stages.pp
+        working = np.zeros(pp)
+        np.maximum.at(working, self.stages.rank_index, np.where(again > 0, self.saved, 0.0).max(axis=1))
+        live = _live_bytes(self.stages, self.kept_bytes - again @ self.freed)
+        parts = {**self.state, "activations": live, "workspace": working, "logits": self.logits}
+        held = sum(parts.values())
+        parts |= {"cache": np.asarray(self.cache * held), "reserve": np.full(pp, self.reserve_bytes)}
+        return StepMemory(peak_bytes=np.asarray(held + parts["cache"] + parts["reserve"]), parts=parts)
+
+
+def held_by_ranks(
+    stages: Stages,
+    blocks: RoleBytes,
+    index: int,
+    shape: Shape,
+    layout: Layouts,
+    engine: Engine,
+    *,
+    reserve_bytes: float,
+    cache: float,
+) -> HeldByRanks:
+    """What the ranks of the one of several layouts hold that has this `index` in `blocks`."""
+    roles, calls = counted(stages.roles)
+    of_ranks = np.zeros((stages.pp, len(roles)))
+    np.add.at(of_ranks, stages.rank_index, calls)
+    nothing = np.zeros(stages.pp)
+
+    def of_roles(values: Mapping[str, Floats]) -> NDArray[np.float64]:
+        return np.array([float(_at(values[role], index)) if role in values else 0.0 for role in roles])
+
+    is_end = np.array([role in ENDS for role in roles])
+    saved, inputs, dense = of_roles(blocks.saved), of_roles(blocks.inputs), of_roles(blocks.dense)
+    ends = of_ranks * (is_end * dense)
+    elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(shape.is_tied) else ends.sum(axis=1))
+    state = stage_state(elements, of_ranks @ of_roles(blocks.expert), shape, layout, engine)
+    has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
+    return HeldByRanks(
+        stages=stages,
+        calls=calls,
+        is_block=~is_end,
+        saved=saved,
+        freed=saved - inputs,
+        kept_bytes=calls @ kept_bytes(saved, inputs, np.where(layout.recompute == 1, 1, 0), engine),
+        state={name: part + nothing for name, part in state.items()},
+        logits=np.where(has_last, float(_at(blocks.logits, index)), 0.0),
+        cache=cache,
+        reserve_bytes=float(reserve_bytes),
+    )
+
+
+def stage_state(elements: Floats, expert: Floats, shape: Shape, layout: Layouts, engine: Engine) -> dict[str, Floats]:
+    """As `state_bytes`, and what of it a step gathers, which with stages stays until the step ends."""
+    parts = state_bytes(elements, expert, shape, layout, engine)
+    whole = (shape.element_bytes + GRADIENT_BYTES) * (elements + expert)
+    return parts | {"gathered": np.where(np.all(layout.zero >= 3), whole, 0.0)}
+
+
+def bytes_of_roles(
+    blocks: RoleBytes, index: int, shape: Shape, layout: Layouts, engine: Engine
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """What one call of every role holds under the layout at an `index` of `blocks`: state of its parameters (with the
+    logits), what it keeps of a micro-batch without recomputation, and its input."""
+    dense, expert, saved, inputs = (
+        {role: float(_at(values, index)) for role, values in one.items()}
+        for one in (blocks.dense, blocks.expert, blocks.saved, blocks.inputs)
+    )
+    parts = stage_state(np.array([*dense.values()]), np.array([*expert.values()]), shape, layout, engine)
+    state = dict(zip(dense, np.sum([np.broadcast_to(one, len(dense)) for one in parts.values()], axis=0), strict=True))
+    state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
+    return state, saved, inputs
+
+
+def _at(values: Floats, index: int) -> Any:
+    values = np.asarray(values).reshape(-1)
+    return values[index if len(values) > 1 else 0]
+
+
+def _live_bytes(stages: Stages, held_bytes: Floats) -> NDArray[np.float64]:
+    """The most that every rank holds for backward passes at once, of what stages hold of a micro-batch."""
+    run = stages.schedule, stages.pp, stages.virtual, stages.micro_batches
+    if stages.num_actions <= MOST_ACTIONS:
+        rows, first = _rows_of_ranks(*run)
+        most: NDArray[np.float64] = np.maximum.reduceat(rows @ held_bytes, first)
+        return most
+    live = live_stage_micro_batches(
+        stages.schedule,
+        pp=stages.pp,
+        virtual_stages=stages.virtual,
+        micro_batches=stages.micro_batches,
+        rank=np.arange(stages.pp),
+    )
+    found: NDArray[np.float64] = np.asarray(live) / stages.virtual * per_rank(stages, held_bytes)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _rows_of_ranks(
+    schedule: str, pp: int, virtual_stages: int, micro_batches: int
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """The rows of `most_held` of all ranks, and where those of each rank begin."""
+    rows = most_held(schedule, pp, virtual_stages, micro_batches)
+    return np.concatenate(rows), np.cumsum([0, *map(len, rows[:-1])])

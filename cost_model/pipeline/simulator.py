@@ -1,0 +1,463 @@
+"""Pipelines replayed: the action lists of `autopar.ir.schedules`, which the runtime executes, with seconds per pass.
+
+A rank runs its actions in their order. A pass begins when the one before it has ended and what it needs is there: a
+forward pass the values of the stage before, a backward pass its own forward pass and the gradients of the stage after,
+the part for the weights the part for the inputs. Between stages of one rank nothing is sent. Since the order on every
+rank is fixed, times are longest paths, found in one sweep (`simulate`); where a closed form of
+`autopar.cost_model.pipeline.closed_forms` is exact both agree to rounding.
+
+Messages are *overlapped*, as torch.distributed.pipelining sends them: the rank goes on, and sends one message after
+another; or *blocking*: the rank waits until its message has arrived. A receiver is always ready, as with receives
+posted ahead; runtimes that pair sends with receives order them so that no rank waits for itself, which a list does not
+say.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import PlanError, Problem
+from autopar.ir.schedules import KINDS, Action, Pass, live_micro_batches, numbered_actions, rank_of_stage
+
+Orders = Sequence[Sequence[Action]]
+_NEVER = -1.0  # times are not negative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds of the passes of one micro-batch, by stage: F, B, and I and W where the backward pass is split.
+
+    `forward_message_s[i]` and `backward_message_s[i]` are those of a message from stage i to the next and back.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    input_s: Sequence[float]
+    weight_s: Sequence[float]
+    forward_message_s: Sequence[float]
+    backward_message_s: Sequence[float]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_s)
+
+
+def equal_stages(
+    num_stages: int, *, forward_s: float, backward_s: float, weight_s: float = 0.0, message_s: float = 0.0
+) -> StageSeconds:
+    """Equal stages; the seconds are of one stage, W is a part of B."""
+    return StageSeconds(
+        forward_s=[forward_s] * num_stages,
+        backward_s=[backward_s] * num_stages,
+        input_s=[backward_s - weight_s] * num_stages,
+        weight_s=[weight_s] * num_stages,
+        forward_message_s=[message_s] * (num_stages - 1),
+        backward_message_s=[message_s] * (num_stages - 1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """One pass on the time line of a rank."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What one pass sends to the stage that needs it."""
+
+    from_rank: int
+    to_rank: int
+    from_stage: int
+    to_stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A replayed step. Arrays are per rank; `starts_s[rank][i]` and the like are of the i-th action of a rank.
+
+    `busy_s` are seconds in passes, `sending_s` those in sends that block, `idle_s` the rest of the step, `gaps_s` what
+    of it lies between a rank's first and last pass. `live` is the most (stage, micro-batch) pairs held at once.
+    """
+
+    orders: Orders
+    rank_of_stage: Sequence[int]
+    step_s: float
+    busy_s: NDArray[np.float64]
+    sending_s: NDArray[np.float64]
+    starts_s: Sequence[Sequence[float]]
+    ends_s: Sequence[Sequence[float]]
+    sent_s: Sequence[Sequence[float]]
+    arrived_s: Sequence[Sequence[float]]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def idle_s(self) -> NDArray[np.float64]:
+        return self.step_s - self.busy_s - self.sending_s
+
+    @property
+    def gaps_s(self) -> NDArray[np.float64]:
+        spans = [end[-1] - start[0] if start else 0.0 for start, end in zip(self.starts_s, self.ends_s, strict=True)]
+        return np.array(spans) - self.busy_s - self.sending_s
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        return tuple(live_micro_batches(order) for order in self.orders)
+
+    def timeline(self) -> Iterator[Interval]:
+        """Every pass, rank by rank in the order of time."""
+        for rank, (order, starts, ends) in enumerate(zip(self.orders, self.starts_s, self.ends_s, strict=True)):
+            for action, start, end in zip(order, starts, ends, strict=True):
+                yield Interval(rank=rank, action=action, start_s=start, end_s=end)
+
+    def messages(self, forward_bytes: Sequence[float], backward_bytes: Sequence[float]) -> Iterator[Message]:
+        """Every message, with the bytes that cross between each stage and the next, and back."""
+        for rank, (order, sent, arrived) in enumerate(zip(self.orders, self.sent_s, self.arrived_s, strict=True)):
+            for action, start, end in zip(order, sent, arrived, strict=True):
+                if start == _NEVER:
+                    continue
+                is_forward = action.kind == "F"
+                to = action.stage + 1 if is_forward else action.stage - 1
+                yield Message(
+                    from_rank=rank,
+                    to_rank=self.rank_of_stage[to],
+                    from_stage=action.stage,
+                    to_stage=to,
+                    micro_batch=action.micro_batch,
+                    start_s=start,
+                    end_s=end,
+                    num_bytes=forward_bytes[action.stage] if is_forward else backward_bytes[to],
+                )
+
+
+def simulate(
+    orders: Orders, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
+) -> Simulation:
+    """Replay the action lists of all ranks. Raises PlanError where ranks wait for each other, and says for what."""
+    ranks = _rank_of_stage(orders, seconds)
+    each = [(stage, _CODES[kind], micro_batch) for order in orders for stage, kind, micro_batch in order]
+    replay = _replay(np.array(each).reshape(-1, 3).T, [*map(len, orders)], ranks)
+    if not isinstance(replay, Replay):
+        raise _stuck(orders, replay, ranks)
+    times = replayed(replay, seconds, messages=messages)
+    busy = [sum(end) - sum(start) for start, end in zip(times.starts_s, times.ends_s, strict=True)]
+    return Simulation(
+        orders=orders,
+        rank_of_stage=replay.rank_of_stage,
+        step_s=times.step_s,
+        busy_s=np.array(busy),
+        sending_s=times.sending_s,
+        starts_s=times.starts_s,
+        ends_s=times.ends_s,
+        sent_s=times.sent_s,
+        arrived_s=times.arrived_s,
+    )
+
+
+def shared_step_s(run: "Simulation | Replayed", ranks_per_core: float) -> float:
+    """Seconds of a step whose ranks share cores, replayed with the seconds of passes while all ranks compute.
+
+    At any moment all ranks that compute have the same speed, so that the order of events stays and time runs faster:
+    with k of p ranks at work by p/k, but a rank has one core at most. Where none computes, messages take their time.
+    """
+    starts, ends = (np.concatenate(column) for column in (run.starts_s, run.ends_s))
+    times = np.concatenate([starts, ends])
+    order = np.argsort(times, kind="stable")
+    working = np.cumsum(np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])[order])
+    spans = np.diff(np.append(times[order], run.step_s))
+    faster = np.where(working > 0, np.minimum(ranks_per_core, run.num_ranks / np.maximum(working, 1)), 1.0)
+    return float(np.sum(spans / np.maximum(faster, 1.0)) + times[order[0]])
+
+
+def peak_held_bytes(
+    orders: Orders, held_bytes: Sequence[float], held_for_weights_bytes: Sequence[float] | None = None
+) -> NDArray[np.float64]:
+    """Per rank, the most bytes that its stages hold for backward passes at once.
+
+    By stage, what one micro-batch holds from F to B or W, and what of it is still held after I (by default all).
+    """
+    later = held_bytes if held_for_weights_bytes is None else held_for_weights_bytes
+    found = []
+    for order in orders:
+        held = most = 0.0
+        for action in order:
+            whole, rest = held_bytes[action.stage], later[action.stage]
+            held += {"F": whole, "B": -whole, "I": rest - whole, "W": -rest}[action.kind]
+            most = max(most, held)
+        found.append(most)
+    return np.array(found)
+
+
+@lru_cache(maxsize=64)
+def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[NDArray[np.float64], ...]:
+    """Per rank of a schedule, rows of how many micro-batches of every stage it holds, whenever it holds most of one.
+
+    The largest of all rows times what stages hold is `peak_held_bytes`.
+    """
+    stages, found = pp * virtual_stages, []
+    for order in numbered_actions(schedule, pp, virtual_stages, micro_batches):
+        each = np.array(order) // micro_batches
+        code, stage = each % len(KINDS), each // len(KINDS)
+        own = np.unique(stage)
+        kept = code != _CODES["I"]
+        begins, held = code[kept] == _CODES["F"], stage[kept][:, None] == own
+        counts = np.cumsum(np.where(begins[:, None], 1, -1) * held, axis=0)
+        rows = {(0,) * len(own), *map(tuple, counts[:-1][begins[:-1] & ~begins[1:]].tolist())}
+        every = np.zeros((len(rows), stages))
+        every[:, own] = sorted(rows)
+        found.append(every)
+    return tuple(found)
+
+
+# ---- the sweep ----
+
+_CODES: dict[Pass, int] = {kind: code for code, kind in enumerate(KINDS)}
+_NONE, _IS_THERE = -1, -2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Action lists in an order in which they can run, whatever passes last; one row per action.
+
+    A row is its rank; its pass, kind by stage; the cell with the time of what it waits for, and the cell that its end
+    goes to; its message, direction by stage, and the pass of weights that follows it on its rank and has no row of its
+    own, as it waits for nothing; -1 where there is none. Cells are what stages need of each micro-batch, the last one
+    is what nobody needs.
+    """
+
+    num_ranks: int
+    rank_of_stage: Sequence[int]
+    rows: Sequence[tuple[int, ...]]
+    num_cells: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Times of a replay by rank, in the order of its actions; `sending_s` are seconds per rank in sends that block."""
+
+    step_s: float
+    num_ranks: int
+    sending_s: NDArray[np.float64]
+    starts_s: list[list[float]]
+    ends_s: list[list[float]]
+    sent_s: list[list[float]]
+    arrived_s: list[list[float]]
+
+
+@lru_cache(maxsize=64)
+def replay_of(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Replay:
+    """A schedule's own action lists, to be replayed with any seconds."""
+    ranks = tuple(rank_of_stage(schedule, pp, stage) for stage in range(pp * virtual_stages))
+    orders = numbered_actions(schedule, pp, virtual_stages, micro_batches)
+    each, micro_batch = np.divmod(np.array([number for order in orders for number in order]), micro_batches)
+    found = _replay(np.array([each // len(KINDS), each % len(KINDS), micro_batch]), [*map(len, orders)], ranks)
+    assert isinstance(found, Replay), (schedule, pp, virtual_stages, micro_batches)
+    return found
+
+
+def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]) -> Replay | list[int]:
+    """Rows of all actions, which are columns of stage, pass and micro-batch, rank after rank; `ranks` are those of
+    stages. Each rank runs until it has to wait, and again once that is there. Where ranks wait for each other, how far
+    each comes."""
+    rows, place, num_cells = _rows(actions, lengths, ranks)
+    counts = np.bincount(rows[0], minlength=len(lengths))
+    stops, num_inputs = np.cumsum(counts), num_cells // (3 * len(ranks))
+    rows = np.insert(rows, stops, num_cells, axis=1)  # behind the last row of every rank one that waits for ever
+    stops += np.arange(len(lengths))
+    needs, gives = rows[2].tolist(), rows[3].tolist()
+    cells = [_IS_THERE] * num_inputs + [_NONE] * (num_cells - num_inputs + 1)  # or the rank that waits for it
+    done, order, ready = (stops - counts).tolist(), list[int](), list(range(len(lengths)))
+    while ready:
+        rank = ready.pop()
+        position = done[rank]
+        while cells[needs[position]] == _IS_THERE:
+            cell = gives[position]
+            if cells[cell] >= 0:
+                ready.append(cells[cell])
+            cells[cell] = _IS_THERE
+            order.append(position)
+            position += 1
+        cells[needs[position]] = rank
+        done[rank] = position
+    if len(order) < len(place):
+        ends = zip(done, stops.tolist(), lengths, range(len(lengths)), strict=True)
+        return [length if at == stop else int(place[at - rank]) for at, stop, length, rank in ends]
+    in_order = list(zip(*rows[:, order].tolist(), strict=True))
+    return Replay(num_ranks=len(lengths), rank_of_stage=ranks, rows=in_order, num_cells=num_cells)
+
+
+def _rows(
+    actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]
+) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
+    """Columns of the rows of actions, rank after rank, their places in the lists of their ranks, and how many cells
+    there are.
+
+    A pass's gradient, and with it the pass, is there only after the stage's forward pass: no need to look at that.
+    """
+    stage, code, micro_batch = actions
+    stages, count = len(ranks), 1 + int(micro_batch.max(initial=0))
+    # by stage and micro-batch: the inputs of F, the gradients of B or I, what I leaves for W; and what nobody needs
+    size, last = stages * count, 3 * stages * count
+    cell, rank = stage * count + micro_batch, np.repeat(np.arange(len(lengths)), lengths)
+    is_forward, is_weight, at = code == _CODES["F"], code == _CODES["W"], np.arange(len(cell))
+    needs = cell + size * np.array([0, 1, 1, 2])[code]
+    # W follows I on its own rank, and waits for nothing else
+    behind = np.full(size, len(cell))
+    behind[cell[code == _CODES["I"]]] = at[code == _CODES["I"]]
+    follows = is_weight & (behind[cell] < at)
+    needs[follows] = 0
+    crosses = np.where(is_forward, stage < stages - 1, ~is_weight & (stage > 0))
+    to = np.where(crosses, np.where(is_forward, stage + 1, stage - 1), stage)
+    gives = np.where(is_forward, cell + count, size + cell - count)
+    gives = np.where(crosses, gives, np.where(is_forward, size + cell, last))
+    message = np.where(np.array(ranks)[to] != rank, np.where(is_forward, stage, stages + to), _NONE)
+    # one row of two passes where W comes next
+    passes = code * stages + stage
+    joins = follows & np.append(False, (rank[1:] == rank[:-1]) & ~is_weight[:-1])
+    then = np.where(np.append(joins[1:], False), np.append(passes[1:], 0), _NONE)
+    place = at - np.cumsum([0, *lengths])[rank]
+    return np.array([rank, passes, needs, gives, message, then])[:, ~joins], place[~joins], last + 1
+
+
+def replayed(
+    replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
+) -> Replayed:
+    """Replay action lists with the seconds of their passes."""
+    blocks, ranks = messages == "blocking", range(replay.num_ranks)
+    lasting, lasts = _lasting(seconds)
+    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))
+    starts, ends, sent, arrived = ([list[float]() for _ in ranks] for _ in range(4))
+
+    def write(rank: int, start: float, end: float, begin: float, arrives: float) -> None:
+        for column, time in zip((starts, ends, sent, arrived), (start, end, begin, arrives), strict=True):
+            column[rank].append(time)
+
+    for rank, which, needs, gives, message, then in replay.rows:
+        start = max(free[rank], there[needs])
+        end = now = start + lasting[which]
+        if message < 0:
+            there[gives] = end
+            write(rank, start, end, _NEVER, _NEVER)
+        else:
+            begin = max(end, port[rank])
+            arrives = there[gives] = port[rank] = begin + lasts[message]
+            write(rank, start, end, begin, arrives)
+            if blocks:
+                sending[rank] += arrives - end
+                now = arrives
+        free[rank] = now + lasting[then]
+        if then >= 0:
+            write(rank, now, free[rank], _NEVER, _NEVER)
+    return Replayed(
+        step_s=max(free, default=0.0),
+        num_ranks=replay.num_ranks,
+        sending_s=np.array(sending),
+        starts_s=starts,
+        ends_s=ends,
+        sent_s=sent,
+        arrived_s=arrived,
+    )
+
+
+def run_seconds(
+    replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
+) -> tuple[float, NDArray[np.float64]]:
+    """Seconds of a replay, and those of every rank in sends that block; as `replayed`, which keeps all times."""
+    blocks = messages == "blocking"
+    lasting, lasts = _lasting(seconds)
+    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))
+    for rank, which, needs, gives, message, then in replay.rows:
+        start, arrived = free[rank], there[needs]
+        end = (arrived if arrived > start else start) + lasting[which]
+        if message < 0:
+            there[gives] = end
+        else:
+            begin = port[rank]
+            there[gives] = port[rank] = arrives = (end if end > begin else begin) + lasts[message]
+            if blocks:
+                sending[rank] += arrives - end
+                end = arrives
+        free[rank] = end + lasting[then]
+    return max(free, default=0.0), np.array(sending)
+
+
+def _lasting(seconds: StageSeconds) -> tuple[list[float], list[float]]:
+    """Seconds of passes and of messages as rows count them; the last pass is none."""
+    passes = [*seconds.forward_s, *seconds.backward_s, *seconds.input_s, *seconds.weight_s, 0.0]
+    return passes, [*seconds.forward_message_s, 0.0, *seconds.backward_message_s]
+
+
+# ---- what cannot run ----
+
+
+def _rank_of_stage(orders: Orders, seconds: StageSeconds) -> tuple[int, ...]:
+    stages, owners, problems = seconds.num_stages, dict[int, int](), []
+    for rank, order in enumerate(orders):
+        for action in order:
+            if owners.setdefault(action.stage, rank) != rank:
+                rule = f"stage {action.stage} is also on rank {owners[action.stage]}"
+                problems.append(Problem(path=f"rank {rank}", value=str(action), rule=rule))
+    lengths = {"passes": {len(seconds.backward_s), len(seconds.input_s), len(seconds.weight_s), stages}}
+    lengths["messages"] = {len(seconds.forward_message_s) + 1, len(seconds.backward_message_s) + 1, stages}
+    for name, found in lengths.items():
+        if found != {stages}:
+            problems.append(Problem(path=f"seconds of {name}", rule=f"must be given for {stages} stages"))
+    if sorted(owners) != list(range(stages)):
+        rule = f"must hold the stages 0 to {stages - 1}, those that seconds are given of"
+        problems.append(Problem(path="action lists", value=sorted(owners), rule=rule))
+    if problems:
+        raise PlanError("the pipeline's action lists cannot be replayed", problems)
+    return tuple(owners[stage] for stage in range(stages))
+
+
+def _stuck(orders: Orders, positions: Sequence[int], rank_of_stage: Sequence[int]) -> PlanError:
+    """What every rank that is left waits for, and a circle of them where there is one."""
+    problems, waits = [], dict[int, int]()
+    for rank, (order, position) in enumerate(zip(orders, positions, strict=True)):
+        if position == len(order):
+            continue
+        action = order[position]
+        needed, owner = _needed(orders, action, rank_of_stage)
+        left = orders[owner][positions[owner] :]
+        if needed in left:
+            waits[rank] = owner
+            first = "" if left[0] == needed else f" after {left[0]}"
+            rule = f"waits for {needed}, which rank {owner} would run{first}"
+        else:
+            rule = f"waits for {needed}, which is not in the list of rank {owner}"
+        problems.append(Problem(path=f"rank {rank}", value=str(action), rule=rule))
+    path = [next(iter(waits), -1)]
+    while path[-1] in waits and path[-1] not in path[:-1]:
+        path.append(waits[path[-1]])
+    circle = " → ".join(f"rank {rank}" for rank in path[path.index(path[-1]) :]) if path[-1] in waits else ""
+    message = f"deadlock in the pipeline: {circle}" if circle else "the pipeline's action lists miss passes"
+    return PlanError(f"{message}; reorder the passes of these ranks or use a schedule's own order", problems)
+
+
+def _needed(orders: Orders, action: Action, rank_of_stage: Sequence[int]) -> tuple[Action, int]:
+    """The action that one waits for, and its rank."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind == "W":
+        return Action(stage, "I", micro_batch), rank_of_stage[stage]
+    if action.kind == "F":
+        return Action(stage - 1, "F", micro_batch), rank_of_stage[stage - 1]
+    if stage == len(rank_of_stage) - 1:
+        return Action(stage, "F", micro_batch), rank_of_stage[stage]
+    owner = rank_of_stage[stage + 1]
+    split = Action(stage + 1, "I", micro_batch)
+    return (split if split in orders[owner] else Action(stage + 1, "B", micro_batch)), owner

@@ -1,0 +1,287 @@
+"""A plan's own pipeline stages: what its cuts give every rank, and the action list that runs, priced.
+
+The step's pipeline is the replayed action list (`autopar.cost_model.pipeline.simulator`). Lists of more than
+`MOST_ACTIONS` passes are priced by the closed form of unequal ranks
+(`autopar.cost_model.pipeline.closed_forms.unequal_step_s`), which agrees with the replay where it is exact. Memory is
+counted on the same list (`autopar.cost_model.memory.per_stage`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.pipeline.closed_forms import blocking_message_s, unequal_step_s
+from autopar.cost_model.pipeline.simulator import StageSeconds, replay_of, replayed, run_seconds, shared_step_s
+from autopar.cost_model.step.assembly import Pipeline, Pipelined
+from autopar.cost_model.step.context import Passes
+from autopar.ir.plan import Degrees
+from autopar.ir.schedules import SCHEDULES, rank_of_stage
+
+Floats = NDArray[Any]
+MOST_ACTIONS = 10_000
+ENDS = ("first", "last")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The roles of every stage's calls, and how micro-batches pass through them: `runs` times the schedule.
+
+    `again` are how many of its first repeated blocks every stage computes again; None where that is the same in all
+    stages, as layouts have it: then `recomputes` says whether it is any.
+    """
+
+    roles: tuple[tuple[str, ...], ...]
+    schedule: str
+    pp: int
+    virtual: int
+    micro_batches: int
+    runs: int
+    again: tuple[int, ...] | None = None
+    recomputes: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return _ranks(self.schedule, self.pp, len(self.roles))[0]
+
+    @property
+    def rank_index(self) -> NDArray[np.intp]:
+        """As `ranks`."""
+        return _ranks(self.schedule, self.pp, len(self.roles))[1]
+
+    @property
+    def num_actions(self) -> int:
+        passes = 3 if SCHEDULES[self.schedule].splits_backward else 2
+        return passes * len(self.roles) * self.micro_batches
+
+    def of_rank(self, rank: int) -> tuple[str, ...]:
+        """The roles of all calls of a rank."""
+        return tuple(role for roles, own in zip(self.roles, self.ranks, strict=True) if own == rank for role in roles)
+
+    @property
+    def repeated(self) -> tuple[tuple[str, ...], ...]:
+        """The roles of the repeated blocks of every stage."""
+        return _repeated(self.roles)
+
+
+@lru_cache(maxsize=256)  # asked for with every price
+def _ranks(schedule: str, pp: int, num_stages: int) -> tuple[tuple[int, ...], NDArray[np.intp]]:
+    found = tuple(rank_of_stage(schedule, pp, stage) for stage in range(num_stages))
+    return found, np.array(found)
+
+
+@lru_cache(maxsize=256)
+def _repeated(of_stages: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(role for role in roles if role not in ENDS) for roles in of_stages)
+
+
+def stages_at(calls: Sequence[str], cuts: Sequence[int], degrees: Degrees) -> Stages:
+    """Calls, given by their roles, cut before the given positions."""
+    bounds = pairwise((0, *cuts, len(calls)))
+    return Stages(
+        roles=tuple(tuple(role for role in calls[start:stop] if role) for start, stop in bounds),
+        schedule=degrees.schedule,
+        pp=degrees.pp,
+        virtual=degrees.virtual_stages,
+        micro_batches=degrees.micro_batches,
+        runs=degrees.accumulate,
+        again=degrees.recompute_blocks if isinstance(degrees.recompute_blocks, tuple) else None,
+        recomputes=degrees.recompute == "full",
+    )
+
+
+def pipeline_of(
+    stages: Stages, engine: Engine, message_exposed: float, ranks_per_core: float = 1.0, *, every_rank: bool = False
+) -> Pipeline:
+    """How `step.step_seconds` prices one layout's stages; see `pipelines_of`. With `every_rank` the
+    parts are arrays of all ranks instead of the slowest one's, or the mean one's."""
+    if not every_rank:
+        return pipelines_of([stages], engine, message_exposed, ranks_per_core)
+    is_overlapped = engine.messages == "overlapped"
+
+    def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+        seconds = seconds_of_roles(passes)
+        one = whole_message_s(message, engine, message_exposed)
+        busy, blocks, again, total, sending = _of_ranks(stages, seconds, one, is_overlapped, ranks_per_core)
+        idle = np.maximum(0.0, total - stages.micro_batches * busy - sending)
+        return Pipelined(busy=busy, blocks=blocks, again=again, idle=stages.runs * idle, messages=stages.runs * sending)
+
+    return priced
+
+
+def whole_message_s(message: Floats, engine: Engine, message_exposed: float) -> float:
+    """Seconds of one message, of which figures of overlapped ones count the part `message_exposed`."""
+    return float(np.max(message)) / (message_exposed if engine.messages == "overlapped" else 1.0)
+
+
+# what `Pipelined` holds of one layout, by its stages, the seconds of its roles' passes and of a message
+Known: TypeAlias = dict[tuple[Stages, tuple[float, ...], float], tuple[float, float, float, float, float]]
+
+
+def pipelines_of(
+    stages: Sequence[Stages],
+    engine: Engine,
+    message_exposed: float,
+    ranks_per_core: float = 1.0,
+    known: Known | None = None,
+) -> Pipeline:
+    """How `autopar.cost_model.step.step.step_of` prices the stages of every layout.
+
+    `message_exposed` is the part of a message that its figures count where messages are overlapped; here the list shows
+    what is hidden. Where ranks share cores, those that compute are faster while others wait (`shared_step_s`), and the
+    parts are those of the mean rank. `known` is what was found before, of the same engine and ranks: layouts that
+    differ in data parallelism alone run the same.
+    """
+    is_overlapped, known = engine.messages == "overlapped", {} if known is None else known
+
+    def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+        size = len(stages)
+        columns = [
+            np.broadcast_to(one, size).tolist()
+            for each in passes.values()
+            for one in (each.forward, each.backward, np.asarray(each.weight))
+        ]
+        messages = np.broadcast_to(message / (message_exposed if is_overlapped else 1.0), size).tolist()
+        found = []
+        for each, one, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True):
+            key = each, seconds, one
+            if key not in known:
+                of_roles = {role: seconds[3 * k : 3 * k + 3] for k, role in enumerate(passes)}
+                known[key] = _pipelined(each, of_roles, one, is_overlapped, ranks_per_core)
+            found.append(known[key])
+        busy, blocks, again, idle, sending = np.array(found).T
+        return Pipelined(busy=busy, blocks=blocks, again=again, idle=idle, messages=sending)
+
+    return priced
+
+
+def _pipelined(
+    stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
+) -> tuple[float, float, float, float, float]:
+    """What `Pipelined` holds, of forward, backward and weight seconds of every role."""
+    busy, blocks, again, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
+    slowest = int(np.argmax(busy))
+    own, waited, held, repeated = (
+        float(np.mean(values) if ranks_per_core > 1 else values[slowest]) for values in (busy, sending, blocks, again)
+    )
+    idle = max(0.0, total - stages.micro_batches * own - waited)
+    return own, held, repeated, stages.runs * idle, stages.runs * waited
+
+
+def _of_ranks(
+    stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], float, NDArray[np.float64]]:
+    """Of every rank: seconds of its passes of a micro-batch, its repeated blocks, and the seconds that it computes
+    again; seconds of one run; and those that every rank waits for its messages."""
+    forward, backward, weight, again = seconds_of_stages(stages, passes)
+    total, sending = _seconds(stages, forward, backward, weight, message, is_overlapped, ranks_per_core)
+    blocks, repeated = (per_rank(stages, one) for one in (np.array([len(own) for own in stages.repeated]), again))
+    return per_rank(stages, forward + backward), blocks, repeated, total, np.broadcast_to(sending, (stages.pp,))
+
+
+def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
+    """Forward, backward and weight seconds of every role of one layout."""
+    return {
+        role: [float(np.max(one)) for one in (each.forward, each.backward, np.asarray(each.weight))]
+        for role, each in passes.items()
+    }
+
+
+def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> tuple[Floats, Floats, Floats, Floats]:
+    """Forward, backward and weight seconds of one micro-batch in every stage, of those of every role; and what of the
+    backward pass is computed again, where stages differ in that."""
+    roles, counts = counted(stages.roles)
+    forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
+    if SCHEDULES[stages.schedule].splits_backward:
+        weight = np.where(_is_whole(stages), 0.0, weight)
+    if stages.again is None:
+        return forward, backward, weight, np.zeros(len(stages.roles))
+    again = np.array([sum(passes[role][0] for role in own) for own in recomputed(stages)])
+    return forward, backward + again, weight, again
+
+
+def _is_whole(stages: Stages) -> list[bool]:
+    """The stages that recompute, whose backward passes therefore do not run in parts (`autopar.ir.stages.separates`).
+    The first one's is one part anyway."""
+    again = stages.again or [len(own) * stages.recomputes for own in stages.repeated]
+    return [False, *(min(most, len(own)) > 0 for most, own in zip(again[1:], stages.repeated[1:], strict=True))]
+
+
+def recomputed(stages: Stages) -> list[tuple[str, ...]]:
+    """The roles of the blocks that every stage computes again, where stages differ in that."""
+    return [own[:most] for own, most in zip(stages.repeated, stages.again or [0] * len(stages.roles), strict=True)]
+
+
+@lru_cache(maxsize=256)
+def counted(of_stages: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+    """All roles, and how many calls of each every stage has."""
+    roles = tuple(dict.fromkeys(role for own in of_stages for role in own))
+    return roles, np.array([[own.count(role) for role in roles] for own in of_stages], dtype=np.float64)
+
+
+def _seconds(
+    stages: Stages,
+    forward: Floats,
+    backward: Floats,
+    weight: Floats,
+    message: float,
+    is_overlapped: bool,
+    ranks_per_core: float,
+) -> tuple[float, NDArray[np.float64]]:
+    """Seconds of one run, and those that each rank waits for its own messages. A long list of ranks that share cores
+    takes as long as they compute in the mean, or as its closed form on whole cores."""
+    if stages.num_actions > MOST_ACTIONS:
+        ranks = [per_rank(stages, seconds) for seconds in (forward, backward, weight)]
+        whole = unequal_step_s(
+            stages.schedule,
+            micro_batches=stages.micro_batches,
+            forward_s=ranks[0],
+            backward_s=ranks[1],
+            weight_s=ranks[2],
+            virtual_stages=stages.virtual,
+        )
+        waited = 0.0
+        if not is_overlapped:
+            waited = float(
+                blocking_message_s(
+                    pp=stages.pp,
+                    virtual_stages=stages.virtual,
+                    micro_batches=stages.micro_batches,
+                    message_s=message,
+                )
+            )
+        mean = stages.micro_batches * float(np.mean(ranks[0] + ranks[1]))
+        shared = float(whole) if ranks_per_core == 1 else max(float(whole) / ranks_per_core, mean)
+        return shared + waited, np.full(stages.pp, waited)
+    seconds = stage_seconds(forward, backward, weight, message)
+    replay = replay_of(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
+    messages: Literal["overlapped", "blocking"] = "overlapped" if is_overlapped else "blocking"
+    if ranks_per_core == 1:
+        return run_seconds(replay, seconds, messages=messages)
+    found = replayed(replay, seconds, messages=messages)
+    return shared_step_s(found, ranks_per_core), found.sending_s
+
+
+def stage_seconds(forward: Floats, backward: Floats, weight: Floats, message: float) -> StageSeconds:
+    """What a run of a schedule is simulated with: seconds of one micro-batch in every stage, and of a message."""
+    between = [message] * (len(forward) - 1)
+    return StageSeconds(
+        forward_s=forward.tolist(),
+        backward_s=backward.tolist(),
+        input_s=(backward - weight).tolist(),
+        weight_s=weight.tolist(),
+        forward_message_s=between,
+        backward_message_s=between,
+    )
+
+
+def per_rank(stages: Stages, values: Floats) -> NDArray[np.float64]:
+    """What every rank has of values of all stages."""
+    found: NDArray[np.float64] = np.bincount(stages.rank_index, weights=values, minlength=stages.pp).astype(float)
+    return found

@@ -1,0 +1,267 @@
+"""Step time and peak memory of published runs, from what stands left of their results.
+
+A row names an architecture, a machine, a layout and a framework. The architecture picks a family of captured blocks
+(`autopar.cost_model.blocks`), whose expressions are evaluated at the row's sizes; the machine a device preset and its
+profile; the framework an engine. Rows of one family, machine and engine are priced together as arrays.
+
+What a row leaves open is settled by rules, not by its result: an unstated micro-batch is 1, an unstated ZeRO stage the
+framework's habit, unstated sequence parallelism on where the framework has it and tp > 1, and unstated recomputation
+the least that fits the device.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.memory.formula import StepMemory, step_memory
+from autopar.cost_model.published.families import (
+    family_name,
+    family_of,
+    numbers_at,
+    numbers_of,
+    shape_of,
+    with_chosen_parameters,
+)
+from autopar.cost_model.published.machine import FLOAT8, RowMachine, machine_for, machine_of, memory_bytes_of
+from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
+from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
+from autopar.cost_model.step.step import StepSeconds, step_seconds
+from autopar.cost_model.work.block_work import Family, evaluate
+from autopar.errors import ClusterError
+
+Floats = NDArray[np.float64]
+# a run that does not say whether it recomputes is taken to where it would miss the device's memory by more than the
+# model of memory is off
+SURELY = 1.2
+FULL = 0.96  # part of a device's memory that a run may fill: allocators lose the rest to fragments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A row, settled."""
+
+    row: Row
+    machine: RowMachine
+    family: str
+    fused: bool
+    global_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rows of one family, machine and engine, ready to be priced: `indices` are their places among all rows."""
+
+    indices: tuple[int, ...]
+    cases: tuple[_Case, ...]
+    family: Family[Any]
+    shape: Shape
+    layouts: Layouts
+    memory: StepMemory
+    memory_bytes: float
+
+    @property
+    def precision(self) -> str:
+        return self.cases[0].row.precision or "bf16"
+
+    @property
+    def profile(self) -> DeviceProfile:
+        return self.cases[0].machine.profile
+
+    def step(self, constants: Mechanisms, profile: DeviceProfile) -> StepSeconds:
+        """Price the rows with the numbers of a profile and of mechanisms."""
+        first = self.cases[0]
+        return step_seconds(
+            with_experts(self.family, self.layouts, constants),
+            self.shape,
+            self.layouts,
+            machine_for(replace(first.machine, profile=profile), constants, precision=self.precision),
+            first.machine.engine,
+            constants,
+            in_float8=self.precision in FLOAT8,
+            fused=first.fused,
+        )
+
+
+def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+    """One estimate, or the reason why there is none, for every row, in their order."""
+    groups, unmodelled = prepare(rows)
+    found: dict[int, RowEstimate | Unmodelled] = dict(unmodelled)
+    for group in groups:
+        found |= dict(zip(group.indices, _estimates(group), strict=True))
+    return [found[index] for index in range(len(rows))]
+
+
+def prepare(rows: Sequence[Row]) -> tuple[list[Group], dict[int, Unmodelled]]:
+    """The rows by group, and those that cannot be modelled."""
+    unmodelled: dict[int, Unmodelled] = {}
+    groups: dict[Any, list[tuple[int, _Case]]] = {}
+    for index, row in enumerate(rows):
+        case = _case(row)
+        if isinstance(case, Unmodelled):
+            unmodelled[index] = case
+            continue
+        machine = case.machine
+        key = (
+            *(machine.preset.name, machine.engine.name, machine.inter_host_bytes_per_s, machine.devices_per_host),
+            *(case.family, case.fused, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
+        )
+        groups.setdefault(key, []).append((index, case))
+    return [_prepare(members) for members in groups.values()], unmodelled
+
+
+def _case(row: Row) -> _Case | Unmodelled:
+    missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch")]
+    if missing:
+        return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
+    try:
+        machine = machine_of(row)
+    except ClusterError as error:
+        return Unmodelled(id=row.id, reason=str(error))
+    family = family_name(row)
+    attn = (row.attn_impl or "").lower()
+    fused = machine.engine.attention == "fused" if not attn else "unfused" not in attn
+    batch = row.global_batch or int(_dp(row) * (row.micro_batch or 1) * (row.grad_accum or 1) * _default_count(row))
+    return _Case(row=row, machine=machine, family=family, fused=fused, global_batch=batch)
+
+
+def _is_over_data(case: _Case) -> bool:
+    return case.machine.engine.data_ranks == "joint" and _dp(case.row) > 1
+
+
+def _default_count(row: Row) -> int:
+    return 1 if row.grad_accum else max(1, row.pp or 1) * (1 if (row.pp or 1) == 1 else 4)
+
+
+def _dp(row: Row) -> float:
+    others = (row.tp or 1) * (row.pp or 1) * (row.cp or 1)
+    return max(1.0, float(row.dp or (row.num_gpus or 1) / others))
+
+
+def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
+    cases = tuple(case for _, case in members)
+    first = cases[0]
+    engine, profile = first.machine.engine, first.machine.profile
+    shape, layouts = shape_of([case.row for case in cases]), _layouts(cases, engine)
+    each = [numbers_of(case.row) for case in cases]
+    numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
+    works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
+    family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
+    memory_bytes = memory_bytes_of(first.machine.preset, first.row.gpu_mem_gb)
+    unstated = np.array([case.row.recompute is None for case in cases])
+
+    def memory_of(layouts: Layouts) -> StepMemory:
+        return step_memory(
+            family,
+            shape,
+            layouts,
+            engine,
+            reserve_bytes=profile.reserve_bytes,
+            cache=mechanisms().allocator_cache,
+            fused=first.fused,
+        )
+
+    memory = memory_of(layouts)
+    for level in (1, 2):  # what does not say whether it recomputes does so as little as fits
+        tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * memory_bytes)
+        if tight.any():
+            layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
+            memory = memory_of(layouts)
+    return Group(
+        indices=tuple(index for index, _ in members),
+        cases=cases,
+        family=family,
+        shape=shape,
+        layouts=layouts,
+        memory=memory,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _estimates(group: Group) -> list[RowEstimate]:
+    step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
+    needed = memory.needed_bytes
+    held = np.maximum(needed, np.minimum(memory.peak_bytes, group.memory_bytes))
+    seconds, needed, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, needed, held))
+    parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}
+    return [
+        RowEstimate(
+            id=case.row.id,
+            seconds=float(seconds[i]),
+            peak_bytes=float(peak[i]),
+            fits=bool(needed[i] <= FULL * group.memory_bytes),
+            parts={name: float(part[i]) for name, part in parts.items()},
+            global_batch=None if case.row.global_batch else case.global_batch,
+        )
+        for i, case in enumerate(group.cases)
+    ]
+
+
+def _array(cases: Sequence[_Case], value: Callable[[Row], Any]) -> Floats:
+    return np.array([float(value(case.row)) for case in cases])
+
+
+def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
+    def virtual(row: Row) -> float:
+        pp = row.pp or 1
+        if row.vpp is not None or pp == 1 or engine.unstated_virtual == "one":
+            return row.vpp or 1
+        return (row.layers or 1) // pp if (row.layers or 1) % pp == 0 else 1
+
+    def sequence_parallel(row: Row) -> bool:
+        return row.sp if row.sp is not None else engine.unstated_sequence_parallel and (row.tp or 1) > 1
+
+    def recompute(row: Row) -> int:
+        return RECOMPUTE.index(row.recompute) if row.recompute in RECOMPUTE else 0
+
+    dp = np.array([_dp(case.row) for case in cases])
+    tp, pp = _array(cases, lambda row: row.tp or 1), _array(cases, lambda row: row.pp or 1)
+    cp = _array(cases, lambda row: row.cp or 1)
+    micro_batch = _array(cases, lambda row: row.micro_batch or 1)
+    batch = np.array([float(case.global_batch) for case in cases])
+    return Layouts(
+        tp=tp,
+        sequence_parallel=_array(cases, sequence_parallel),
+        pp=pp,
+        virtual=_array(cases, virtual),
+        cp=cp,
+        ep=_array(cases, lambda row: row.ep or 1),
+        dp=dp,
+        shard=np.array([_shard(case.row, engine, d) for case, d in zip(cases, dp, strict=True)]),
+        zero=_array(cases, lambda row: _zero(row, engine)),
+        micro_batch=micro_batch,
+        micro_batches=np.maximum(batch / (dp * micro_batch), 1.0),
+        recompute=_array(cases, recompute),
+        **strides(0, tp=tp, pp=pp, data_ranks=dp * cp),  # Megatron's order, which rows do not say
+    )
+
+
+def _zero(row: Row, engine: Engine) -> int:
+    if row.zero is not None:
+        return row.zero
+    if "distributed" in (row.optimizer or "").lower():
+        return 1
+    return engine.unstated_zero
+
+
+_GROUP = re.compile(r"groups of (\d+)|FSDP=(\d+)")
+
+
+def _shard(row: Row, engine: Engine, dp: float) -> float:
+    """Ranks over which ZeRO divides state, of `dp`·cp: fewer where the row says so."""
+    ranks, detail = dp * (row.cp or 1), row.zero_detail or ""
+    stated = _GROUP.search(detail)
+    if stated and stated[1]:
+        return max(1.0, min(ranks, float(stated[1]) / (row.tp or 1)))
+    if stated:
+        return min(ranks, float(stated[2]))
+    if "within node" in detail:
+        return min(ranks, float(row.gpus_per_node or 8))
+    return ranks

@@ -1,0 +1,162 @@
+"""Which family of captured blocks a published row's architecture is of, and the sizes to evaluate it at."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.published.row import Row
+from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.work import block_work as expressions
+from autopar.cost_model.work.block_work import SYMBOLS, Family
+
+WINDOW = "swa"  # of `attention_type`: sliding windows that are shorter than the sequence
+IN_PIECES = "torch"  # of `attn_impl`: scores, softmax and values by operators of their own
+LATENT = "mla"  # of `attention_type`
+# beginnings of model names, lower case, longest first; architectures that columns alone do not tell apart
+_NAMED = (
+    ("gpt-neox", "gpt-neox"),
+    ("nemotron", "nemotron"),
+    ("mixtral", "mixtral"),
+    ("mistral", "mistral"),
+    ("falcon", "falcon"),
+    ("pythia", "pythia"),
+    ("qwen3", "qwen3"),
+    ("phi-3", "phi3"),
+    ("gemma", "gemma2"),
+    ("qwen", "qwen2"),
+    ("mpt", "mpt"),
+    ("opt", "opt"),
+)
+_NOT_GATED = ("mpt", "nemotron", "opt", "gpt-neox", "pythia", "falcon")
+
+
+def family_name(row: Row) -> str:
+    """The family of a row's architecture: by its columns, and by its model's name where they leave it open."""
+    named = next((name for start, name in _NAMED if (row.model or "").lower().startswith(start)), None)
+    heads, keys = row.n_heads, row.n_kv_heads or row.n_heads
+    if row.moe_experts:
+        return _of_experts(row, named)
+    if named == "falcon" and not row.gated_mlp:  # one key head came with one norm of a layer, several with two
+        return "falcon-mqa" if keys == 1 else named
+    if named == "mpt" and IN_PIECES in (row.attn_impl or "").lower():
+        return "mpt-torch"
+    if named is None or (named in _NOT_GATED) == bool(row.gated_mlp):
+        named = "llama" if row.gated_mlp else "gpt2" if keys == heads else "nemotron"
+    return _shipped(named, equal=keys == heads, window=row.attention_type == WINDOW)
+
+
+def _of_experts(row: Row, named: str | None) -> str:
+    if row.attention_type == LATENT:
+        return "deepseek-v3"
+    if row.moe_shared_ffn:
+        return _shipped("qwen2-moe", equal=(row.n_kv_heads or row.n_heads) == row.n_heads, window=False)
+    return "qwen3-moe" if named == "qwen3" else "mixtral"
+
+
+def _shipped(name: str, *, equal: bool, window: bool) -> str:
+    """The variant of a family that is shipped: with as many key heads as heads, with sliding windows."""
+    for variant in (f"{name}-mha-window" if equal and window else "", f"{name}-window" if window else "",
+                    f"{name}-mha" if equal else ""):  # fmt: skip
+        if variant in expressions.family_names():
+            return variant
+    return name
+
+
+@cache
+def family_of(name: str, *, is_whole: bool = False, over_data: bool = False) -> Family[Any]:
+    """The expressions of a family, on one tensor rank (`is_whole`) or several; dense blocks among experts are those of
+    llama. `over_data`: with the labels of an engine that splits blocks over data-parallel ranks."""
+    found = expressions.family(name, over_data=over_data)
+    if "moe_layer" in found.roles and "layer" not in found.roles:
+        dense = dict(expressions.family("llama", over_data=over_data).blocks)["layer"]
+        found = replace(found, blocks=(*found.blocks, ("layer", dense)))
+    kept = ("one", "one") if is_whole else ("tp", "sp")  # what a price of the variants "tp" and "sp" reads
+    blocks = ((role, dict(variants)) for role, variants in found.blocks)
+    return replace(
+        found, blocks=tuple((role, tuple(zip(("tp", "sp"), (of[k] for k in kept), strict=True))) for role, of in blocks)
+    )
+
+
+def with_chosen_parameters(family: Family[Any], sequence_parallel: Any) -> Family[Any]:
+    """Numbers of a family whose blocks hold the parameters of the variant that each layout runs: labels may split a
+    parameter in one of them and not in the other, and what counts parameters reads one variant."""
+
+    def chosen(variants: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+        tensor, sequence = variants["tp"], variants["sp"]
+        held = {
+            name: np.where(sequence_parallel, getattr(sequence, name), getattr(tensor, name))
+            for name in ("parameters_split", "parameters_whole", "parameters_expert")
+        }
+        return tuple((name, replace(work, **held)) for name, work in variants.items())
+
+    return replace(family, blocks=tuple((role, chosen(dict(variants))) for role, variants in family.blocks))
+
+
+def numbers_of(row: Row) -> dict[str, float]:
+    """Sizes of a row's model by symbol (`autopar.cost_model.work.block_work.SYMBOLS`), without those of its layout."""
+    is_latent = row.attention_type == LATENT
+    heads = float(row.n_heads or 1)
+    head = float(row.head_dim or (LATENT_HEAD if is_latent else (row.hidden or 0) / heads))
+    numbers = {
+        "h": row.hidden,
+        "a": heads,
+        "g": row.n_kv_heads or heads,
+        "e": head,
+        "f": row.ffn_hidden or 4 * (row.hidden or 0),
+        "v": row.vocab,
+        "l": row.seq_len,
+        "s": row.seq_len,
+        "x": row.moe_experts or 1,
+        "y": row.moe_topk or 1,
+        "m": row.moe_ffn_hidden or row.ffn_hidden or 1,
+        "w": row.moe_shared_ffn or 0,
+    }
+    if is_latent:
+        numbers |= {symbol: part * head for symbol, part in LATENT_PARTS.items()}
+    return {name: float(value or 0) for name, value in numbers.items()}
+
+
+def numbers_at(numbers: Mapping[str, Any], layouts: Layouts, names: Collection[str] = tuple(SYMBOLS)) -> dict[str, Any]:
+    """Those `names` of a model's numbers (`numbers_of`), or of one model per layout, that a rank of the layouts has."""
+    keys = numbers["s"]
+    found = {name: numbers[name] for name in names if name in numbers}
+    of_layouts: dict[str, Callable[[], Any]] = {
+        "b": lambda: layouts.micro_batch,
+        "t": lambda: layouts.tp,
+        "d": lambda: layouts.dp,
+        "S": lambda: keys,
+        "s": lambda: keys / layouts.cp,
+        "g": lambda: np.maximum(numbers["g"], layouts.tp),  # fewer key heads than ranks are held several times
+    }
+    return found | {name: value() for name, value in of_layouts.items() if name in names}
+
+
+def shape_of(rows: Sequence[Row]) -> Shape:
+    """What of rows' models their families do not say, one entry each."""
+
+    def column(value: Callable[[Row], Any]) -> Any:
+        return np.array([float(value(row)) for row in rows])
+
+    def expert_blocks(row: Row) -> int:
+        return (row.moe_layers or row.layers or 0) if row.moe_experts else 0
+
+    return Shape(
+        counts=(
+            ("layer", column(lambda row: (row.layers or 0) - expert_blocks(row))),
+            ("moe_layer", column(expert_blocks)),
+        ),
+        hidden=column(lambda row: row.hidden),
+        sequence=column(lambda row: row.seq_len),
+        experts_per_token=column(lambda row: row.moe_topk or 1),
+        is_tied=column(lambda row: bool(row.tied_embeddings)) > 0,
+    )
+
+
+# No column has the ranks of latent attention. DeepSeek-V2 (arXiv 2405.04434, section 3.1.2) chose 1536 for queries and
+# 512 for keys and values, with a rotated part of 64 and heads of 128; V3 (arXiv 2412.19437, section 4.2) kept them.
+# Taken in proportion to the head.
+LATENT_HEAD = 128.0
+LATENT_PARTS = {"q": 12.0, "c": 4.0, "r": 0.5, "u": 1.0}

@@ -1,0 +1,121 @@
+"""What a published row measured, in seconds and bytes, however its source put it.
+
+A step time is used as it stands. Else it follows from a throughput of B sequences of s tokens on N devices:
+
+    seconds = B·s / (tokens/s/device · N)  =  B / (samples/s)  =  FLOP(B, s) / (FLOP/s/device · N)
+
+FLOP are counted as the source counted them (`tflops_kind`): "model" is forward and backward with full attention, not
+halved for the causal mask; "hardware" adds what is computed again, all layers under full recomputation, the attention
+core under selective. MFU is model FLOP over the device's peak. With l layers, h hidden, ffn width 4h and V words both
+are the formulas of Narayanan et al. (SC'21, appendix) 72·B·s·l·h²(1 + s/6h + V/12lh), 96·B·s·l·h²(1 + s/6h + V/16lh);
+`model_flops` counts the same products for grouped heads, gated and expert layers.
+
+Rows that state both a time and TFLOP/s say how far the second way leads: within 1 % for megatron_sc21, bigscience_tr11,
+llm-foundry and internevo, 14 % too long for bigscience_tr3m, whose authors counted fewer FLOP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost_model.published.row import Row
+
+# Memory "GB" of every source is read as GiB: torch's allocator and nvidia-smi count in powers of two, and the largest
+# figures that nvidia-smi rows state (79 of an 80 GB device, 30 of 32) are the devices' sizes in GiB.
+BYTES_PER_GB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A measured step time and how it follows from the row."""
+
+    seconds: float
+    derivation: str
+
+
+def measured_seconds(
+    row: Row, *, global_batch: int | None = None, peak_flops_per_s: float | None = None
+) -> Measured | None:
+    """The step time of a row that ran, or None where it states no time and nothing that a time follows from.
+
+    `global_batch` is what one step was taken to have where the row does not say; `peak_flops_per_s` of one device
+    makes an MFU usable. A row whose outcome is out of memory has no time.
+    """
+    if row.outcome == "oom":
+        return None
+    if row.step_time_s is not None:
+        return Measured(seconds=row.step_time_s, derivation="stated")
+    if row.step_time_derived_s is not None:
+        return Measured(seconds=row.step_time_derived_s, derivation=row.step_time_derivation or "derived by the source")
+    batch = row.global_batch or global_batch
+    if batch is None or row.seq_len is None or row.num_gpus is None:
+        return None
+    if row.tokens_per_s_per_gpu is not None:
+        seconds = batch * row.seq_len / (row.tokens_per_s_per_gpu * row.num_gpus)
+        return Measured(seconds=seconds, derivation="tokens of a step / tokens/s")
+    if row.samples_per_s is not None:
+        return Measured(seconds=batch / row.samples_per_s, derivation="sequences of a step / samples/s")
+    return _from_flops(row, batch, peak_flops_per_s)
+
+
+def measured_bytes(row: Row) -> float | None:
+    """Peak memory of the fullest device of a row that ran."""
+    return None if row.peak_mem_gb is None or row.outcome == "oom" else row.peak_mem_gb * BYTES_PER_GB
+
+
+def model_flops(row: Row, batch: int) -> float | None:
+    """FLOP of forward and backward of `batch` sequences, attention not halved; None where a number is not stated.
+
+    Experts count as often as a token meets them. Attention that is not of query, key and value heads (mla, hybrid) is
+    not counted: None.
+    """
+    parts = _forward_flops(row, batch)
+    return None if parts is None else 3 * sum(parts)
+
+
+def hardware_flops(row: Row, batch: int) -> float | None:
+    """`model_flops` and what is computed again; None where `recompute` is not stated."""
+    parts = _forward_flops(row, batch)
+    if parts is None or row.recompute is None:
+        return None
+    products, attention, logits = parts
+    again = {"none": 0.0, "selective": attention, "full": products + attention}[row.recompute]
+    return 3 * (products + attention + logits) + again
+
+
+def _from_flops(row: Row, batch: int, peak_flops_per_s: float | None) -> Measured | None:
+    assert row.num_gpus is not None
+    kind = row.tflops_kind or ""
+    if row.tflops_per_gpu is not None and kind.startswith(("model", "hardware")):
+        is_model = kind.startswith("model")
+        flops = model_flops(row, batch) if is_model else hardware_flops(row, batch)
+        if flops is not None:
+            seconds = flops / (row.tflops_per_gpu * 1e12 * row.num_gpus)
+            return Measured(seconds=seconds, derivation=f"{'model' if is_model else 'hardware'} FLOP / TFLOP/s")
+    flops = model_flops(row, batch)
+    if row.mfu_pct is not None and peak_flops_per_s is not None and flops is not None:
+        seconds = flops / (row.mfu_pct / 100 * peak_flops_per_s * row.num_gpus)
+        return Measured(seconds=seconds, derivation="model FLOP / (MFU × peak)")
+    return None
+
+
+def _forward_flops(row: Row, batch: int) -> tuple[float, float, float] | None:
+    """FLOP of the layers' products with weights, of the attention cores, and of the logits."""
+    if row.layers is None or row.hidden is None or row.ffn_hidden is None or row.n_heads is None:
+        return None
+    if row.vocab is None or row.seq_len is None or row.attention_type not in (None, "mha", "gqa", "mqa"):
+        return None
+    heads = row.n_heads
+    head_dim = row.head_dim or row.hidden // heads
+    groups = row.n_kv_heads or heads
+    matrices = 3 if row.gated_mlp else 2
+    attention_weights = row.hidden * head_dim * (2 * heads + 2 * groups)
+    widths = row.layers * row.ffn_hidden
+    if row.moe_experts is not None:
+        num_moe = row.layers if row.moe_layers is None else row.moe_layers
+        expert = (row.moe_topk or 1) * (row.moe_ffn_hidden or row.ffn_hidden) + (row.moe_shared_ffn or 0)
+        widths = (row.layers - num_moe) * row.ffn_hidden + num_moe * expert
+    tokens = float(batch) * row.seq_len
+    products = 2 * tokens * (row.layers * attention_weights + matrices * row.hidden * widths)
+    attention = 4 * tokens * row.seq_len * row.layers * heads * head_dim
+    return products, attention, 2 * tokens * row.hidden * row.vocab

@@ -1,0 +1,113 @@
+"""How well predictions order the layouts of one piece of work.
+
+Runs of the same model, devices, batch, sequence and precision differ only in their layout: degrees, ZeRO stage,
+micro-batch and recomputation. Where at least `MIN_LAYOUTS` of them were measured and predicted, two figures say what a
+search over them is worth:
+
+    rank correlation   Spearman's: Pearson's correlation of the ranks, equal values sharing the mean of their ranks
+    measured regret    measured time of the layout predicted fastest / the best measured time - 1
+
+A layout that was run several times counts once, with the median of its times. Where several are predicted equally fast,
+the slowest of them counts; predictions that are all alike order nothing, which is a correlation of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+
+from autopar.cost_model.published.row import Row
+
+MIN_LAYOUTS = 5
+WORK = (
+    *("model", "layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "moe_experts"),
+    *("gpu_type", "gpu_mem_gb", "num_gpus", "global_batch", "seq_len", "precision"),
+)
+LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp", "zero", "zero_detail", "micro_batch", "recompute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A row that was measured and predicted, in seconds."""
+
+    row: Row
+    measured_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedGroup:
+    """Layouts of the same work, the row predicted fastest and the row measured fastest."""
+
+    name: str
+    layouts: int
+    correlation: float
+    regret: float
+    predicted_best: str
+    measured_best: str
+
+
+def ranked_groups(timed: Iterable[Timed]) -> tuple[RankedGroup, ...]:
+    """Every group of at least `MIN_LAYOUTS` layouts of the same work, in the order of their first rows."""
+    works: dict[tuple[object, ...], list[Timed]] = {}
+    for one in timed:
+        works.setdefault(_values(one.row, WORK), []).append(one)
+    merged = [_merged(group) for group in works.values()]
+    return tuple(_ranked(layouts) for layouts in merged if len(layouts) >= MIN_LAYOUTS)
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's rank correlation; 0 where one side is constant."""
+    a, b = _ranks(left), _ranks(right)
+    middle = (len(a) - 1) / 2
+    both = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
+    return both / spread**0.5 if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    position = 0
+    for _, same in groupby(order, key=values.__getitem__):
+        indices = list(same)
+        for index in indices:
+            ranks[index] = position + (len(indices) - 1) / 2
+        position += len(indices)
+    return ranks
+
+
+def _merged(group: Sequence[Timed]) -> list[Timed]:
+    layouts: dict[tuple[object, ...], list[Timed]] = {}
+    for one in group:
+        layouts.setdefault(_values(one.row, LAYOUT), []).append(one)
+    return [
+        Timed(
+            row=same[0].row,
+            measured_s=median(one.measured_s for one in same),
+            predicted_s=median(one.predicted_s for one in same),
+        )
+        for same in layouts.values()
+    ]
+
+
+def _ranked(layouts: Sequence[Timed]) -> RankedGroup:
+    fastest = min(one.predicted_s for one in layouts)
+    chosen = max((one for one in layouts if one.predicted_s == fastest), key=lambda one: one.measured_s)
+    best = min(layouts, key=lambda one: one.measured_s)
+    row = best.row
+    return RankedGroup(
+        name=f"{row.model or 'model not named'} ({row.layers} layers, {row.n_heads} heads), {row.num_gpus} × "
+        f"{row.gpu_type}, batch {row.global_batch}, sequence {row.seq_len}, {row.precision}",
+        layouts=len(layouts),
+        correlation=spearman([one.predicted_s for one in layouts], [one.measured_s for one in layouts]),
+        regret=chosen.measured_s / best.measured_s - 1,
+        predicted_best=chosen.row.id,
+        measured_best=best.row.id,
+    )
+
+
+def _values(row: Row, names: Sequence[str]) -> tuple[object, ...]:
+    return tuple(getattr(row, name) for name in names)

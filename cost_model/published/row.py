@@ -1,0 +1,288 @@
+"""Published training runs as values: the columns of ``benchmarks/data/README.md``, read strictly from CSV.
+
+A `Row` is one measured training step of somebody else with its model, machine, layout and result. Every column but `id`
+may be empty: None is "not stated". Columns of the result are kept apart from the rest (`RESULT_COLUMNS`), so that a
+prediction can be given `without_result` and see none of them. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import InputError, Problem, did_you_mean
+from autopar.files.strict_yaml import read_json_text
+
+MAX_BYTES = 32 * 1024 * 1024
+MAX_ROWS = 100_000
+MAX_CELL_CHARS = 4_000
+MAX_NUMBER = 1e16
+# Without these columns no row can be modelled; in a row, each but `id` may still be empty.
+NEEDED = (
+    *("id", "layers", "hidden", "ffn_hidden", "n_heads", "vocab", "seq_len", "gpu_type", "num_gpus"),
+    *("tp", "pp", "micro_batch", "global_batch", "precision"),
+)
+_WORDS = {"recompute": ("none", "selective", "full"), "outcome": ("ok", "oom")}
+_FROM_ZERO = ("moe_shared_ffn", "moe_layers", "zero")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published training step; the fields are the columns, with their units, in their order."""
+
+    id: str
+    source_key: str | None = None
+    source: str | None = None
+    tier: str | None = None
+    group: str | None = None
+    model: str | None = None
+    n_params: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    ffn_hidden: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    vocab: int | None = None
+    tied_embeddings: bool | None = None
+    gated_mlp: bool | None = None
+    attention_type: str | None = None
+    moe_experts: int | None = None
+    moe_topk: int | None = None
+    moe_ffn_hidden: int | None = None
+    moe_shared_ffn: int | None = None
+    moe_layers: int | None = None
+    seq_len: int | None = None
+    gpu_type: str | None = None
+    gpu_mem_gb: float | None = None
+    num_gpus: int | None = None
+    gpus_per_node: int | None = None
+    intra_link: str | None = None
+    inter_link: str | None = None
+    tp: int | None = None
+    sp: bool | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    zero_detail: str | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    grad_accum: int | None = None
+    recompute: str | None = None
+    recompute_basis: str | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    attn_impl: str | None = None
+    framework: str | None = None
+    outcome: str | None = None
+    step_time_s: float | None = None
+    tflops_per_gpu: float | None = None
+    tflops_kind: str | None = None
+    tokens_per_s_per_gpu: float | None = None
+    samples_per_s: float | None = None
+    mfu_pct: float | None = None
+    hfu_pct: float | None = None
+    peak_mem_gb: float | None = None
+    mem_kind: str | None = None
+    step_time_derived_s: float | None = None
+    step_time_derivation: str | None = None
+    provenance: str | None = None
+    notes: str | None = None
+
+    def without_result(self) -> Row:
+        """The same run with every column of `RESULT_COLUMNS` empty."""
+        nothing: dict[str, Any] = dict.fromkeys(RESULT_COLUMNS)
+        return replace(self, **nothing)
+
+    def not_stated(self) -> tuple[str, ...]:
+        """The columns of `NEEDED` that are empty: a row states enough to be modelled where there are none."""
+        return tuple(name for name in NEEDED if getattr(self, name) is None)
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+RESULT_COLUMNS = COLUMNS[COLUMNS.index("outcome") :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowEstimate:
+    """What a model says of one row.
+
+    `seconds` of one optimizer step, `peak_bytes` of the fullest rank, `fits`: None where the device's memory is not
+    known; `parts`: seconds by name that make up the step. `global_batch`: the sequences that one step was taken to have
+    where the row does not state them.
+    """
+
+    id: str
+    seconds: float
+    peak_bytes: float
+    fits: bool | None
+    parts: Mapping[str, float]
+    global_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmodelled:
+    """A row that a model says nothing of, and why."""
+
+    id: str
+    reason: str
+
+
+Estimator = Callable[[Sequence[Row]], Sequence[RowEstimate | Unmodelled]]
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a CSV file whose header names columns of `Row`.
+
+    Raises `InputError` with every problem found: unknown, repeated or missing columns, cells that are not what their
+    column holds (the path of the problem is row id and column), ids that are missing or repeated.
+    """
+    header, lines = read_table(path)
+    _check_header(path, header)
+    return parse_rows(path, header, lines)
+
+
+def parse_rows(
+    path: str | os.PathLike[str], header: Sequence[str], lines: Iterable[tuple[int, list[str]]]
+) -> list[Row]:
+    """Rows of numbered lines of cells under a `header` of columns of `Row`; raises as `read_rows`, which see."""
+    parsers = [_PARSERS[name] for name in header]
+    at = header.index("id")
+    problems: list[Problem] = []
+    seen: dict[str, int] = {}
+    rows: list[Row] = []
+    for number, cells in lines:
+        row_id = cells[at] if len(cells) == len(header) and _CONTROL.search(cells[at]) is None else ""
+        where = row_id or f"line {number}"
+        if len(cells) != len(header):
+            rule = f"must have {len(header)} cells, as the header has; it has {len(cells)}"
+            problems.append(Problem(path=where, rule=rule, suggestion="a cell with a comma must stand in quotes"))
+            continue
+        values: dict[str, object] = {}
+        for name, parse, cell in zip(header, parsers, cells, strict=True):
+            try:
+                values[name] = parse(cell) if cell else None
+            except ValueError as error:
+                problems.append(Problem(path=f"{where}, {name}", rule=str(error), value=cell))
+        if not row_id:
+            problems.append(Problem(path=f"{where}, id", rule="must not be empty"))
+        elif seen.setdefault(row_id, number) != number:
+            problems.append(Problem(path=where, rule=f"lines {seen[row_id]} and {number} have the same id"))
+        elif len(values) == len(header):
+            rows.append(Row(**values))  # type: ignore[arg-type]  # the parser of a column gives the type of its field
+    if problems:
+        raise InputError(f"{path} cannot be used", problems)
+    return rows
+
+
+def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """The header of a CSV file and its lines that are not empty, each with its number; bounded in size."""
+    text, problems = read_json_text(Path(path), max_bytes=MAX_BYTES)
+    if text is None:
+        raise InputError(f"{path} cannot be read", problems)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    found: list[tuple[int, list[str]]] = []
+    try:
+        for cells in reader:
+            if any(cells):
+                found.append((reader.line_num, [cell.strip() for cell in cells]))
+            if len(found) > MAX_ROWS + 1:
+                raise InputError(f"{path} has more than {MAX_ROWS:,} rows: split it")
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num}: is not valid CSV: {error}") from None
+    if not found:
+        raise InputError(f"{path} is empty: expected a header of column names")
+    return found[0][1], found[1:]
+
+
+def _check_header(path: str | os.PathLike[str], header: Sequence[str]) -> None:
+    problems = [
+        Problem(path=repr(name[:80]), rule="is not a known column", suggestion=did_you_mean(name, COLUMNS))
+        for name in dict.fromkeys(header)
+        if name not in _PARSERS
+    ]
+    problems += [
+        Problem(path=name, rule=f"is a column {header.count(name)} times", suggestion="keep one")
+        for name in dict.fromkeys(header)
+        if name in _PARSERS and header.count(name) > 1
+    ]
+    problems += [Problem(path=name, rule="is a needed column, and missing") for name in NEEDED if name not in header]
+    if problems:
+        raise InputError(f"the header of {path} cannot be used", problems)
+
+
+def _text(cell: str) -> str:
+    if len(cell) > MAX_CELL_CHARS:
+        raise ValueError(f"must be at most {MAX_CELL_CHARS:,} characters")
+    if _CONTROL.search(cell):
+        raise ValueError("must be text without control characters")
+    return cell
+
+
+def _word(valid: tuple[str, ...], cell: str) -> str:
+    if cell not in valid:
+        raise ValueError(f"must be one of {', '.join(valid)}, or empty")
+    return cell
+
+
+def _truth(cell: str) -> bool:
+    found = {"true": True, "false": False}.get(cell.lower())
+    if found is None:
+        raise ValueError("must be true or false, or empty")
+    return found
+
+
+def _number(cell: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        raise ValueError("must be a bare number; the unit is in the column's name") from None
+    if not isfinite(value) or not 0 < value <= MAX_NUMBER or "_" in cell:
+        raise ValueError(f"must be a number above 0 and at most {MAX_NUMBER:g}")
+    return value
+
+
+def _count(least: int, most: float, cell: str) -> int:
+    rule = f"must be a whole number of at least {least} and at most {most:g}"
+    if cell.isascii() and cell.isdigit() and len(cell) < 20:
+        value = int(cell)
+    else:  # as programs that know one kind of number write it: 512.0, 1.7e9
+        try:
+            number = float(cell)
+        except ValueError:
+            raise ValueError(rule) from None
+        if "_" in cell or not isfinite(number) or number != int(number):
+            raise ValueError(rule)
+        value = int(number)
+    if not least <= value <= most:
+        raise ValueError(rule)
+    return value
+
+
+def _parsers() -> Iterator[tuple[str, Callable[[str], object]]]:
+    of_type: dict[str, Callable[[str], object]] = {"str": _text, "bool": _truth, "float": _number}
+    for field in fields(Row):
+        kind = str(field.type).partition(" ")[0]
+        if field.name in _WORDS:
+            yield field.name, partial(_word, _WORDS[field.name])
+        elif kind == "int":
+            least, most = int(field.name not in _FROM_ZERO), 3 if field.name == "zero" else MAX_NUMBER
+            yield field.name, partial(_count, least, most)
+        else:
+            yield field.name, of_type[kind]
+
+
+_PARSERS = dict(_parsers())

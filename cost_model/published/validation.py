@@ -1,0 +1,259 @@
+"""How far predictions are from published measurements.
+
+The error of a row is predicted / measured - 1. Over rows, the median, mean, 90th percentile and worst are of its
+absolute value and the bias is the median of the signed error, so a bias of -0.1 means that predictions are a tenth too
+small. Sources that published many rows would decide a median over rows; `Validation.mean_over_sources` weighs
+every source once. Layouts of the same work are ranked as `autopar.cost_model.published.ranking` says; rows that ran
+out of memory have no error, they count in `Oom`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from statistics import fmean, median
+from typing import Any, Literal
+
+from autopar.cost_model.published.measurement import Measured, measured_bytes, measured_seconds
+from autopar.cost_model.published.ranking import RankedGroup, Timed, ranked_groups
+from autopar.cost_model.published.row import Estimator, Row, RowEstimate, Unmodelled
+from autopar.errors import AutoparError
+
+By = Literal["source_key", "gpu_type", "group"]
+BY: tuple[By, ...] = ("source_key", "gpu_type", "group")
+NOT_STATED = "(not stated)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A row beside its prediction; what was not measured is None."""
+
+    row: Row
+    estimate: RowEstimate | Unmodelled
+    time: Measured | None
+    memory_bytes: float | None
+
+    @property
+    def time_error(self) -> float | None:
+        """predicted / measured - 1 of the step time."""
+        if self.time is None or isinstance(self.estimate, Unmodelled):
+            return None
+        return self.estimate.seconds / self.time.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """predicted / measured - 1 of the peak memory."""
+        if self.memory_bytes is None or isinstance(self.estimate, Unmodelled):
+            return None
+        return self.estimate.peak_bytes / self.memory_bytes - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Relative errors over `n` rows, as fractions; None where there are no rows."""
+
+    n: int
+    median: float | None = None
+    p90: float | None = None
+    mean: float | None = None
+    max: float | None = None
+    bias: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Rank correlation and measured regret over groups of layouts: of the median group, and of the worst tenth."""
+
+    groups: int
+    layouts: int
+    correlation_median: float | None = None
+    correlation_p10: float | None = None
+    regret_median: float | None = None
+    regret_p90: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oom:
+    """Rows whose fit is known and predicted: those that ran out of memory, those that ran, and how many of either are
+    predicted not to fit."""
+
+    oom_rows: int
+    oom_predicted: int
+    ok_rows: int
+    ok_predicted_oom: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """All figures of one set of rows; `stated` counts those that state enough to be modelled."""
+
+    rows: int
+    modelled: int
+    stated: int
+    stated_modelled: int
+    step_time: Errors
+    memory: Errors
+    ranking: Ranking
+    oom: Oom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Predictions of rows beside their measurements; `groups` are the ranked ones."""
+
+    compared: tuple[Compared, ...]
+    overall: Measures
+    by_column: By
+    by: Mapping[str, Measures]
+    mean_over_sources: Mapping[str, float | None]
+    groups: tuple[RankedGroup, ...]
+
+    @property
+    def unmodelled(self) -> tuple[Unmodelled, ...]:
+        return tuple(c.estimate for c in self.compared if isinstance(c.estimate, Unmodelled))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; errors as fractions."""
+        return {
+            "overall": asdict(self.overall),
+            "by": {name: asdict(measures) for name, measures in self.by.items()},
+            "by_column": self.by_column,
+            "mean_over_sources": dict(self.mean_over_sources),
+            "ranked_groups": [asdict(group) for group in self.groups],
+            "unmodelled": [asdict(one) for one in self.unmodelled],
+        }
+
+
+def validate_rows(rows: Sequence[Row], estimator: Estimator, *, by: By = "source_key") -> Validation:
+    """Predict every row from what is left of its result, and compare. `estimator` never sees a measured value."""
+    return summarise(compare(rows, predict(rows, estimator)), by=by)
+
+
+def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | Unmodelled]:
+    """One estimate per row, in their order; raises `AutoparError` where an estimate is of another row or no number."""
+    estimates = list(estimator([row.without_result() for row in rows]))
+    if [e.id for e in estimates] != [row.id for row in rows]:
+        raise AutoparError(f"{len(rows)} rows were given and {len(estimates)} estimates of other rows came back")
+    for one in estimates:
+        if isinstance(one, RowEstimate) and not (one.seconds > 0 and isfinite(one.seconds + one.peak_bytes)):
+            raise AutoparError(f"{one.id} was predicted to take {one.seconds} s and {one.peak_bytes} bytes")
+    return estimates
+
+
+def compare(rows: Sequence[Row], estimates: Sequence[RowEstimate | Unmodelled]) -> tuple[Compared, ...]:
+    """Rows beside the estimates of the same rows."""
+    return tuple(
+        Compared(
+            row=row,
+            estimate=estimate,
+            time=measured_seconds(row, global_batch=getattr(estimate, "global_batch", None)),
+            memory_bytes=measured_bytes(row),
+        )
+        for row, estimate in zip(rows, estimates, strict=True)
+    )
+
+
+def summarise(compared: Sequence[Compared], *, by: By = "source_key") -> Validation:
+    """All measures, over everything and per value of a column."""
+    parts = split_by(compared, by)
+    sources = split_by(compared, "source_key").values()
+    return Validation(
+        compared=tuple(compared),
+        overall=measures(compared),
+        by_column=by,
+        by={name: measures(part) for name, part in parts.items()},
+        mean_over_sources={
+            "step_time": _mean_of_medians(sources, lambda c: c.time_error),
+            "memory": _mean_of_medians(sources, lambda c: c.memory_error),
+        },
+        groups=ranked_groups(_timed(compared)),
+    )
+
+
+def split_by(compared: Iterable[Compared], column: By) -> dict[str, list[Compared]]:
+    """The rows per value of a column, sorted by it."""
+    found: dict[str, list[Compared]] = {}
+    for one in compared:
+        found.setdefault(getattr(one.row, column) or NOT_STATED, []).append(one)
+    return dict(sorted(found.items()))
+
+
+def measures(compared: Sequence[Compared]) -> Measures:
+    """The figures of one set of rows."""
+    modelled = [c for c in compared if isinstance(c.estimate, RowEstimate)]
+    stated = [c for c in compared if not c.row.not_stated()]
+    return Measures(
+        rows=len(compared),
+        modelled=len(modelled),
+        stated=len(stated),
+        stated_modelled=sum(isinstance(c.estimate, RowEstimate) for c in stated),
+        step_time=errors(c.time_error for c in modelled),
+        memory=errors(c.memory_error for c in modelled),
+        ranking=_ranking(ranked_groups(_timed(compared))),
+        oom=_oom(modelled),
+    )
+
+
+def errors(signed: Iterable[float | None]) -> Errors:
+    """The figures of relative errors with their signs; None is skipped."""
+    values = [value for value in signed if value is not None]
+    if not values:
+        return Errors(n=0)
+    sizes = sorted(abs(value) for value in values)
+    return Errors(
+        n=len(values),
+        median=median(sizes),
+        p90=quantile(sizes, 0.9),
+        mean=fmean(sizes),
+        max=sizes[-1],
+        bias=median(values),
+    )
+
+
+def quantile(values: Iterable[float], part: float) -> float:
+    """The value below which `part` of the values lie, linear between neighbours, as numpy.quantile."""
+    ordered = sorted(values)
+    position = part * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def _ranking(groups: Sequence[RankedGroup]) -> Ranking:
+    if not groups:
+        return Ranking(groups=0, layouts=0)
+    correlations, regrets = [g.correlation for g in groups], [g.regret for g in groups]
+    return Ranking(
+        groups=len(groups),
+        layouts=sum(g.layouts for g in groups),
+        correlation_median=median(correlations),
+        correlation_p10=quantile(correlations, 0.1),
+        regret_median=median(regrets),
+        regret_p90=quantile(regrets, 0.9),
+    )
+
+
+def _timed(compared: Iterable[Compared]) -> list[Timed]:
+    return [
+        Timed(row=c.row, measured_s=c.time.seconds, predicted_s=c.estimate.seconds)
+        for c in compared
+        if c.time is not None and isinstance(c.estimate, RowEstimate)
+    ]
+
+
+def _oom(modelled: Iterable[Compared]) -> Oom:
+    known = [(c.row.outcome, c.estimate.fits) for c in modelled if isinstance(c.estimate, RowEstimate)]
+    known = [(outcome, fits) for outcome, fits in known if outcome is not None and fits is not None]
+    return Oom(
+        oom_rows=sum(outcome == "oom" for outcome, _ in known),
+        oom_predicted=known.count(("oom", False)),
+        ok_rows=sum(outcome == "ok" for outcome, _ in known),
+        ok_predicted_oom=known.count(("ok", False)),
+    )
+
+
+def _mean_of_medians(sources: Iterable[Sequence[Compared]], error: Callable[[Compared], float | None]) -> float | None:
+    medians = [errors(error(c) for c in source).median for source in sources]
+    known = [value for value in medians if value is not None]
+    return fmean(known) if known else None

@@ -1,0 +1,80 @@
+"""The full single-node sweep of vTrain, which comes with twelve columns of its own.
+
+Source: VIA-Research/vTrain, data/ground_truth_single.csv (validation data of "vTrain: A Simulation Framework for
+Evaluating Cost-effective and Compute-optimal Large Language Model Training", MICRO 2024). What its columns do not say
+holds for all runs and is stated in `_SAME`; memory size, ZeRO stage and tied embeddings are not stated by the source.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from autopar.cost_model.published.row import Row, parse_rows, read_rows, read_table
+
+COLUMNS = (
+    *("group", "num_gpus", "global_batch", "micro_batch", "hidden", "n_heads", "layers", "seq_len"),
+    *("tp", "dp", "pp", "step_time_s"),
+)
+VOCABULARY = 50257  # the default of vTrain's simulator
+_SAME = Row(
+    id="vtrain_sweep",
+    source_key="vtrain_single",
+    source="VIA-Research/vTrain data/ground_truth_single.csv (MICRO 2024 validation)",
+    tier="extended",
+    vocab=VOCABULARY,
+    gated_mlp=False,
+    attention_type="mha",
+    gpu_type="A100",
+    gpus_per_node=8,
+    intra_link="NVSwitch (simulator config: 150GB/s)",
+    inter_link="single node",
+    sp=False,
+    vpp=1,
+    cp=1,
+    ep=1,
+    recompute="full",
+    recompute_basis="repo validation configs (use_checkpoint=true)",
+    precision="fp16",
+    optimizer="Adam",
+    attn_impl="unfused (fused softmax)",
+    framework="Megatron-DeepSpeed style",
+    outcome="ok",
+    provenance="primary",
+)
+
+
+def read_runs(path: str | os.PathLike[str]) -> list[Row]:
+    """Rows of a file with the columns of `Row`, or of the sweep where the header is the sweep's."""
+    header, _ = read_table(path)
+    return read_vtrain_sweep(path) if is_vtrain_sweep(header) else read_rows(path)
+
+
+def is_vtrain_sweep(header: list[str]) -> bool:
+    """Whether a header has the columns of the sweep, in any order, and no other."""
+    return sorted(header) == sorted(COLUMNS)
+
+
+def read_vtrain_sweep(path: str | os.PathLike[str]) -> list[Row]:
+    """The sweep's runs as rows, named after their lines; raises `InputError` as `read_rows` does."""
+    header, lines = read_table(path)
+    named = [(number, [*cells, f"{_SAME.id}_{number}"]) for number, cells in lines]
+    return [_completed(row) for row in parse_rows(path, [*header, "id"], named)]
+
+
+def _completed(row: Row) -> Row:
+    own = {name: getattr(row, name) for name in ("id", *COLUMNS)}
+    made = replace(_SAME, **own)
+    if row.layers is None or row.hidden is None:
+        return made
+    return replace(
+        made,
+        model=f"GPT L{row.layers} h{row.hidden}",
+        n_params=12 * row.layers * row.hidden**2 + VOCABULARY * row.hidden,
+        ffn_hidden=4 * row.hidden,
+        n_kv_heads=row.n_heads,
+        head_dim=row.hidden // row.n_heads if row.n_heads else None,
+        grad_accum=row.global_batch // (row.dp * row.micro_batch)
+        if row.global_batch and row.dp and row.micro_batch
+        else None,
+    )

@@ -1,0 +1,229 @@
+"""A step put together from its prices: blocks on stages, messages, and what the end of a step waits for.
+
+Prices may be those of every layout (`autopar.cost_model.step.step`), or those of few combinations of fields, spread
+over the layouts that have them (`autopar.cost_model.screening`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.step.block_prices import BlockPrices
+from autopar.cost_model.step.context import Basis, Floats, Passes, repeated_roles, weighted
+from autopar.cost_model.step.data_parallel import DataPrices, Gathers, State, with_gathers
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.offload import offloaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined:
+    """A pipeline whose stages are known: seconds of one micro-batch on the busiest rank, `blocks` how many repeated
+    blocks that rank has; seconds of the step that it idles, and that it waits for messages. `again` are seconds of
+    `busy` in what stages recompute beside what all blocks of a layout do."""
+
+    busy: Floats
+    blocks: Floats
+    idle: Floats
+    messages: Floats
+    again: Floats = field(default_factory=lambda: np.zeros(1))
+
+
+# from the passes of every role, and the seconds of one message, to what a plan's own stages make of them
+Pipeline: TypeAlias = Callable[[Mapping[str, Passes], Floats], Pipelined]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrices:
+    """What a step is put together from. `gathers` is empty where no layout gathers blocks; `end_gathers` are seconds
+    of one micro-batch; `data` prices the sums of a rank with so many blocks."""
+
+    blocks: Mapping[str, BlockPrices]
+    first: Passes
+    last: Passes
+    gathers: Mapping[str, Gathers]
+    end_gathers: Floats
+    data: Callable[[Floats], DataPrices]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembled:
+    """A step, put together: seconds of one micro-batch in `computing` (a block without gathers), `passes` (with them)
+    and `mean` (of all blocks), and of the whole step in what waits for something else. `before` is the step without
+    stragglers."""
+
+    computing: Mapping[str, Passes]
+    passes: Mapping[str, Passes]
+    mean: Passes
+    pipelined: Pipelined
+    data: DataPrices
+    sums: Floats
+    end_gathers: Floats
+    optimizer: Floats
+    accumulation: Floats
+    before: Floats
+    straggling: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        found: Floats = self.before * (1 + self.straggling)
+        return found
+
+
+def assembled(
+    basis: Basis,
+    layouts: Layouts,
+    prices: StepPrices,
+    pipeline: Pipeline | None = None,
+    weights: Mapping[str, Floats] | None = None,
+) -> Assembled:
+    """Put the step of every layout together. A `pipeline` is told of every role's passes, with `weights` as
+    `Passes.weight`."""
+    mechanisms, n = basis.mechanisms, layouts.micro_batches
+    computing, passes = _with_and_without_gathers(basis, layouts, prices)
+    shares = repeated_roles(basis.shape)
+    mean = Passes(
+        forward=weighted([(share, passes[role].forward) for role, share in shares.items()]),
+        backward=weighted([(share, passes[role].backward) for role, share in shares.items()]),
+    )
+    message = message_seconds(basis, layouts)
+    if pipeline is None:
+        own = _evenly_cut(basis, layouts, mean.both, prices, message)
+    else:
+        own = pipeline(_of_roles(prices, passes, weights or {}), message)
+    data = prices.data(own.blocks)
+    sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both + own.again)
+    if basis.engine.optimizer_place == "host":
+        optimizer, adding = offloaded(basis, layouts, data.state, own.blocks * mean.backward), np.zeros(1)
+    else:
+        optimizer, adding = _optimizer(basis, layouts, data.state), _accumulation(basis, layouts, data.state)
+    ends = np.where((layouts.zero >= 3) & (layouts.pp == 1), prices.end_gathers, 0.0) * n
+    straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
+    return Assembled(
+        computing=computing,
+        passes=passes,
+        mean=mean,
+        pipelined=own,
+        data=data,
+        sums=sums,
+        end_gathers=ends,
+        optimizer=optimizer,
+        accumulation=adding,
+        before=n * own.busy + own.idle + own.messages + sums + optimizer + adding + ends + mechanisms.step_s,
+        straggling=straggling,
+    )
+
+
+# ---- blocks and stages ----
+
+
+def passes_of_roles(
+    basis: Basis, layouts: Layouts, prices: StepPrices, weights: Mapping[str, Floats]
+) -> dict[str, Passes]:
+    """What a `Pipeline` is told: seconds of one micro-batch in every role."""
+    return _of_roles(prices, _with_and_without_gathers(basis, layouts, prices)[1], weights)
+
+
+def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes], weights: Mapping[str, Floats]) -> dict[str, Passes]:
+    known = {role: replace(one, weight=weights.get(role, 0.0)) for role, one in blocks.items()}
+    return {**known, "first": prices.first, "last": prices.last}
+
+
+def _with_and_without_gathers(
+    basis: Basis, layouts: Layouts, prices: StepPrices
+) -> tuple[dict[str, Passes], dict[str, Passes]]:
+    """Passes of every repeated block, alone and beside the collectives of ZeRO."""
+    computing = {role: _recomputed(layouts, one) for role, one in prices.blocks.items()}
+    if not prices.gathers:
+        return computing, computing
+    return computing, {role: with_gathers(basis, layouts, one, prices.gathers[role]) for role, one in computing.items()}
+
+
+def recomputing(layouts: Layouts, prices: BlockPrices) -> Floats:
+    """Seconds of what a block's backward pass computes again."""
+    again = np.where(layouts.recompute == 2, prices.forward, 0.0)
+    return np.where(layouts.recompute == 1, prices.selective, again)
+
+
+def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
+    return Passes(forward=prices.forward, backward=prices.backward + recomputing(layouts, prices))
+
+
+def blocks_per_rank(blocks: Floats, layouts: Layouts, engine: Engine) -> tuple[Floats, Floats]:
+    """Blocks of the fullest middle rank, and of the rank that has the head."""
+    pp = layouts.pp
+    even = np.ceil(blocks / pp)
+    if not engine.balances_ends:
+        return np.where(pp > 1, even, blocks), np.where(pp > 1, even, blocks)
+    slots = (blocks + 2) / pp  # embedding and head take the place of a block each
+    uneven = (pp > 1) & (np.mod(blocks, pp) != 0)
+    return np.where(uneven, np.ceil(slots), even), np.where(uneven, np.ceil(slots) - 1, even)
+
+
+def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> Pipelined:
+    """1F1B over stages of as many blocks each."""
+    pp, n, v = layouts.pp, layouts.micro_batches, np.maximum(layouts.virtual, 1)
+    first, last, has_stages = prices.first.both, prices.last.both, pp > 1
+    per_rank, last_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.engine)
+    middle = per_rank * block
+    ends = np.maximum(middle + np.where(has_stages, first, 0.0), last_rank * block + last)
+    return Pipelined(
+        busy=np.where(has_stages, ends, middle + last + first),
+        blocks=per_rank,
+        idle=np.where(has_stages, (pp - 1) / v * (middle + 2 * message), 0.0),
+        messages=np.where(has_stages, v * message * n, 0.0),  # one each way at once: links are full duplex
+    )
+
+
+def message_seconds(basis: Basis, layouts: Layouts) -> Floats:
+    """Seconds that a rank waits for one message between stages, one way."""
+    shape, engine, links = basis.shape, basis.engine, basis.machine.links
+    size = shape.element_bytes * layouts.micro_batch * shape.sequence / layouts.cp * shape.hidden
+    split = layouts.tp if engine.splits_messages else np.where(layouts.sequence_parallel, layouts.tp, 1)
+    span, devices, per_host = layouts.pp * layouts.stage_stride, layouts.num_devices, links.devices_per_host
+    is_inside = (span <= per_host) & ((devices <= per_host) | (np.mod(per_host, span) == 0))
+    waits = basis.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
+    return np.where(layouts.pp > 1, waits * links.message_s(size / split, is_inside), 0.0)
+
+
+# ---- the end of a step ----
+
+
+def sums_beside_blocks(layouts: Layouts) -> Floats:
+    """Whether no gradients are summed at the end of a step: ZeRO 2 and 3 do it beside blocks, one rank never."""
+    found: Floats = (layouts.zero >= 2) & (layouts.pp == 1) | (layouts.data_ranks <= 1)
+    return found
+
+
+def moving_sums(layouts: Layouts, data: DataPrices) -> Floats:
+    return np.where(layouts.zero >= 1, data.sharded, data.whole)
+
+
+def _waiting_sums(basis: Basis, layouts: Layouts, data: DataPrices, window: Floats) -> Floats:
+    """Seconds of gradient sums, and of gathering updated parameters, that the step waits for; not ZeRO 3's.
+    `window` are the seconds of one micro-batch in blocks, which they may hide behind."""
+    engine, mechanisms = basis.engine, basis.mechanisms
+    total = moving_sums(layouts, data)
+    if engine.gradient_sync == "during":
+        left = np.maximum(total - mechanisms.gradient_window * window, 0.0)
+        total = left + (basis.machine.overlap_slowdown - 1) * np.minimum(total, window)
+    if engine.parameter_sync == "broadcasts":
+        total = total + np.where(layouts.zero >= 1, layouts.shard * mechanisms.broadcast_s, 0.0)
+    return np.where(sums_beside_blocks(layouts), 0.0, total)
+
+
+def _accumulation(basis: Basis, layouts: Layouts, state: State) -> Floats:
+    """Adding each micro-batch's weight gradients to their sum, by a kernel of its own."""
+    if basis.engine.accumulation == "fused":
+        return np.zeros(1)
+    moved = (basis.shape.element_bytes + 2 * basis.engine.gradient_bytes) * (state.dense + state.expert)
+    return np.asarray((layouts.micro_batches - 1) * moved / basis.machine.speeds.bytes_per_s)
+
+
+def _optimizer(basis: Basis, layouts: Layouts, state: State) -> Floats:
+    divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
+    expert = np.where(layouts.zero >= 1, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
+    elements = state.dense / divided + state.expert / expert
+    return np.asarray(basis.engine.optimizer_bytes * elements / basis.machine.speeds.bytes_per_s)

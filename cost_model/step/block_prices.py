@@ -1,0 +1,175 @@
+"""Seconds of one micro-batch in one block on one rank: computing, and collectives that are not hidden behind it.
+
+Nothing here depends on pipeline stages, on ZeRO or on recomputation, so that layouts which differ in these alone share
+its prices (`autopar.cost_model.screening`); blocks that send over data-parallel ranks feel how far apart these lie.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.step.block_time import BlockSeconds, block_seconds
+from autopar.cost_model.step.context import Basis, Floats, Passes
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.unique_rows import spread
+from autopar.cost_model.work.block_work import BlockWork, Family
+
+PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
+CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring: assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPrices:
+    """Seconds of one block; `selective` are what selective recomputation adds to `backward`. Full recomputation adds
+    `forward`."""
+
+    forward: Floats
+    backward: Floats
+    selective: Floats
+
+    def at(self, index: Any) -> "BlockPrices":
+        """The prices of an index."""
+        return BlockPrices(
+            forward=spread(self.forward, index),
+            backward=spread(self.backward, index),
+            selective=spread(self.selective, index),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockParts:
+    """What makes a block's seconds up, what of its collectives is hidden, and `weight` as in `Passes`."""
+
+    weight: Floats
+    parts: dict[str, Floats]
+    hidden: dict[str, Floats]
+
+    def at(self, index: Any) -> "BlockParts":
+        """The parts of an index."""
+        parts, hidden = (
+            {name: spread(np.asarray(one), index) for name, one in each.items()} for each in (self.parts, self.hidden)
+        )
+        return BlockParts(weight=spread(self.weight, index), parts=parts, hidden=hidden)
+
+
+def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[BlockPrices, BlockParts]:
+    """A repeated block without the collectives of ZeRO."""
+    seconds = _of_variants(basis, family, layouts, role, in_float8=basis.in_float8)
+    forward, backward = _tensor_collectives(basis, family, layouts, role)
+    context = _context(basis, family, layouts, role)
+    experts = _all_to_all(basis, layouts) if role.startswith("moe_layer") else np.zeros(1)
+    tensor = forward + backward
+    behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
+    forward, backward = forward + context + experts, backward + 2 * context + experts
+    found = BlockPrices(
+        forward=seconds.forward + forward,
+        backward=seconds.backward + backward,
+        selective=seconds.attention_forward if basis.engine.selective == "attention" else seconds.forward / 2,
+    )
+    parts = {
+        "products": seconds.products,
+        "attention": seconds.attention,
+        "memory-bound": seconds.memory,
+        "host": seconds.waiting,
+        "tensor collectives": tensor,
+        "context collectives": 3 * context + 0.0 * forward,
+        "expert collectives": 2 * experts + 0.0 * forward,
+    }
+    hidden = {"tensor collectives": behind, "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1)}
+    return found, BlockParts(weight=seconds.products / PRODUCTS, parts=parts, hidden=hidden)
+
+
+def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
+    """The block before, or after, all others, in 16 bits: heads are not computed in float8."""
+    if role not in family.roles:
+        return Passes(forward=np.zeros(1), backward=np.zeros(1))
+    seconds = _of_variants(basis, family, layouts, role, in_float8=False)
+    forward, backward = _tensor_collectives(basis, family, layouts, role)
+    return Passes(
+        forward=seconds.forward + forward,
+        backward=seconds.backward + backward,
+        weight=seconds.products / PRODUCTS,
+    )
+
+
+def _of_variants(basis: Basis, family: Family[Any], layouts: Layouts, role: str, *, in_float8: bool) -> BlockSeconds:
+    works = [family.block(role, variant) for variant in ("tp", "sp")]
+    if works[0] is works[1]:  # of a captured program, whose labels have decided
+        return _seconds(basis, works[0], layouts, in_float8)
+    tensor, sequence = (_seconds(basis, work, layouts, in_float8) for work in works)
+    chosen = layouts.sequence_parallel
+    return BlockSeconds(
+        **{name: np.where(chosen, getattr(sequence, name), getattr(tensor, name)) for name in BlockSeconds.__slots__}
+    )
+
+
+def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, in_float8: bool) -> BlockSeconds:
+    return block_seconds(
+        work,
+        basis.machine.speeds,
+        basis.engine,
+        in_float8=in_float8,
+        fused=basis.fused,
+        is_split=layouts.tp > 1,
+    )
+
+
+def _hidden(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
+    how = basis.engine.tensor_overlap
+    if basis.machine.speeds.in_one_thread:  # what sends takes the cores of what computes
+        return np.zeros(1)
+    if how == "pipelined":  # needs activations that are split over the sequence
+        return np.where(layouts.sequence_parallel, basis.mechanisms.pipelined_hidden, 0.0)
+    return np.asarray(basis.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)
+
+
+def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
+    """Hidden seconds of tensor collectives for each one that computing waits for."""
+    hidden = _hidden(basis, layouts, is_forward=is_forward)
+    return np.asarray(hidden / (1 - hidden))
+
+
+def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
+    """Seconds of a block's tensor collectives that computing waits for."""
+    found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
+    for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
+        for sent in family.block(role, variant).sent:
+            if sent.of == "parameter":
+                continue
+            key = sent.collective, sent.mesh_dim, np.asarray(sent.whole_bytes).tobytes()  # a block sends much alike
+            if key not in known:
+                ranks, stride = _ranks(basis, layouts, sent.mesh_dim)
+                known[key] = basis.machine.links.seconds(sent.collective, sent.whole_bytes, ranks, stride)
+            i = 0 if sent.is_forward else 1
+            found[i] = found[i] + is_chosen * known[key] * (1 - _hidden(basis, layouts, is_forward=sent.is_forward))
+    return found[0], found[1]
+
+
+def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Floats]:
+    """Ranks of a mesh dimension of labels, and how far apart they lie."""
+    if mesh_dim == "dp":
+        return layouts.dp, layouts.data_stride * layouts.cp
+    one = np.ones(1)
+    return next(((n * one, by * one) for name, n, by in basis.shape.tensor_dims if name == mesh_dim), (layouts.tp, one))
+
+
+def _context(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:
+    """Ring attention's passing on of keys and values, forward; a tenth is not hidden behind attention."""
+    element_bytes = basis.shape.element_bytes
+    kv_bytes = np.zeros(1)
+    for one in family.block(role, "tp").products:
+        if one.kind == "attention":
+            heads = np.asarray(one.count / layouts.micro_batch)
+            kv_bytes = kv_bytes + 2 * element_bytes * layouts.micro_batch * one.n * one.k * heads
+    spent = basis.machine.links.seconds("all_gather", kv_bytes, layouts.cp, layouts.tp)
+    return np.where(layouts.cp > 1, CONTEXT_EXPOSED * spent, 0.0)
+
+
+def _all_to_all(basis: Basis, layouts: Layouts) -> Floats:
+    """Tokens to their experts and back, one pass: two all-to-alls over the expert ranks."""
+    shape = basis.shape
+    tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
+    moved = shape.element_bytes * tokens * shape.experts_per_token * shape.hidden
+    spent = basis.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
+    return np.where(layouts.ep > 1, 2 * spent, 0.0)

@@ -1,0 +1,173 @@
+"""Seconds of one block on one rank: products, attention, everything else, and the host that starts the kernels.
+
+    block    = (device^4 + host^4)^(1/4)        the longer of the two, without a corner where they cross; their sum on
+                                                a CPU, which starts operators and runs them in one thread
+    device   = products + attention + memory-bound kernels, each by `autopar.cost_model.machine.kernel_times`
+    host     = kernels started · host seconds of one (by the engine's way of dispatch); a collective counts as three
+
+Backward products are two for each forward product: of the input, m×n·k, and of the weight, k×m·n. Attention that writes
+its scores is two batched products and, per score, 9 bytes forward and 11 backward: softmax reads and writes 2 each,
+dropout reads 2 and writes 2 and a mask of 1; their gradients read and write the same and read the saved output of 2
+(Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.1, counts the
+saved ones). Casts for products in float8 move a byte per element of the input forward, which the kernel before writes,
+and three per element of the output's gradient backward: two read, one written.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.machine.kernel_times import (
+    attention_flops,
+    attention_seconds,
+    matmul_seconds,
+    memory_seconds,
+    tile_part,
+)
+from autopar.cost_model.machine.profile import AttentionEfficiency, Tile
+from autopar.cost_model.work.block_work import BlockWork, Operator
+
+Floats = NDArray[np.float64]
+SCORE_BYTES = (9.0, 11.0)
+CAST_BYTES = 3.0
+ALIGNED = 8  # elements of 16 bits in the 16 bytes that tensor cores want aligned
+CORNER = 4.0
+COLLECTIVE_KERNELS = 3.0  # what a collective costs the host: checks, streams and events around its kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What kernels reach on one device: FLOP/s of large products in 16 bits and in the training precision, bytes/s, and
+    seconds of a kernel's start on the device and on the host. `in_one_thread`: the host is the device."""
+
+    peak_flops_per_s: float
+    product_flops_per_s: float
+    float8_flops_per_s: float | None
+    attention: AttentionEfficiency
+    tile: Tile
+    bytes_per_s: float
+    launch_s: float
+    host_s: float
+    misaligned: float
+    in_one_thread: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSeconds:
+    """Forward and backward seconds of a block without its collectives; the parts are device seconds, both passes."""
+
+    forward: Floats
+    backward: Floats
+    attention_forward: Floats
+    products: Floats
+    attention: Floats
+    memory: Floats
+    waiting: Floats
+
+
+def block_seconds(
+    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool, is_split: Any = False
+) -> BlockSeconds:
+    """One micro-batch through one block. `fused`: attention is one kernel (else scores are written); `is_split`: tensor
+    parallelism calls the block's collectives."""
+    zero = np.zeros(1)
+    products, attention, memory = [zero, zero], [zero, zero], [zero, zero]
+    kernels: list[Any] = [0.0, 0.0]
+    for sent in work.sent:
+        i = 0 if sent.is_forward else 1
+        kernels[i] = kernels[i] + COLLECTIVE_KERNELS * np.where(is_split, 1.0, 0.0)
+    for one in work.products:
+        if one.kind == "matmul":
+            found = _product(one, speeds, in_float8=in_float8)
+            total, count = products, (1, 2)
+        else:
+            found = _fused_attention(one, speeds) if fused else _materialised(one, speeds)
+            total, count = attention, (1, 2) if fused else (5, 9)
+        for i in (0, 1):
+            total[i] = total[i] + found[i]
+            kernels[i] += count[i]
+    for one in work.fused if engine.pointwise == "fused" else work.eager:
+        starts = (one.kernels_forward, one.kernels_backward)
+        for i, moved in enumerate((one.forward_bytes, one.backward_bytes)):
+            spent = memory_seconds(moved_bytes=moved, bytes_per_s=speeds.bytes_per_s, launch_s=0.0)
+            memory[i] = memory[i] + spent + starts[i] * speeds.launch_s
+    # an eager framework's host walks through every operator, also where it has a fused kernel for the hot ones
+    for one in work.eager if engine.dispatch == "eager" else work.fused:
+        kernels = [kernels[0] + one.kernels_forward, kernels[1] + one.kernels_backward]
+    device = [products[i] + attention[i] + memory[i] for i in (0, 1)]
+    host = [kernels[i] * speeds.host_s for i in (0, 1)]
+    corner = 1.0 if speeds.in_one_thread else CORNER
+    whole = [(device[i] ** corner + host[i] ** corner) ** (1 / corner) for i in (0, 1)]
+    return BlockSeconds(
+        forward=whole[0],
+        backward=whole[1],
+        attention_forward=attention[0],
+        products=products[0] + products[1],
+        attention=attention[0] + attention[1],
+        memory=memory[0] + memory[1],
+        waiting=whole[0] + whole[1] - device[0] - device[1],
+    )
+
+
+def _product(one: Operator[Any], speeds: Speeds, *, in_float8: bool) -> tuple[Floats, Floats]:
+    m, n, k, count = one.m, one.n, one.k, one.count
+    low = in_float8 and speeds.float8_flops_per_s is not None
+    forward = _matmul(m, n, k, count, speeds, low)
+    backward = _matmul(m, k, n, count, speeds, low) + _matmul(k, n, m, count, speeds, low)
+    if low:
+        forward = forward + count * m * k / speeds.bytes_per_s
+        backward = backward + CAST_BYTES * count * m * n / speeds.bytes_per_s
+    return forward, backward
+
+
+def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, in_float8: bool) -> Floats:
+    rate = speeds.float8_flops_per_s if in_float8 else speeds.product_flops_per_s
+    assert rate is not None
+    # a tile's start and end take the same time at any rate, so they are worth the more of k the faster a unit is
+    faster = rate / speeds.product_flops_per_s
+    tile = replace(speeds.tile, k_half=speeds.tile.k_half * faster)
+    return matmul_seconds(
+        flops=2.0 * count * m * n * k,
+        moved_bytes=2.0 * count * (m * k + k * n + m * n),
+        part=tile_part(tile, m, n, k, count),
+        peak_flops_per_s=rate,
+        bytes_per_s=speeds.bytes_per_s,
+        launch_s=speeds.launch_s,
+    )
+
+
+def _fused_attention(one: Operator[Any], speeds: Speeds) -> tuple[Floats, Floats]:
+    flops = attention_flops(one.count, one.m, one.n, one.k, is_causal=True)
+    forward, backward = (
+        attention_seconds(
+            flops=flops,
+            keys=one.n,
+            attention=speeds.attention,
+            peak_flops_per_s=speeds.peak_flops_per_s,
+            launch_s=speeds.launch_s,
+            is_backward=back,
+        )
+        for back in (False, True)
+    )
+    return forward, backward
+
+
+def _materialised(one: Operator[Any], speeds: Speeds) -> tuple[Floats, Floats]:
+    m, n, k, count = one.m, one.n, one.k, one.count
+    slow = np.where(np.mod(k, ALIGNED) == 0, 1.0, speeds.misaligned)
+    products = slow * (_matmul(m, n, k, count, speeds, False) + _matmul(m, k, n, count, speeds, False))
+    scores = count * m * n / speeds.bytes_per_s
+    return (
+        products + SCORE_BYTES[0] * scores + 2 * speeds.launch_s,
+        2 * products + SCORE_BYTES[1] * scores + 3 * speeds.launch_s,
+    )
+
+
+def host_seconds(engine: Engine, mechanisms: Mechanisms, host_launch_s: float) -> float:
+    """Host seconds of one kernel under the engine's way of dispatch."""
+    share = {"eager": 1.0, "lean": mechanisms.lean_dispatch, "graph": mechanisms.graph_dispatch}[engine.dispatch]
+    return share * host_launch_s

@@ -1,0 +1,178 @@
+"""Data-parallel collectives: gathers of ZeRO 2 and 3 beside blocks, sums of gradients at the end of a step.
+
+Their bytes are those of a rank's parameters, so that nothing but where ranks stand decides their prices: layouts that
+differ in micro-batches, virtual stages or recomputation share them (`autopar.cost_model.screening`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.step.context import Basis, Floats, Passes, repeated_roles
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.unique_rows import spread
+from autopar.cost_model.work.block_work import Family
+
+ENDS = ("first", "last")
+HALF_BYTES = 2  # what engines' bytes of parameters are for; wider training gathers so much more
+BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Elements of parameters on one pipeline rank: what data-parallel sums move, and expert parameters apart."""
+
+    dense: Floats
+    expert: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathers:
+    """Seconds of one block's collectives under ZeRO: weights gathered once, gradients scattered, and summed over
+    copies of the shards."""
+
+    gather: Floats
+    scatter: Floats
+    copies: Floats
+
+    def at(self, index: Any) -> "Gathers":
+        """The prices of an index."""
+        return Gathers(
+            gather=spread(self.gather, index), scatter=spread(self.scatter, index), copies=spread(self.copies, index)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPrices:
+    """A rank's parameters, and the seconds in which their gradients are summed: where all ranks keep all state, and
+    where gradients are scattered and updated parameters gathered (ZeRO 1)."""
+
+    state: State
+    whole: Floats
+    sharded: Floats
+
+    def at(self, index: Any) -> "DataPrices":
+        """The prices of an index."""
+        state = State(dense=spread(self.state.dense, index), expert=spread(self.state.expert, index))
+        return DataPrices(state=state, whole=spread(self.whole, index), sharded=spread(self.sharded, index))
+
+
+# ---- parameters ----
+
+
+def parameters(family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
+    """Elements of one block's parameters on one rank, those of experts apart."""
+    work = family.block(role, "tp")
+    ep = layouts.ep if role.startswith("moe_layer") else 1.0
+    return np.asarray(work.parameters_split + work.parameters_whole), np.asarray(work.parameters_expert / ep)
+
+
+def state_of(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: Floats) -> State:
+    """Parameters of the rank that has the embedding."""
+    shape = basis.shape
+    dense, expert = np.zeros(1), np.zeros(1)
+    for role, share in repeated_roles(shape).items():
+        one, other = parameters(family, layouts, role)
+        dense, expert = dense + share * per_rank * one, expert + share * per_rank * other
+    first, last = (sum(parameters(family, layouts, role)) if role in family.roles else np.zeros(1) for role in ENDS)
+    both = np.where(shape.is_tied, np.maximum(first, last), first + last)
+    return State(dense=dense + np.where(layouts.pp > 1, np.maximum(first, last), both), expert=expert)
+
+
+# ---- ZeRO 2 and 3 ----
+
+
+def gathers_blocks(layouts: Layouts) -> Floats:
+    """Whether the collectives of ZeRO 2 or 3 run beside blocks; with stages, weights stay gathered for a step
+    (torchtitan)."""
+    found: Floats = (layouts.zero >= 2) & (layouts.pp == 1)
+    return found
+
+
+def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Gathers:
+    """Of a repeated block."""
+    elements = sum(parameters(family, layouts, role))
+    gather, scatter = _gather_and_scatter(basis, layouts, elements)
+    copies = 2 * basis.machine.links.seconds(
+        "all_gather",
+        basis.engine.shard_gradient_bytes * elements / layouts.shard,
+        layouts.data_ranks / layouts.shard,
+        layouts.data_stride * layouts.shard,
+    )
+    return Gathers(gather=gather, scatter=scatter, copies=copies)
+
+
+def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[Floats, Floats]:
+    engine, links, element_bytes = basis.engine, basis.machine.links, basis.shape.element_bytes
+    if engine.shard_gather == "blocking":  # through one port of a host
+        one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
+        return np.asarray(element_bytes * one), np.asarray(engine.shard_gradient_bytes * one)
+    return (
+        links.seconds("all_gather", element_bytes * elements, layouts.shard, layouts.data_stride),
+        links.seconds("reduce_scatter", engine.shard_gradient_bytes * elements, layouts.shard, layouts.data_stride),
+    )
+
+
+def with_gathers(basis: Basis, layouts: Layouts, computing: Passes, gathers: Gathers) -> Passes:
+    """Passes of a block beside the collectives of ZeRO 2 and 3."""
+    again = _gathered_again(layouts, gathers)
+    forward = _beside(basis, computing.forward, again)
+    backward = _beside(basis, computing.backward, again + gathers.scatter + gathers.copies)
+    sums = gathers_blocks(layouts)
+    return Passes(
+        forward=np.where(sums, forward, computing.forward), backward=np.where(sums, backward, computing.backward)
+    )
+
+
+def gathering(layouts: Layouts, gathers: Gathers) -> Floats:
+    """Seconds of all of a block's collectives under ZeRO 2 and 3 in one micro-batch."""
+    moving = 2 * _gathered_again(layouts, gathers) + gathers.scatter + gathers.copies
+    return np.where(gathers_blocks(layouts), moving, 0.0)
+
+
+def _gathered_again(layouts: Layouts, gathers: Gathers) -> Floats:
+    return np.where((layouts.zero >= 3) & (layouts.pp == 1), gathers.gather, 0.0)  # ZeRO 2 keeps what it gathered
+
+
+def _beside(basis: Basis, computing: Floats, moving: Floats) -> Floats:
+    slow = BLOCKING_BESIDE if basis.engine.shard_gather == "blocking" else basis.machine.overlap_slowdown - 1
+    return np.maximum(computing, moving) + slow * np.minimum(computing, moving)
+
+
+def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
+    """Embedding and head under ZeRO 3 without stages, one micro-batch; half hides behind the blocks next to them, but
+    on a CPU, where what sends takes the cores of what computes."""
+    total = np.zeros(1)
+    for role in ENDS:
+        gather, scatter = _gather_and_scatter(basis, layouts, sum(parameters(family, layouts, role)))
+        total = total + (2 * gather + scatter) / (1 if basis.machine.speeds.in_one_thread else 2)
+    return total
+
+
+# ---- sums at the end of a step ----
+
+
+def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: Floats) -> DataPrices:
+    """Of a rank with `per_rank` blocks; not ZeRO 3's."""
+    engine, links = basis.engine, basis.machine.links
+    state = state_of(basis, family, layouts, per_rank)
+    num_calls = basis.shape.blocks / layouts.pp + len(ENDS)  # ZeRO 1 calls for every block by itself
+    # of parameters of all data-parallel ranks, and of experts
+    elements = np.array(np.broadcast_arrays(state.dense, state.expert))
+    ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / layouts.ep)), 1)
+    shard = np.minimum(layouts.shard, ranks)
+    stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
+    grads = engine.gradient_bytes * elements
+    weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * elements
+    in_calls = scattered = links.seconds("reduce_scatter", grads, shard, stride)
+    if links.calls is not None:
+        in_calls = links.seconds("reduce_scatter", grads, shard, stride, num_calls=num_calls)
+    gathered = links.seconds("all_gather", weights, shard, stride, num_calls=num_calls)
+    again = links.seconds("all_gather", grads, shard, stride)
+    copies = 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
+    whole, sharded = np.zeros(1), np.zeros(1)
+    for k in range(len(elements)):
+        whole = whole + scattered[k] + again[k] + copies[k]
+        sharded = sharded + in_calls[k] + gathered[k] + copies[k]
+    return DataPrices(state=state, whole=whole, sharded=sharded)

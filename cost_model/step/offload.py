@@ -1,0 +1,68 @@
+"""The optimizer on the host (Ren et al. 2021, "ZeRO-Offload: Democratizing billion-scale model training").
+
+    device    weights, and gradients of the blocks whose backward pass runs
+    host      float32 weights and Adam's moments, and a float32 sum of gradients: 16 bytes of a parameter
+    link      every micro-batch's gradients down; updated weights up
+    overlap   gradients go down, and are added up there, beside the backward pass of the next blocks; weights go up
+              beside the update of the next ones (section 4.1), so that the longer of both counts. The update waits for
+              the last gradient: the paper's one-step delay, which changes the training, is not assumed
+
+Every rank offloads the part of the state that ZeRO gives it: stage 2 or 3, or one rank that holds all, without pipeline
+stages. Figures are those of data sheets; what autopar runs keeps the optimizer on the device.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.step.layouts import Layouts, Shape
+
+if TYPE_CHECKING:
+    from autopar.cost_model.step.context import Basis
+    from autopar.cost_model.step.data_parallel import State
+
+Floats = NDArray[Any]
+HOST_STATE_BYTES = 16  # of a parameter: weight, two moments and the sum of gradients in float32
+BLOCKS_WITH_GRADIENTS = 2  # on the device: one whose gradients are made, one whose go down
+ADDED_BYTES = 8  # of the sum, read and written; the gradient is read beside it
+# float32 gradient read; weight and both moments read and written
+UPDATE_BYTES = 4 + 3 * 8
+
+
+def can_offload(layouts: Layouts) -> Floats:
+    """Whether gradients leave the device as they are made."""
+    alone = layouts.data_ranks <= 1
+    return np.asarray((layouts.pp == 1) & (layouts.virtual <= 1) & (alone | (layouts.zero >= 2)))
+
+
+def host_bytes(parameters: float, layouts: Layouts) -> Floats:
+    """Bytes of the host's memory for one device's part of the state; the mean over ranks."""
+    divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
+    return np.asarray(HOST_STATE_BYTES * parameters / (layouts.tp * layouts.pp * divided))
+
+
+def device_state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts) -> dict[str, Floats]:
+    """What of `autopar.cost_model.memory.formula.state_bytes` stays on the device."""
+    whole = elements + expert
+    divided = elements / layouts.shard + expert / np.maximum(layouts.shard / layouts.ep, 1)
+    held = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
+    return {
+        "parameters": np.asarray(shape.element_bytes * np.where(layouts.zero >= 3, divided, whole)),
+        "gradients": np.asarray(shape.element_bytes * held * whole),
+        "optimizer state": np.zeros(1) * whole,
+    }
+
+
+def offloaded(basis: "Basis", layouts: Layouts, state: "State", backward: Floats) -> Floats:
+    """Seconds of a step that wait for the host; `backward` are those of one micro-batch's backward pass."""
+    host = basis.machine.host
+    assert host is not None, "no figures of the host; `autopar.search.driver.priced_only` asks for them"
+    divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
+    expert = np.where(layouts.zero >= 1, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
+    elements = state.dense / divided + state.expert / expert
+    size = basis.shape.element_bytes
+    down, added = size * elements / host.link_bytes_per_s, (size + ADDED_BYTES) * elements / host.memory_bytes_per_s
+    waiting = layouts.micro_batches * np.maximum(np.maximum(down, added) - backward, 0.0)
+    update = (UPDATE_BYTES + size) * elements / host.memory_bytes_per_s
+    return np.asarray(waiting + np.maximum(update, size * elements / host.link_bytes_per_s))

@@ -1,0 +1,158 @@
+"""Seconds of one training step of many layouts at once, in closed form.
+
+    step = (pipeline + data-parallel sums that wait + optimizer + fixed) · (1 + σ·sqrt(2 ln devices))
+
+    pipeline  n·slowest rank + idle of filling and emptying, over ranks whose blocks, embedding and head differ
+    block     computing (`autopar.cost_model.step.block_time`) + tensor collectives that are not hidden; under ZeRO 3
+    the
+              longer of that and its gathers and reduce-scatters, and a part of the shorter (they share the device)
+
+The last factor is the expected largest of n normal variables: every rank waits for the slowest one. (Fisher, Tippett
+1928; the form for large n.)
+
+A step is put together (`autopar.cost_model.step.assembly`) from the prices of one micro-batch in each block
+(`autopar.cost_model.step.block_prices`) and of what moves between data-parallel ranks
+(`autopar.cost_model.step.data_parallel`). `step_seconds` prices both for every layout, `autopar.cost_model.screening`
+once for all layouts that share them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.step.assembly import (
+    Assembled,
+    Pipeline,
+    StepPrices,
+    assembled,
+    moving_sums,
+    recomputing,
+    sums_beside_blocks,
+)
+from autopar.cost_model.step.block_prices import BlockParts, block_prices, end_passes
+from autopar.cost_model.step.context import Basis, Floats, Machine, repeated_roles, weighted
+from autopar.cost_model.step.data_parallel import data_prices, end_gathers, gather_prices, gathering, gathers_blocks
+from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.work.block_work import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a step, and what makes them up; the parts add up to `seconds`.
+
+    `hidden` are seconds of collectives that run beside computing, by the names of the parts that they would add to.
+    """
+
+    seconds: Floats
+    parts: dict[str, Floats]
+    hidden: dict[str, Floats]
+
+
+def step_seconds(
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    machine: Machine,
+    engine: Engine,
+    mechanisms: Mechanisms,
+    *,
+    in_float8: bool,
+    fused: bool,
+    pipeline: Pipeline | None = None,
+) -> StepSeconds:
+    """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout.
+
+    With a `pipeline` its stages count; without one, blocks are cut evenly and the closed form of 1F1B holds.
+    """
+    basis = Basis(shape=shape, machine=machine, engine=engine, mechanisms=mechanisms, in_float8=in_float8, fused=fused)
+    return step_of(basis, layouts, priced_blocks(basis, family, layouts), pipeline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedBlocks:
+    """What a step is put together from, and what makes every repeated block's seconds up; the same for any stages and
+    recomputation."""
+
+    prices: StepPrices
+    parts: Mapping[str, BlockParts]
+
+    @property
+    def weights(self) -> dict[str, Floats]:
+        """Seconds of gradients of weights by role, as in `Passes.weight`."""
+        return {role: one.weight for role, one in self.parts.items()}
+
+
+def priced_blocks(basis: Basis, family: Family[Any], layouts: Layouts) -> PricedBlocks:
+    """The blocks of every layout, and what moves between its data-parallel ranks."""
+    roles = repeated_roles(basis.shape)
+    found = {role: block_prices(basis, family, layouts, role) for role in roles}
+    has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
+    prices = StepPrices(
+        blocks={role: prices for role, (prices, _) in found.items()},
+        first=end_passes(basis, family, layouts, "first"),
+        last=end_passes(basis, family, layouts, "last"),
+        gathers={role: gather_prices(basis, family, layouts, role) for role in roles if has_gathers},
+        end_gathers=end_gathers(basis, family, layouts) if has_end_gathers else np.zeros(1),
+        data=lambda per_rank: data_prices(basis, family, layouts, per_rank),
+    )
+    return PricedBlocks(prices=prices, parts={role: one for role, (_, one) in found.items()})
+
+
+def step_of(basis: Basis, layouts: Layouts, blocks: PricedBlocks, pipeline: Pipeline | None = None) -> StepSeconds:
+    """The step of every layout, whose blocks are priced, under its stages and recomputation."""
+    step = assembled(basis, layouts, blocks.prices, pipeline, blocks.weights)
+    return StepSeconds(
+        seconds=step.seconds,
+        parts=_parts(basis, layouts, blocks.prices, blocks.parts, step),
+        hidden=_hidden(basis, layouts, blocks.prices, blocks.parts, step),
+    )
+
+
+# ---- what makes a step up ----
+
+
+def _parts(
+    basis: Basis, layouts: Layouts, prices: StepPrices, blocks: Mapping[str, BlockParts], step: Assembled
+) -> dict[str, Floats]:
+    n, own, before = layouts.micro_batches, step.pipelined, step.before
+    of_blocks = {
+        role: one.parts
+        | {
+            "recomputation": recomputing(layouts, prices.blocks[role]),
+            "shard collectives": step.passes[role].both - step.computing[role].both,
+        }
+        for role, one in blocks.items()
+    }
+    parts = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
+    parts["recomputation"] = parts["recomputation"] + n * own.again
+    parts["embedding, head, loss"] = n * (own.busy - own.blocks * step.mean.both - own.again)
+    parts |= {"bubble": own.idle, "messages": own.messages, "data collectives": step.sums + step.end_gathers}
+    parts |= {"optimizer": step.optimizer, "gradient accumulation": step.accumulation}
+    return parts | {"fixed": basis.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}
+
+
+def _hidden(
+    basis: Basis, layouts: Layouts, prices: StepPrices, blocks: Mapping[str, BlockParts], step: Assembled
+) -> dict[str, Floats]:
+    n, own = layouts.micro_batches, step.pipelined
+    of_blocks = {}
+    for role, one in blocks.items():
+        gathers = prices.gathers.get(role)
+        moving = np.zeros(1) if gathers is None else gathering(layouts, gathers)
+        waited = step.passes[role].both - step.computing[role].both
+        of_blocks[role] = one.hidden | {"shard collectives": np.maximum(moving - waited, 0.0)}
+    hidden = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
+    waits = basis.mechanisms.message_exposed if basis.engine.messages == "overlapped" else 1.0
+    sums = np.where(sums_beside_blocks(layouts), 0.0, np.maximum(moving_sums(layouts, step.data) - step.sums, 0.0))
+    return hidden | {"messages": own.messages * (1 / waits - 1), "data collectives": sums}
+
+
+def _mean(shape: Shape, blocks: Mapping[str, Mapping[str, Floats]]) -> dict[str, Floats]:
+    """The mean of all blocks' values by name."""
+    shares = repeated_roles(shape)
+    names = next(iter(blocks.values()))
+    return {name: weighted([(share, blocks[role][name]) for role, share in shares.items()]) for name in names}

@@ -1,0 +1,307 @@
+"""What torch's autograd does with every operator of a block: kernels launched, tensors kept for the backward pass.
+
+A block's graph is run node by node on tensors without numbers (the meta device: shapes, strides, storages), forward and
+backward: the kernels are those that reach torch's dispatcher and do not merely look at an operand in another way, the
+tensors kept are those that `torch.autograd.graph.saved_tensors_hooks` is shown. Two operators are run as a GPU runs
+them, whatever device is at hand: dropout keeps its mask (`native_dropout`), and attention is one kernel that keeps
+queries, keys, values, its output and one float32 per query, the logarithm of the sum of exponentials (Dao et al. 2022,
+"FlashAttention", algorithm 2; torch's derivatives.yaml, `_scaled_dot_product_flash_attention`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch.private import takes_device, watch_operators
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.operator_cost import operator_name, saved_operands
+from autopar.ir.program import Block
+from autopar.rules.rule import Rule
+
+aten = torch.ops.aten
+META = torch.device("meta")
+ATTENTION = "scaled_dot_product_attention"
+NAMESPACES = ("aten", "autopar", "prims")
+STATISTICS = ("layer_norm", "group_norm")  # on a GPU their mean and deviation are float32 whatever the input is
+ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "new_empty", "empty_strided"])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor as a kernel or the backward pass sees it, with the dimensions and `elements` that it has in memory: 1
+    where it is expanded."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor kept for the backward pass: the value whose memory it is, and the operand that it came by.
+
+    `value` is None where the operator made it for itself; `operand` is -1 where it is the operator's output.
+    """
+
+    value: str | None
+    operand: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """One operator: the tensors of every kernel, forward and backward, and what it keeps.
+
+    `owner` is the value whose memory its output is: its own name, or the value it is a view of.
+    """
+
+    forward: tuple[tuple[Piece, ...], ...]
+    backward: tuple[tuple[Piece, ...], ...]
+    kept: tuple[Kept, ...]
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """A run that others are like: where its output lies, in memory of its own or in that of an operand."""
+
+    run: NodeRun
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    offset: int
+    operand: int | None
+
+
+Known = dict[object, _Like]
+
+
+def run_block(block: Block, index: int, analysis: Analysis, known: Known) -> Mapping[str, NodeRun]:
+    """Every operator of a block by name; those that are like another one in `known` are not run."""
+    found: dict[str, NodeRun] = {}
+    run = _Run(analysis, index, known)
+    for node in block.graph.nodes:
+        if node.op == "placeholder" and "info" in node.meta:
+            run.port(node)
+        elif node.op == "placeholder":
+            run.values[node.name] = 1.0  # a number that differs between calls of the block
+        elif node.op == "call_function":
+            found[node.name] = run.node(node)
+    return found
+
+
+class _Run:
+    """Values of one run, and which of them owns each storage; tensors are kept, so that storages stay who they are."""
+
+    def __init__(self, analysis: Analysis, index: int, known: Known) -> None:
+        self.analysis, self.index, self.known = analysis, index, known
+        self.values: dict[str, Any] = {}
+        self.owner: dict[int, str] = {}
+        self.alive: list[Any] = []
+
+    def port(self, node: fx.Node) -> None:
+        info = node.meta["info"]
+        self.values[node.name] = torch.empty(info.shape, dtype=info.dtype, device=META)
+        self.owner[_storage(self.values[node.name])] = node.name
+
+    def node(self, node: fx.Node) -> NodeRun:
+        names = self.analysis.operands[self.index][node.name]
+        storages = [_storage(self.values[name]) for name in names]
+        key = self._key(node, storages)
+        if key not in self.known:
+            run, out = self._run(node)
+            storage = _storage(out)
+            operand = storages.index(storage) if storage in storages else None
+            self.known[key] = _Like(run, tuple(out.shape), out.stride(), out.dtype, out.storage_offset(), operand)
+        else:
+            out = self._out(self.known[key], names)
+        self.owner.setdefault(_storage(out), node.name)
+        self.values[node.name] = out
+        self.alive.append(out)
+        return self._named(self.known[key].run, node.name, names, self.owner[_storage(out)])
+
+    def _key(self, node: fx.Node, storages: Sequence[int]) -> object:
+        """All that a run depends on: the call, how its operands lie in memory, and which of them share it."""
+        call = self.analysis.calls[self.index][node.name]
+        tensors = [self.values[name] for name in self.analysis.operands[self.index][node.name]]
+        lie = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+        shared = tuple(storages.index(storage) for storage in storages)
+        return call.key, lie, shared, self.analysis.bounds[self.index][node.name].rule.known
+
+    def _out(self, like: _Like, names: Sequence[str]) -> Any:
+        if like.operand is None:
+            return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=META)
+        return self.values[names[like.operand]].as_strided(like.shape, like.stride, like.offset)
+
+    def _named(self, run: NodeRun, name: str, names: Sequence[str], owner: str) -> NodeRun:
+        """A run with the names of this block's values."""
+
+        def of(kept: Kept) -> str | None:
+            if kept.operand >= 0:
+                return self._owner(names[kept.operand])
+            return None if kept.value is None else name
+
+        return replace(run, kept=tuple(replace(kept, value=of(kept)) for kept in run.kept), owner=owner)
+
+    def _run(self, node: fx.Node) -> tuple[NodeRun, Any]:
+        """What an operator does, and its output."""
+        call = self.analysis.calls[self.index][node.name]
+        names = self.analysis.operands[self.index][node.name]
+        rule = self.analysis.bounds[self.index][node.name].rule
+        leaves = {
+            name: self.values[name].detach().requires_grad_(info.differentiable and info.dtype.is_floating_point)
+            for name, info in zip(names, call.operands, strict=True)
+        }
+        saved: list[Any] = []
+        kernels: list[tuple[Piece, ...]] = []
+        attention = operator_name(node.target) == ATTENTION
+        try:
+            with _recording(saved), _watching(kernels):
+                out = _attention_output(node) if attention else _call(node, leaves, self.values)
+        except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule says what is kept
+            out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype, device=META), []
+            kept = self._kept_by_rule(node, rule)
+            kernels[:] = [_pieces([*leaves.values(), out])]
+        else:
+            kept = self._kept_by_attention(node) if attention else self._kept(node, names, out, saved)
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        if attention:
+            kernels[:] = [(*_pieces([*leaves.values(), out]), _lse(out))]
+            backward = [(*_pieces([*leaves.values(), out, out, *wanted]), _lse(out))] if wanted else []
+        else:
+            backward = _backward(out, wanted)
+        if operator_name(node.target) in STATISTICS and len({info.dtype for info in call.operands}) == 1:
+            kernels, backward = (_with_narrow_statistics(each, out.dtype.itemsize) for each in (kernels, backward))
+        return NodeRun(tuple(kernels), tuple(backward), tuple(kept), node.name), out.detach()
+
+    def _kept(self, node: fx.Node, names: Sequence[str], out: Any, saved: Sequence[Any]) -> list[Kept]:
+        by_storage = {_storage(self.values[name]): k for k, name in reversed(list(enumerate(names)))}
+        statistics = operator_name(node.target) in STATISTICS
+        found: dict[int, Kept] = {}
+        for tensor in saved:
+            storage, piece = _storage(tensor), _piece(tensor)
+            if storage in by_storage:
+                kept = Kept(self.owner[storage], by_storage[storage], piece)
+            elif storage == _storage(out):
+                kept = Kept(node.name, -1, piece)
+            else:
+                kept = Kept(None, -1, replace(piece, itemsize=4) if statistics else piece)
+            found.setdefault(storage, kept)
+        return list(found.values())
+
+    def _kept_by_rule(self, node: fx.Node, rule: Rule) -> list[Kept]:
+        names = self.analysis.operands[self.index][node.name]
+        kept = saved_operands(self.analysis.calls[self.index][node.name], rule)
+        return [Kept(self._owner(names[k]), k, _piece(self.values[names[k]])) for k in kept]
+
+    def _kept_by_attention(self, node: fx.Node) -> list[Kept]:
+        names = self.analysis.operands[self.index][node.name]
+        infos = self.analysis.calls[self.index][node.name].operands
+        if not node.meta["info"].differentiable:
+            return []
+        floats = [(k, n) for k, (n, i) in enumerate(zip(names, infos, strict=True)) if i.dtype.is_floating_point]
+        out = _attention_output(node)
+        found = [Kept(self._owner(name), k, _piece(self.values[name])) for k, name in floats]
+        return [*found, Kept(node.name, -1, _piece(out)), Kept(None, -1, _lse(out))]
+
+    def _owner(self, name: str) -> str:
+        return self.owner[_storage(self.values[name])]
+
+
+def _with_narrow_statistics(kernels: Sequence[tuple[Piece, ...]], itemsize: int) -> list[tuple[Piece, ...]]:
+    """Kernels that move statistics in the width of the input, as on a CPU, where the exported blocks were captured."""
+    return [tuple(replace(p, itemsize=itemsize) if p.shape[-1:] == (1,) else p for p in kernel) for kernel in kernels]
+
+
+def _call(node: fx.Node, leaves: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    def tensor(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return leaves.get(value.name, values.get(value.name))
+        if isinstance(value, (list, tuple)):
+            return type(value)(tensor(each) for each in value)
+        return META if isinstance(value, torch.device) else value
+
+    args, kwargs = tensor(node.args), {name: tensor(value) for name, value in node.kwargs.items()}
+    if not leaves and takes_device(node.target):  # it makes a tensor, with numbers if not told otherwise
+        kwargs["device"] = META
+    if node.target is aten.dropout.default and args[2] and args[1] > 0.0:
+        return aten.native_dropout.default(args[0], args[1], True)[0]
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _attention_output(node: fx.Node) -> Any:
+    """Contiguous as (batch, queries, heads, width), as the kernels write it."""
+    info = node.meta["info"]
+    if len(info.shape) < 3:
+        return torch.empty(info.shape, dtype=info.dtype, device=META)
+    *before, heads, queries, width = info.shape
+    return torch.empty((*before, queries, heads, width), dtype=info.dtype, device=META).transpose(-3, -2)
+
+
+def _lse(out: Any) -> Piece:
+    shape = tuple(out.shape[:-1])
+    return Piece((*shape, 1), 4, out.numel() // max(1, out.shape[-1]))
+
+
+def _backward(out: Any, wanted: Sequence[Any]) -> list[tuple[Piece, ...]]:
+    kernels: list[tuple[Piece, ...]] = []
+    if out.requires_grad and wanted:
+        grad = torch.empty_like(out)
+        with _watching(kernels):
+            torch.autograd.grad(out, wanted, grad, allow_unused=True)
+    return kernels
+
+
+@contextmanager
+def _recording(saved: list[Any]) -> Iterator[None]:
+    def keep(tensor: Any) -> Any:
+        saved.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
+
+
+@contextmanager
+def _watching(kernels: list[tuple[Piece, ...]]) -> Iterator[None]:
+    def seen(name: str, arguments: dict[str, Any], out: Any) -> None:
+        inputs, outputs = _tensors(list(arguments.values())), _tensors([out])
+        before = {_storage(each) for each in inputs}
+        is_view = outputs and all(_storage(each) in before for each in outputs) and not name.endswith("_")
+        if not is_view and name.split("::")[-1] not in ALIASES:
+            kernels.append(_pieces([*inputs, *outputs]))
+
+    with watch_operators(NAMESPACES, seen):
+        yield
+
+
+def _tensors(values: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _pieces(tensors: Sequence[Any]) -> tuple[Piece, ...]:
+    return tuple(_piece(tensor) for tensor in tensors)
+
+
+def _piece(tensor: Any) -> Piece:
+    itemsize = tensor.dtype.itemsize
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    shape = tuple(size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Piece(shape, itemsize, elements)
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,266 @@
+"""How much of a program's work a labelling splits, and what every operator that stays whole costs.
+
+An operator is *split* on a mesh dimension if its label there names a factor, so that a rank does a part of it; it is
+*whole* there if every rank of that dimension does all of it. How far an operator is split over n ranks is
+
+    (1 - what one rank does / the whole operator)  /  (1 - 1/n)
+
+1 if every rank does an n-th, 0 if every rank does all of it, 0.86 if n = 8 ranks are 4 × 2 and the operator is split
+over the 4 only; padding counts as work. The covered share of FLOP is the mean over all operators weighted by their
+FLOP, and likewise of bytes moved. FLOP are those of matrix products, attention and convolutions, forward, of the
+unsplit operator; bytes are operands and output, views moving none. Operators without a rule count: their FLOP are
+torch's own count (`unruled_flops`). Where `tp` is two mesh dimensions there is a share for each and for both together.
+
+The price of being whole is what one rank spends on the operator in one step, forward and backward, at the device's
+peak and memory bandwidth, and the bytes of operands that it keeps for the backward pass.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.operator_cost import (
+    PASSES,
+    is_view,
+    local_flops,
+    memory_bytes_per_s,
+    operator_name,
+    peak_flops_per_s,
+    saved_operands,
+    unruled_flops,
+)
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.program import Program
+from autopar.rules.rule import Call, Rule, TensorInfo
+from autopar.rules.variants import Variant, by_label, variants
+
+NOTABLE = 1e-3  # an operator that is whole is listed from this share of a rank's seconds on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One operator of one distinct block, by its index: its whole work in one micro-batch, and what one rank has of it.
+
+    `split` are the mesh dimensions that split it, `split_flops` and `split_bytes` how much of its FLOP and bytes is
+    split, per name of `grouped_dims`. `seconds` are of one rank and step, `kept_bytes` of one rank and micro-batch,
+    over all calls of the block.
+    """
+
+    block: int
+    operator: str
+    where: str
+    num_calls: int
+    has_rule: bool
+    flops: float
+    num_bytes: float
+    split: frozenset[str]
+    split_flops: Mapping[str, float]
+    split_bytes: Mapping[str, float]
+    seconds: float
+    kept_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCoverage:
+    """All calls of one operator in one micro-batch; `split_flops` and `split_bytes` are per name of `grouped_dims`."""
+
+    operator: str
+    num_calls: int
+    num_without_rule: int
+    flops: float
+    num_bytes: float
+    split_flops: Mapping[str, float]
+    split_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeOperator:
+    """An operator at one place that is whole on a mesh dimension, and its price on one rank."""
+
+    mesh_dim: str
+    operator: str
+    where: str
+    num_calls: int
+    has_rule: bool
+    flops: float
+    seconds: float
+    kept_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What a labelling splits. `mesh` holds the mesh dimensions of size > 1; `seconds` is one rank's work in a step."""
+
+    mesh: Mapping[str, int]
+    operators: tuple[OperatorCoverage, ...]
+    whole: tuple[WholeOperator, ...]
+    seconds: float
+
+    def split_flops(self, mesh_dim: str) -> float:
+        """The share of FLOP that is split on a mesh dimension, or on `tp` as two of them; 1 where there are no FLOP."""
+        return _share(sum(o.split_flops[mesh_dim] for o in self.operators), sum(o.flops for o in self.operators))
+
+    def split_bytes(self, mesh_dim: str) -> float:
+        """The share of bytes moved that is split on a mesh dimension."""
+        return _share(sum(o.split_bytes[mesh_dim] for o in self.operators), sum(o.num_bytes for o in self.operators))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        names = grouped_dims(self.mesh)
+        shares = {name: {"flops": self.split_flops(name), "bytes": self.split_bytes(name)} for name in names}
+        return {**asdict(self), "split": shares}
+
+
+def grouped_dims(mesh: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
+    """Every mesh dimension by itself, preceded by `tp` where it is a product of several."""
+    tensor = tuple(name for name in mesh if name.startswith("tp"))
+    return {**({"tp": tensor} if len(tensor) > 1 else {}), **{name: (name,) for name in mesh}}
+
+
+def coverage(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
+) -> Coverage:
+    """What `labels` split on the mesh of `degrees`. `analysis` must be of that mesh."""
+    mesh = {name: degree for name, degree in degrees.mesh.as_dict().items() if degree > 1}
+    works = list(works_of(program, analysis, labels, degrees, cluster))
+    names = tuple(grouped_dims(mesh))
+    total = sum(work.seconds for work in works)
+    groups = _grouped(works, lambda work: (work.operator,)).items()
+    return Coverage(
+        mesh=mesh,
+        operators=tuple(_operator(name, group, names) for (name,), group in groups),
+        whole=tuple(whole for name in mesh for whole in _whole(name, works, total)),
+        seconds=total,
+    )
+
+
+def works_of(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
+) -> Iterator[Work]:
+    """Every operator of every distinct block under `labels`."""
+    mesh = degrees.mesh
+    bandwidth = memory_bytes_per_s(cluster)
+    for index, block in enumerate(program.blocks):
+        times = len(program.uses_of_block(index))
+        for node in block.graph.nodes:
+            if node.op != "call_function":
+                continue
+            bound, call = analysis.bounds[index][node.name], analysis.calls[index][node.name]
+            chosen = {
+                name: by_label(variants(bound, degree), label)
+                for label, name, degree in zip(
+                    labels[index].labels[node.meta["key"]], mesh.names, mesh.degrees, strict=True
+                )
+            }
+            infos = () if is_view(call) else (*call.operands, call.output)
+            held = [_held_bytes(info, k, chosen.values()) for k, info in enumerate((*call.operands, call.output))]
+            flops, num_bytes = _flops(bound.rule, call, ()), sum(_bytes(info) for info in infos)
+            passes = PASSES if call.output.differentiable else 1.0
+            seconds = _flops(bound.rule, call, chosen.values()) / peak_flops_per_s(cluster, call.output.dtype)
+            seconds += sum(held) / bandwidth if infos else 0.0
+            extents = dict(_extents(bound.rule, call, chosen, mesh.as_dict()))
+            path = node.meta["key"].partition(":")[0] if node.meta["key"].count(":") > 1 else ""
+            yield Work(
+                block=index,
+                operator=operator_name(call.target),
+                where=".".join(part for part in (block.name, path) if part),
+                num_calls=times,
+                has_rule=bound.rule.known,
+                flops=times * flops,
+                num_bytes=times * num_bytes,
+                split=frozenset(name for name, v in chosen.items() if v.factor),
+                split_flops={name: times * flops * extent for name, extent in extents.items()},
+                split_bytes={name: times * num_bytes * extent for name, extent in extents.items()},
+                seconds=times * degrees.num_micro_batches * passes * seconds,
+                kept_bytes=times * sum(held[k] for k in saved_operands(call, bound.rule)),
+            )
+
+
+def _extents(
+    rule: Rule, call: Call, chosen: Mapping[str, Variant], mesh: Mapping[str, int]
+) -> Iterator[tuple[str, float]]:
+    """How far an operator is split, from 0 to 1, per name of `grouped_dims`; by its FLOP where it has any."""
+    whole = _flops(rule, call, ())
+    for name, dims in grouped_dims({n: degree for n, degree in mesh.items() if degree > 1}).items():
+        variants_there = [chosen[dim] for dim in dims]
+        local = _flops(rule, call, variants_there) / whole if whole else prod(v.share for v in variants_there)
+        yield name, (1 - local) / (1 - 1 / prod(mesh[dim] for dim in dims))
+
+
+def _flops(rule: Rule, call: Call, chosen: Iterable[Variant]) -> float:
+    """Forward FLOP of one rank under the variants chosen; of the whole operator where there are none."""
+    return local_flops(rule, _degrees(chosen)) if rule.known else unruled_flops(call)
+
+
+def whole_on_every_rank(works: Sequence[Work]) -> tuple[WholeOperator, ...]:
+    """Operators without a rule by place: no mesh dimension splits them."""
+    return tuple(_merged("", group) for group in _grouped([w for w in works if not w.has_rule], _place).values())
+
+
+def _operator(name: str, works: Sequence[Work], dims: Sequence[str]) -> OperatorCoverage:
+    return OperatorCoverage(
+        operator=name,
+        num_calls=sum(w.num_calls for w in works),
+        num_without_rule=sum(w.num_calls for w in works if not w.has_rule),
+        flops=sum(w.flops for w in works),
+        num_bytes=sum(w.num_bytes for w in works),
+        split_flops={d: sum(w.split_flops[d] for w in works) for d in dims},
+        split_bytes={d: sum(w.split_bytes[d] for w in works) for d in dims},
+    )
+
+
+def _whole(mesh_dim: str, works: Sequence[Work], total_s: float) -> Iterator[WholeOperator]:
+    """What is whole on a mesh dimension and does products, has no rule, or takes notable time; dearest first."""
+    groups = _grouped([w for w in works if mesh_dim not in w.split], _place).values()
+    merged = sorted((_merged(mesh_dim, group) for group in groups), key=lambda w: -w.seconds)
+    yield from (w for w in merged if w.flops or not w.has_rule or w.seconds >= NOTABLE * total_s)
+
+
+def _merged(mesh_dim: str, works: Sequence[Work]) -> WholeOperator:
+    first = works[0]
+    return WholeOperator(
+        mesh_dim=mesh_dim,
+        operator=first.operator,
+        where=first.where,
+        num_calls=sum(w.num_calls for w in works),
+        has_rule=first.has_rule,
+        flops=sum(w.flops for w in works),
+        seconds=sum(w.seconds for w in works),
+        kept_bytes=sum(w.kept_bytes for w in works),
+    )
+
+
+def _place(work: Work) -> tuple[str, str, bool]:
+    return work.operator, work.where, work.has_rule
+
+
+def _grouped(works: Sequence[Work], key: Callable[[Work], Any]) -> dict[Any, list[Work]]:
+    groups: dict[Any, list[Work]] = {}
+    for work in works:
+        groups.setdefault(key(work), []).append(work)
+    return groups
+
+
+def _degrees(chosen: Iterable[Variant]) -> dict[str, float]:
+    """By how much each factor is divided."""
+    found: dict[str, float] = {}
+    for variant in chosen:
+        if variant.factor:
+            found[variant.factor] = found.get(variant.factor, 1.0) / variant.share
+    return found
+
+
+def _held_bytes(info: TensorInfo, position: int, chosen: Iterable[Variant]) -> float:
+    """Bytes of an operand, or of the output behind the last operand, that one rank has."""
+    return _bytes(info) * prod(v.share for v in chosen if (*v.operands, v.output)[position].kind == "S")
+
+
+def _bytes(info: TensorInfo) -> float:
+    return float(prod(info.shape) * info.dtype.itemsize)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0

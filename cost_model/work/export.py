@@ -1,0 +1,397 @@
+"""What every distinct block of a captured program costs on one rank, as expressions (`work.block_work`).
+
+Per operator FLOP come from its rule, with symbols for the sizes of factors divided by the degrees that split them
+(`_product`); kernels, their bytes and what is kept for the backward pass from torch's autograd
+(`autopar.cost_model.work.autograd_probe`); collectives from the conversions of the labelling, which are those that run
+(`autopar.cost_model.work.conversions.conversion_steps`). Padding of uneven shards is left out. Where keys of attention
+are the sequence, their number is the symbol S, which context parallelism makes larger than s.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.autograd_probe import Known, NodeRun, run_block
+from autopar.cost_model.work.block_work import BlockWork, Cause, Operator, Sent
+from autopar.cost_model.work.conversions import ConversionStep, conversion_steps, wire
+from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
+from autopar.cost_model.work.operator_cost import operator_name, unruled_flops
+from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
+from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block, Program
+from autopar.ir.sharding import Mesh
+
+Work = BlockWork[Polynomial]
+# what a rewrite sums over ranks, in numbers per target: the highest logit; the sum of exponentials and the target's own
+INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.runtime.codegen.vocabulary`)
+
+
+def block_works(
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    *,
+    by_size: Mapping[int, Expr] | None = None,
+    roles: Mapping[int, str] | None = None,
+    runs: Sequence[Mapping[str, NodeRun]] | None = None,
+    regather: bool = True,
+) -> tuple[Work, ...]:
+    """The work of every distinct block, in their order; each mesh dimension's degree is a symbol (t of `tp`).
+
+    `by_size` names axes by captured size (see `Naming`); `roles` gives blocks other names than their own; `runs` are
+    `block_runs` of the same program; `regather` is that of a plan.
+    """
+    runs = block_runs(program, analysis) if runs is None else runs
+    naming = naming_of(analysis, mesh, by_size)
+    flows = (flow_of(program, i, analysis, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
+    return tuple(work_of(flow, (roles or {}).get(i)) for i, flow in enumerate(flows))
+
+
+def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
+    """What sizes are called on a mesh."""
+    return Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
+
+
+def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
+    """What torch's autograd does with every distinct block, the same under all labels."""
+    known: Known = {}
+    return tuple(run_block(block, i, analysis, known) for i, block in enumerate(program.blocks))
+
+
+def flow_of(
+    program: Program,
+    index: int,
+    analysis: Analysis,
+    labels: BlockLabels,
+    naming: Naming,
+    runs: Mapping[str, NodeRun],
+    regather: bool,
+) -> Flow:
+    """A block under its labels, as torch's autograd runs it, without what only dropped outputs need."""
+    block = program.blocks[index]
+    outputs = _used_outputs(program, index)
+    needed = _needed(block, outputs)
+    names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
+    nodes = {node.name: node for node in block.graph.nodes if "info" in node.meta}
+    steps = []
+    for step in conversion_steps(block, analysis, index, labels, naming.mesh):
+        users = tuple((u, k) for u, k in step.users if (names[u] in needed if k >= 0 else step.value in outputs))
+        if users:
+            steps.append(replace(step, users=users))
+    regathered = {
+        (names[user], k)
+        for step in steps
+        if regather and _is_gather(step) and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
+        for user, k in step.users
+    }
+    return Flow(
+        block=block,
+        dims=analysis.dims[index],
+        naming=naming,
+        sizes=sizes_of(block, index, analysis, labels, naming),
+        runs={name: run for name, run in runs.items() if name in needed},
+        operands=analysis.operands[index],
+        labels=labels,
+        steps=tuple(steps),
+        outputs=outputs,
+        regathered=frozenset(regathered),
+        nodes=nodes,
+    )
+
+
+def _used_outputs(program: Program, index: int) -> tuple[str, ...]:
+    """Outputs of a block that another call, the loss or its denominator is made of."""
+    used = {name for call in program.calls for name in call.arguments if isinstance(name, str)} | program.invariant
+    calls = program.uses_of_block(index)
+    outputs = program.blocks[index].outputs
+    return tuple(name for k, name in enumerate(outputs) if any(call.results[k] in used for call in calls))
+
+
+def _needed(block: Block, outputs: Sequence[str]) -> set[str]:
+    nodes = {node.name: node for node in block.graph.nodes}
+    stack, found = list(outputs), set()
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            stack += [node.name for node in nodes[name].all_input_nodes]
+    return found
+
+
+def _is_gather(step: ConversionStep) -> bool:
+    i = step.indices[0]
+    return (step.before[i].kind, step.target[i].kind) == ("S", "R")
+
+
+def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
+    """Gathers all of whose uses are the input of `linear` are gathered again (`codegen.passes.regather`)."""
+    return name is not None and operand == 0 and operator_name(getattr(nodes[name], "target", "")) == "linear"
+
+
+def work_of(flow: Flow, role: str | None = None) -> Work:
+    """The work of a block, by the block's name or another."""
+    products = [name for name in flow.runs if flow.is_product(name)]
+    pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
+    split, whole, expert = _parameters(flow)
+    return BlockWork(
+        role=role or flow.block.name,
+        products=tuple(_product(flow, name) for name in products),
+        eager=tuple(_eager(flow)),
+        fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
+        sent=tuple(_sent(flow)),
+        saved_eager_bytes=polynomial(_saved_eager(flow)),
+        saved_fused_bytes=polynomial(_saved_fused(flow, flow.needs_of_groups)),
+        input_bytes=polynomial(sum((_value_bytes(flow, p) for p in _inputs(flow)), start=_zero())),
+        parameters_split=polynomial(split),
+        parameters_whole=polynomial(whole),
+        parameters_expert=polynomial(expert),
+    )
+
+
+def kept_work(flow: Flow, work: Work) -> Work:
+    """The work of a block with what it gathers kept, from that where it is gathered again."""
+    if not flow.regathered:
+        return work
+    kept = replace(flow, regathered=frozenset())
+    return replace(
+        work,
+        sent=tuple(_sent(kept)),
+        saved_eager_bytes=polynomial(_saved_eager(kept)),
+        saved_fused_bytes=polynomial(_saved_fused(kept, flow.needs_of_groups)),
+    )
+
+
+@cache
+def _zero() -> Expr:
+    return symbol("b") * 0
+
+
+def _inputs(flow: Flow) -> list[str]:
+    return [p.name for p in flow.block.ports if p.role == "value" and p.differentiable]
+
+
+def _value_bytes(flow: Flow, name: str) -> Expr:
+    """Bytes of a value on one rank as it is made."""
+    return flow.naming.local(flow.dims[name], flow.types(name)) * flow.info(name).dtype.itemsize
+
+
+def _need_bytes(flow: Flow, need: Need) -> Expr:
+    if need.inside >= 0:
+        return flow.sizes[need.value].piece_bytes(flow.runs[need.value].kept[need.inside].piece)
+    whole = flow.naming.whole(flow.dims[need.value])
+    return whole / need.divisor * flow.info(need.value).dtype.itemsize
+
+
+def _saved_fused(flow: Flow, of_groups: Sequence[set[Need]]) -> Expr:
+    """What backward passes of products and of fused groups need."""
+    needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
+    return sum((_need_bytes(flow, need) for need in needs.union(*of_groups)), start=_zero())
+
+
+def _saved_eager(flow: Flow) -> Expr:
+    """Distinct storages that autograd keeps; parameters, constants and ids belong to nobody's backward pass."""
+    found: dict[tuple[object, ...], Expr] = {}
+    for name, run in flow.runs.items():
+        for position, kept in enumerate(run.kept):
+            if kept.value is None:
+                found[name, position] = flow.sizes[name].piece_bytes(kept.piece)
+            elif not flow.is_given(kept.value):
+                types = flow.types(name) if kept.operand < 0 else flow.kept_types((name, kept.operand))
+                divisor = flow.naming.divisor(types)
+                whole = flow.naming.whole(flow.dims[kept.value])
+                found[kept.value, divisor] = whole / divisor * flow.info(kept.value).dtype.itemsize
+    return sum(found.values(), start=_zero())
+
+
+def _product(flow: Flow, name: str) -> Operator[Polynomial]:
+    """Factors in both operands and the output are `count`, in both operands only k, in one of them m or n."""
+    sizes, run = flow.sizes[name], flow.runs[name]
+    rule, factors = sizes.bound.rule, sizes.factors()
+    if flow.is_attention(name):
+        factors = {f: n.subs(symbol("s"), symbol("S")) if f == "k" else n for f, n in factors.items()}
+    flops = rule.flops(factors) if rule.flops and rule.known else unruled_flops(sizes.call)
+    spec = [{f for dim in dims for f in dim} for k, dims in enumerate(rule.inputs) if k not in rule.additive]
+    left, right = (spec[0], spec[1]) if len(spec) > 1 else (spec[0], set())
+    out = {f for dim in rule.output for f in dim}
+    if flow.is_attention(name):
+        parts = {"m": {"q"}, "n": {"k"}, "count": {f for f in left if f not in ("q", "e")}}
+    else:
+        parts = {
+            "m": (left & out) - right,
+            "n": (right & out) - left,
+            "count": (left & right & out) | right - left - out,
+        }
+        parts["m"] |= out - left - right
+    m, n, count = (
+        prod((factors[f] for f in sorted(parts[which]) if f in factors), start=symbol("b") ** 0)
+        for which in ("m", "n", "count")
+    )
+    if flow.operators[name] == "grouped_mm":
+        m = m / count  # rows of one expert when all have as many
+    attention = 2 if flow.is_attention(name) else 1
+    forward, backward = _attention_bytes(flow, name) if flow.is_attention(name) else _product_bytes(flow, name)
+    return Operator(
+        name=name,
+        kind="attention" if flow.is_attention(name) else "matmul",
+        flops=polynomial(flops),
+        m=polynomial(m),
+        n=polynomial(n),
+        k=polynomial(flops / (2 * attention * count * m * n)),
+        count=polynomial(count),
+        forward_bytes=polynomial(forward),
+        backward_bytes=polynomial(backward),
+        kernels_forward=max(1, len(run.forward)),
+        kernels_backward=len(run.backward),
+    )
+
+
+def _product_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
+    """Operands and output once; backward the cotangent with each other operand for each gradient."""
+    sizes = flow.sizes[name]
+    operands = [sizes.num_bytes(k) for k in range(len(sizes.call.operands))]
+    out, additive = sizes.num_bytes(-1), sizes.bound.rule.additive
+    backward = _zero()
+    for k, info in enumerate(sizes.call.operands):
+        if info.differentiable and sizes.call.output.differentiable:
+            others = (n for j, n in enumerate(operands) if j != k and j not in additive and k not in additive)
+            backward += out + operands[k] + sum(others, start=_zero())
+    return sum(operands, start=_zero()) + out, backward
+
+
+def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
+    """Keys and values are read at their own number of heads, by as many tokens as keys."""
+    sizes = flow.sizes[name]
+    operands = []
+    for k, operand in enumerate(flow.operands[name]):
+        smallest = flow.base(operand)[1]
+        whole = flow.naming.whole(flow.dims[smallest])
+        has_keys = any("k" in dim for dim in sizes.bound.rule.inputs[k])
+        whole = whole.subs(symbol("s"), symbol("S")) if has_keys else whole
+        operands.append(whole / flow.naming.divisor(sizes.types(k)) * sizes.call.operands[k].dtype.itemsize)
+    statistics = [k.piece for k in flow.runs[name].kept if k.value is None]
+    lse = sum((sizes.piece_bytes(piece) for piece in statistics), start=_zero())
+    out = sizes.num_bytes(-1)
+    grads = (n for n, info in zip(operands, sizes.call.operands, strict=True) if info.differentiable)
+    read = sum(operands, start=_zero()) + out + lse
+    if not sizes.call.output.differentiable:
+        return read, _zero()
+    return read, read + out + sum(grads, start=_zero())
+
+
+def _memory(name: str, forward: Expr, backward: Expr, launches: tuple[int, int]) -> Operator[Polynomial]:
+    return Operator(
+        name=name,
+        kind="memory",
+        flops=Polynomial(),
+        m=Polynomial(),
+        n=Polynomial(),
+        k=Polynomial(),
+        count=Polynomial(),
+        forward_bytes=polynomial(forward),
+        backward_bytes=polynomial(backward),
+        kernels_forward=launches[0],
+        kernels_backward=launches[1],
+    )
+
+
+def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
+    """Every operator that launches a kernel of its own, and the sums of gradients of values that several read."""
+    for name, run in flow.runs.items():
+        if not flow.is_product(name) and (run.forward or run.backward):
+            passes = [
+                sum((flow.sizes[name].piece_bytes(p) for kernel in kernels for p in kernel), start=_zero())
+                for kernels in (run.forward, run.backward)
+            ]
+            yield _memory(name, passes[0], passes[1], (len(run.forward), len(run.backward)))
+    uses: dict[str, int] = {}
+    for name in flow.runs:
+        if flow.info(name).differentiable:
+            for operand in flow.operands[name]:
+                uses[operand] = uses.get(operand, 0) + (flow.info(operand).differentiable)
+    for name, count in uses.items():
+        more = count - 1 + (name in flow.outputs)
+        if more > 0 and flow.roles.get(name) != "parameter":
+            yield _memory(f"{name} gradients", _zero(), 3 * more * _value_bytes(flow, name), (0, more))
+
+
+def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Polynomial]:
+    """One kernel forward and one backward: what crosses the border of the group, masks, and gradients of both."""
+    inputs: dict[tuple[str, Expr], tuple[Expr, bool]] = {}
+    for name in members:
+        for k, operand in enumerate(flow.operands[name]):
+            base, smallest = flow.base(operand)
+            if base not in members:
+                divisor = flow.naming.divisor(flow.use_types((name, k)))
+                size = flow.naming.whole(flow.dims[smallest]) / divisor * flow.info(smallest).dtype.itemsize
+                inputs[smallest, divisor] = size, flow.info(operand).differentiable
+    outputs = [name for name in members if name in written]
+    masks = sum((_need_bytes(flow, need) for need in kept if need.inside >= 0), start=_zero())
+    out = sum((_value_bytes(flow, name) for name in outputs), start=_zero())
+    into = sum((size for size, _ in inputs.values()), start=_zero())
+    differentiable = [name for name in outputs if flow.info(name).differentiable]
+    backward = _zero()
+    if differentiable:
+        backward += sum((_value_bytes(flow, name) for name in differentiable), start=_zero())
+        backward += sum((_need_bytes(flow, need) for need in kept), start=_zero())
+        backward += sum((size for size, flows in inputs.values() if flows), start=_zero())
+    return _memory(" + ".join(members), into + out + masks, backward, (1, 1 if differentiable else 0))
+
+
+def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
+    """Both passes of every conversion, gathers that are done again, and sums of whole parameters' gradients."""
+    mesh, naming = flow.naming.mesh, flow.naming
+    for step in flow.steps:
+        i, info = step.indices[0], flow.info(step.value)
+        others = tuple(t for j, t in enumerate(step.before) if j not in step.indices)
+        degrees = [d for j, d in enumerate(naming.degrees) if j not in step.indices]
+        divisor = prod((d for t, d in zip(others, degrees, strict=True) if t.kind == "S"), start=symbol("b") ** 0)
+        whole = polynomial(naming.whole(flow.dims[step.value]) / divisor * info.dtype.itemsize)
+        name = mesh.names[i] if len(step.indices) == 1 else mesh.joined(i) or ""
+        of: Cause = "parameter" if flow.roles.get(step.value) == "parameter" else "value"
+        passes = wire(step.before[i], step.target[i], info.differentiable)
+        for collective, is_forward in zip(passes, (True, False), strict=True):
+            if collective:
+                yield Sent(collective=collective, mesh_dim=name, is_forward=is_forward, whole_bytes=whole, of=of)
+        users = {(user, k) for user, k in step.users}
+        if any((n, k) in flow.regathered and (flow.nodes[n].meta["key"], k) in users for n, k in flow.regathered):
+            yield Sent(collective="all_gather", mesh_dim=name, is_forward=False, whole_bytes=whole, of="regather")
+    for name in flow.runs:
+        sizes = flow.sizes[name]
+        for j, variant in enumerate(sizes.chosen):
+            if variant.factor in sizes.bound.rule.invariant and mesh.degrees[j] > 1:
+                for count in INSIDE.get(flow.operators[name], ()):
+                    rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
+                    yield Sent(
+                        collective="all_reduce", mesh_dim=mesh.names[j], is_forward=True, whole_bytes=rows, of="inside"
+                    )
+    for port in flow.block.ports:
+        if port.role != "parameter" or not port.differentiable:
+            continue
+        for j, kind in enumerate(flow.types(port.name)):
+            if kind.kind == "R" and mesh.degrees[j] > 1:
+                whole = polynomial(_value_bytes(flow, port.name))
+                yield Sent(
+                    collective="all_reduce", mesh_dim=mesh.names[j], is_forward=False, whole_bytes=whole, of="parameter"
+                )
+
+
+def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
+    """Elements on one rank: split by some mesh dimension, whole, and of matrices that tokens choose among."""
+    of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] == "grouped_mm"}
+    split = whole = expert = _zero()
+    for port in flow.block.ports:
+        if port.role != "parameter":
+            continue
+        types = flow.types(port.name)
+        elements = flow.naming.local(flow.dims[port.name], types)
+        if port.name in of_experts:
+            expert += elements
+        elif any(t.kind == "S" for t in types):
+            split += elements
+        else:
+            whole += elements
+    return split, whole, expert

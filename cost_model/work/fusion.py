@@ -1,0 +1,239 @@
+"""How values flow through a block: who reads whose memory, where collectives cut, which operators fuse into one kernel.
+
+*Layout* operators (views, reshapes that copy, expansions) make no numbers: a reader behind them reads the memory of the
+operator before them, or the part of it that they select. The *depth* of an operator is the largest number of products,
+attentions and collectives on a path to it. Fused groups are the connected sets of equal depth among all other
+operators; as a path that leaves a group passes something that adds to the depth, a group never waits for itself.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from autopar.cost_model.work.autograd_probe import ATTENTION, NodeRun
+from autopar.cost_model.work.conversions import ConversionStep, wire
+from autopar.cost_model.work.operator_cost import VIEWS, operator_name
+from autopar.cost_model.work.polynomials import Expr
+from autopar.cost_model.work.sizes import Naming, NodeSizes, Types
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block
+from autopar.ir.sharding import Dims
+
+LAYOUT = VIEWS | {"clone", "contiguous", "to_copy"}
+RANDOM = frozenset(["dropout", "native_dropout", "bernoulli", "feature_dropout", "alpha_dropout"])
+Edge = tuple[str, int]  # (node, operand)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Flow:
+    """A block under its labels. `outputs` are those that training needs, `runs` the operators that they need, and
+    `regathered` edges whose operand is kept as a shard and gathered again."""
+
+    block: Block
+    dims: Mapping[str, Dims]
+    naming: Naming
+    sizes: Mapping[str, NodeSizes]
+    runs: Mapping[str, NodeRun]
+    operands: Mapping[str, tuple[str, ...]]
+    labels: BlockLabels
+    steps: tuple[ConversionStep, ...]
+    outputs: tuple[str, ...]
+    regathered: frozenset[Edge]
+    nodes: Mapping[str, fx.Node] = field(default_factory=dict)
+
+    @cached_property
+    def roles(self) -> Mapping[str, str]:
+        return {port.name: str(port.role) for port in self.block.ports}
+
+    @cached_property
+    def operators(self) -> Mapping[str, str]:
+        """What every operator is called."""
+        return {name: operator_name(self.nodes[name].target) for name in self.sizes}
+
+    @cached_property
+    def layouts(self) -> frozenset[str]:
+        return frozenset(n for n, run in self.runs.items() if self.operators[n] in LAYOUT or run.owner != n)
+
+    @cached_property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Operators between products and collectives, by group in order of their first."""
+        return fused_groups(self)
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """Values inside groups that others read."""
+        readers = self.readers()
+        group_of = {name: i for i, members in enumerate(self.groups) for name in members}
+        return frozenset(
+            name
+            for name, i in group_of.items()
+            if any(group_of.get(reader, -1) != i for reader, _ in readers.get(name, ()))
+        )
+
+    @cached_property
+    def needs_of_groups(self) -> "list[set[Need]]":
+        """What the backward pass of every group needs."""
+        return [needs_of_group(self, members, self.written) for members in self.groups]
+
+    def info(self, name: str) -> Any:
+        return self.nodes[name].meta["info"]
+
+    def types(self, name: str) -> Types:
+        """Types in which a value is made."""
+        return self.sizes[name].types(-1) if name in self.sizes else tuple(self.labels.ports[name])
+
+    def use_types(self, edge: Edge) -> Types:
+        """Types in which an operand is read."""
+        return self.sizes[edge[0]].types(edge[1])
+
+    def kept_types(self, edge: Edge) -> Types:
+        """Types in which an operand is kept for the backward pass."""
+        return self.types(self.operands[edge[0]][edge[1]]) if edge in self.regathered else self.use_types(edge)
+
+    def divisor(self, types: Types) -> Expr:
+        return self.naming.divisor(types)
+
+    def is_product(self, name: str) -> bool:
+        return name in self.sizes and (self.is_attention(name) or self.sizes[name].bound.rule.flops is not None)
+
+    def is_attention(self, name: str) -> bool:
+        return self.operators.get(name) == ATTENTION
+
+    def is_layout(self, name: str) -> bool:
+        return name in self.layouts
+
+    def is_eager(self, name: str) -> bool:
+        return name in self.runs and not self.is_product(name) and not self.is_layout(name)
+
+    def base(self, name: str) -> tuple[str, str]:
+        """The value whose numbers a value shows, and the smallest value on the way to it, nearest to it."""
+        smallest = name
+        while self.is_layout(name):
+            name = self.operands[name][0]
+            if prod(self.info(name).shape) <= prod(self.info(smallest).shape):
+                smallest = name
+        return name, smallest
+
+    def is_given(self, name: str) -> bool:
+        """A port that the block does not keep for its backward pass: parameters, constants, ids, masks."""
+        return name in self.roles and (self.roles[name] != "value" or not self.info(name).differentiable)
+
+    def readers(self) -> Mapping[str, list[Edge]]:
+        """Every value that is not a layout of another, and the edges that read it."""
+        found: dict[str, list[Edge]] = {}
+        for name in self.runs:
+            if not self.is_layout(name):
+                for k, operand in enumerate(self.operands[name]):
+                    found.setdefault(self.base(operand)[0], []).append((name, k))
+        for name in self.outputs:
+            found.setdefault(self.base(name)[0], []).append(("result", -1))
+        return found
+
+
+def sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Edge]:
+    """Edges on which something goes over the wire in the forward pass."""
+    names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
+    found = set()
+    for step in steps:
+        if wire(step.before[step.indices[0]], step.target[step.indices[0]], True)[0]:
+            found |= {(names.get(user, "result"), k) for user, k in step.users}
+    return frozenset(found)
+
+
+def depths(flow: Flow) -> Mapping[str, int]:
+    """The depth of every value."""
+    sent = sent_edges(flow.block, flow.steps)
+    found: dict[str, int] = {name: 0 for name in flow.nodes if name not in flow.runs}
+    for name in flow.runs:
+        over = (
+            found[operand] + flow.is_product(operand) + ((name, k) in sent)
+            for k, operand in enumerate(flow.operands[name])
+        )
+        found[name] = max(over, default=0)
+    return found
+
+
+def fused_groups(flow: Flow) -> list[tuple[str, ...]]:
+    """See `Flow.groups`."""
+    depth = depths(flow)
+    group: dict[str, str] = {name: name for name in flow.runs if flow.is_eager(name)}
+
+    def find(name: str) -> str:
+        while group[name] != name:
+            name = group[name]
+        return name
+
+    for name in group:
+        for operand in flow.operands[name]:
+            base = flow.base(operand)[0]
+            if base in group and depth[base] == depth[name]:
+                first, second = find(base), find(name)
+                group[second] = first
+    found: dict[str, list[str]] = {}
+    for name in group:
+        found.setdefault(find(name), []).append(name)
+    return [tuple(members) for members in found.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Something kept for the backward pass: a value divided by some degrees, or what an operator made for itself."""
+
+    value: str
+    divisor: Expr
+    inside: int = -1  # the position in `NodeRun.kept` of what is no value of the graph
+
+
+def needs_of_product(flow: Flow, name: str) -> Iterator[Need]:
+    """What a product or attention keeps."""
+    for position, kept in enumerate(flow.runs[name].kept):
+        if kept.value is None:
+            yield Need(name, flow.divisor(flow.types(name)), position)
+        elif kept.operand < 0:
+            yield Need(name, flow.divisor(flow.types(name)))
+        else:
+            base, smallest = flow.base(flow.operands[name][kept.operand])
+            if not flow.is_given(base):
+                yield Need(smallest, flow.divisor(flow.kept_types((name, kept.operand))))
+
+
+def needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str]) -> set[Need]:
+    """What the backward pass of a fused group needs: what its operators keep, where that lies inside the group
+    computed again from the group's inputs, from what it writes (`written`) and from random masks."""
+    found: set[Need] = set()
+    inside, again = set(members), set()
+
+    def need(edge: Edge) -> None:
+        base, smallest = flow.base(flow.operands[edge[0]][edge[1]])
+        if base in inside and base not in written:
+            compute(base)
+        elif not flow.is_given(base):
+            found.add(Need(smallest, flow.divisor(flow.use_types(edge))))
+
+    def compute(name: str) -> None:
+        if name in again:
+            return
+        again.add(name)
+        mask(name)
+        for k in range(len(flow.operands[name])):
+            need((name, k))
+
+    def mask(name: str) -> None:
+        if flow.operators[name] in RANDOM:
+            own = (i for i, kept in enumerate(flow.runs[name].kept) if kept.value is None)
+            found.update(Need(name, flow.divisor(flow.types(name)), i) for i in own)
+
+    for name in members:
+        mask(name)
+        for kept in flow.runs[name].kept:
+            if kept.operand >= 0:
+                need((name, kept.operand))
+            elif kept.value is not None and name in written:
+                found.add(Need(name, flow.divisor(flow.types(name))))
+            elif flow.operators[name] not in RANDOM:
+                compute(name)
+    return found

@@ -1,0 +1,202 @@
+"""The blocks of a captured program in the roles of the time model, as expressions.
+
+Calls before the first repeated block together are "first", those behind the last one "last"; every other distinct
+block is a role of its own, "layer" or, where tokens choose among its matrices, "moe_layer", numbered from the second
+on. A model without repeated blocks has its longest call in their place. Labels say whether activations between blocks
+are split over tensor ranks, so that both variants of a role are the same work.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, evaluate
+from autopar.cost_model.work.polynomials import Polynomial
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Program
+from autopar.ir.sharding import DATA, Mesh
+from autopar.ir.stages import main_calls
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ProgramWorks:
+    """A captured and labelled program, ready to be priced at any micro-batch.
+
+    `calls` are the roles of its main calls in their order ("" where a role stands for several), `counts` how often each
+    repeated role is called. Sizes are those of the capture: `sequence` tokens, `hidden` elements of a token between
+    blocks, `element_bytes` of each. With `regather` what products take of a gather is gathered again in backward.
+    """
+
+    family: Family[Polynomial]
+    calls: tuple[str, ...]
+    counts: tuple[tuple[str, int], ...]
+    mesh: Mesh
+    sequence: int
+    hidden: int
+    element_bytes: int
+    dtype: str
+    num_parameters: int
+    num_experts: int
+    experts_per_token: float
+    is_tied: bool
+    sequence_parallel: bool
+    regather: bool = True
+
+    @property
+    def regathers(self) -> bool:
+        """Whether anything is gathered again in backward instead of being kept."""
+        roles = (self.family.block(role, VARIANTS[0]) for role in self.family.roles)
+        return any(sent.of == "regather" for work in roles for sent in work.sent)
+
+
+def program_works(
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    *,
+    name: str = "",
+    regather: bool = True,
+) -> ProgramWorks:
+    """The work of a program under labels on a mesh of data and tensor dimensions; `regather` as for `block_works`."""
+    from autopar.cost_model.work.export import block_works  # not needed where works are kept
+
+    works = block_works(program, analysis, labels, mesh, regather=regather)
+    return merged_works(program, works, labels, mesh, name=name, regather=regather)
+
+
+def merged_works(
+    program: Program,
+    works: Sequence[BlockWork[Polynomial]],
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    *,
+    name: str = "",
+    regather: bool = True,
+) -> ProgramWorks:
+    """The work of a program of which `works` are those of its distinct blocks."""
+    roles = _roles(program)
+    used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}
+    for call, role in zip(main_calls(program), roles, strict=True):
+        block = program.calls[call].block
+        if role in ("first", "last"):
+            used[role].append(works[block])
+        else:
+            used.setdefault(role, [works[block]])
+    renamed = {role: _name(role, found, i) for i, (role, found) in enumerate(used.items())}
+    merged = {role: _merged(renamed[role], found) for role, found in used.items()}
+    family = Family(
+        name=name or "captured",
+        source=_source(program, mesh),
+        blocks=tuple((renamed[role], tuple((v, work) for v in VARIANTS)) for role, work in merged.items()),
+    )
+    ends = ("first", "last")  # several calls of an end are priced with the first of them
+    calls = tuple("" if role in ends and role in roles[:i] else renamed[role] for i, role in enumerate(roles))
+    repeated = [renamed[role] for role in used if role not in ("first", "last")]
+    hidden, size, dtype = _residual(program, roles)
+    experts, per_token = _experts(works, mesh)
+    return ProgramWorks(
+        family=family,
+        calls=calls,
+        counts=tuple((role, calls.count(role)) for role in repeated),
+        mesh=mesh,
+        sequence=program.sequence or 1,
+        hidden=hidden,
+        element_bytes=size,
+        dtype=dtype,
+        num_parameters=sum(info.num_elements for info in program.parameters.values()),
+        num_experts=experts,
+        experts_per_token=per_token,
+        is_tied=_is_tied(program, roles),
+        sequence_parallel=_is_split(program, roles, labels, mesh),
+        regather=regather,
+    )
+
+
+def _source(program: Program, mesh: Mesh) -> str:
+    return f"{program.fingerprint[:12]}, labelled on {dict(mesh.as_dict())}"
+
+
+def _roles(program: Program) -> list[str]:
+    """A role per main call; repeated ones are called by the number of their block."""
+    calls = [program.calls[i] for i in main_calls(program)]
+    between = ("prologue", "epilogue", "between_")
+    repeated = [i for i, call in enumerate(calls) if not call.path.startswith(between)]
+    if not repeated:
+        sizes = [len(program.blocks[call.block].graph.nodes) for call in calls]
+        repeated = [sizes.index(max(sizes))]
+    return [
+        "first" if i < repeated[0] else "last" if i > repeated[-1] else str(call.block) for i, call in enumerate(calls)
+    ]
+
+
+def _name(role: str, works: Sequence[BlockWork[Polynomial]], position: int) -> str:
+    if role in ("first", "last"):
+        return role
+    kind = "moe_layer" if works[0].parameters_expert.terms else "layer"
+    return f"{kind}:{position}"
+
+
+def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Polynomial]:
+    """Several calls as one."""
+    sums: dict[str, Any] = {
+        name: sum((getattr(work, name) for work in works), start=Polynomial())
+        for name in (
+            "saved_eager_bytes",
+            "saved_fused_bytes",
+            "parameters_split",
+            "parameters_whole",
+            "parameters_expert",
+        )
+    }
+    lists: dict[str, Any] = {
+        name: tuple(one for work in works for one in getattr(work, name)) for name in ("products", "eager", "fused")
+    }
+    # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step.step`)
+    lists["sent"] = tuple(
+        one for work in works for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")
+    )
+    return BlockWork(role=role, input_bytes=works[0].input_bytes if works else Polynomial(), **sums, **lists)
+
+
+def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
+    """Elements of a token, and their bytes and dtype, in what a repeated block is handed."""
+    for call, role in zip(main_calls(program), roles, strict=True):
+        block = program.blocks[program.calls[call].block]
+        infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
+        found = [infos[port.name] for port in block.ports if port.role == "value" and port.differentiable]
+        if role not in ("first", "last") and found:
+            return found[0].shape[-1], found[0].dtype.itemsize, str(found[0].dtype).removeprefix("torch.")
+    dtypes = [info.dtype for info in program.parameters.values()]
+    return 1, dtypes[0].itemsize if dtypes else 4, str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
+
+
+def _experts(works: Sequence[BlockWork[Polynomial]], mesh: Mesh) -> tuple[int, float]:
+    """Experts of a block, and how many of them work on a token; 0 and 1 where there are none."""
+    ones = dict.fromkeys((*mesh.names, "b", "s", "t", "d"), 1.0)
+    grouped = [one for work in works for one in work.products if one.name.startswith("grouped_mm")]
+    if not grouped:
+        return 0, 1.0
+    one = evaluate(grouped[0], ones)
+    return round(one.count), one.m * one.count
+
+
+def _is_tied(program: Program, roles: Sequence[str]) -> bool:
+    """Whether a parameter is used both before and behind the repeated blocks."""
+    ends: Mapping[str, set[str]] = {"first": set(), "last": set()}
+    for call, role in zip(main_calls(program), roles, strict=True):
+        if role in ends:
+            ends[role].update(str(a) for a in program.calls[call].arguments if a in program.parameters)
+    return bool(ends["first"] & ends["last"])
+
+
+def _is_split(program: Program, roles: Sequence[str], labels: Sequence[BlockLabels], mesh: Mesh) -> bool:
+    """Whether what a repeated block is handed is split over tensor ranks."""
+    tensor = [i for i, (name, n) in enumerate(zip(mesh.names, mesh.degrees, strict=True)) if name != DATA and n > 1]
+    for call, role in zip(main_calls(program), roles, strict=True):
+        index = program.calls[call].block
+        ports = [p.name for p in program.blocks[index].ports if p.role == "value" and p.differentiable]
+        if role not in ("first", "last") and ports:
+            return any(labels[index].ports[ports[0]][i].kind == "S" for i in tensor)
+    return False

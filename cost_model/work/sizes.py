@@ -1,0 +1,232 @@
+"""Sizes of a block's values as expressions: symbols of axes, divided by the degrees that split them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from math import prod
+from typing import Any
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.autograd_probe import Piece
+from autopar.cost_model.work.polynomials import Expr, symbol
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block
+from autopar.ir.sharding import DATA, Dims, Mesh, Type
+from autopar.rules.rule import Call, TensorInfo
+from autopar.rules.variants import Bound, Variant, by_label, variants
+
+Types = tuple[Type, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Naming:
+    """What sizes are called. `by_size` names axes by their captured size, where sizes are pairwise distinct; the batch
+    is b sequences per data-parallel rank, the sequence s tokens, and any other axis its captured number.
+
+    `sequence` is the size of every axis of a sequence: where two tensor mesh dimensions cut it into several axes, the
+    last is s divided by the others, which are numbers as those of any other dimension that is cut so.
+    """
+
+    analysis: Analysis
+    mesh: Mesh
+    by_size: Mapping[int, Expr]
+    sequence: Mapping[int, Expr]
+    known: dict[object, Any] = field(default_factory=dict, repr=False)  # what was asked for: operators share sizes
+
+    @cached_property
+    def degrees(self) -> tuple[Expr, ...]:
+        """One symbol per mesh dimension of degree above 1: t for `tp`, else its own name; 1 where nothing is split."""
+        import sympy
+
+        return tuple(
+            symbol({"tp": "t", DATA: "d"}.get(name, name)) if degree > 1 else sympy.Integer(1)
+            for name, degree in zip(self.mesh.names, self.mesh.degrees, strict=True)
+        )
+
+    def axis(self, atom: int, size: int) -> Expr:
+        """The size of an axis over all ranks."""
+        return self._once(("axis", atom, size), lambda: self._axis(atom, size))
+
+    def whole(self, dims: Dims) -> Expr:
+        """Elements of a value over all ranks."""
+        return self._once(("whole", dims), lambda: self._whole(dims))
+
+    def divisor(self, types: Types) -> Expr:
+        """By how much types divide the elements of one rank."""
+        return self._once(("divisor", types), lambda: self._divisor(types))
+
+    def local(self, dims: Dims, types: Types) -> Expr:
+        """Elements of a value on one rank."""
+        return self._once(("local", dims, types), lambda: self.whole(dims) / self.divisor(types))
+
+    def axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
+        """Every axis of every dimension of a value: which, its captured size, its size on one rank."""
+        found: list[list[tuple[int, int, Expr]]] = self._once(("axes", dims, types), lambda: self._axes(dims, types))
+        return found
+
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def _axis(self, atom: int, size: int) -> Expr:
+        import sympy
+
+        if atom in self.analysis.batch_axes:
+            return symbol("b") * prod(d for n, d in zip(self.mesh.names, self.degrees, strict=True) if n == DATA)
+        if size in self.by_size:
+            return self.by_size[size]
+        return self.sequence.get(atom, sympy.Integer(size))
+
+    def _whole(self, dims: Dims) -> Expr:
+        import sympy
+
+        pairs = (pair for d in range(len(dims.sizes)) for pair in zip(dims.axes[d], dims.sizes[d], strict=True))
+        return prod((self.axis(atom, size) for atom, size in pairs), start=sympy.Integer(1))
+
+    def _divisor(self, types: Types) -> Expr:
+        import sympy
+
+        shards = (d for t, d in zip(types, self.degrees, strict=True) if t.kind == "S")
+        return prod(shards, start=sympy.Integer(1))
+
+    def _axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
+        found: list[list[tuple[int, int, Expr]]] = []
+        for d, (sizes, axes) in enumerate(zip(dims.sizes, dims.axes, strict=True)):
+            found.append([])
+            for position, (size, atom) in enumerate(zip(sizes, axes, strict=True)):
+                here = (t.kind == "S" and (t.dim, t.position) == (d, position) for t in types)
+                degree = prod(deg for is_split, deg in zip(here, self.degrees, strict=True) if is_split)
+                found[-1].append((atom, size, self.axis(atom, size) / degree))
+        return found
+
+
+def sequence_sizes(analysis: Analysis) -> dict[int, Expr]:
+    """The size of every axis of a sequence; see `Naming`."""
+    found: dict[int, Expr] = {atom: symbol("s") for atom in analysis.sequence_axes}
+    for dims in analysis.outer.values():
+        for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
+            if len(axes) > 1 and set(axes) <= analysis.sequence_axes:
+                found |= {atom: symbol("s") ** 0 * size for atom, size in zip(axes, sizes, strict=True)}
+                found[axes[-1]] = symbol("s") / prod(sizes[:-1])
+    return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NodeSizes:
+    """One operator under its labels: its variant on every mesh dimension, and sizes of what it works on."""
+
+    naming: Naming
+    call: Call
+    bound: Bound
+    chosen: tuple[Variant, ...]
+    dims: tuple[Dims, ...]  # of its operands, and of its output behind them
+    known: dict[Piece, Expr] = field(default_factory=dict, repr=False)  # bytes that were asked for
+
+    @cached_property
+    def infos(self) -> tuple[TensorInfo, ...]:
+        return (*self.call.operands, self.call.output)
+
+    @cached_property
+    def types_of_values(self) -> tuple[Types, ...]:
+        return tuple(zip(*((*v.operands, v.output) for v in self.chosen), strict=True))
+
+    def types(self, k: int) -> Types:
+        """Types of operand k, or of the output for -1."""
+        return self.types_of_values[k]
+
+    def elements(self, k: int) -> Expr:
+        """Elements on one rank of operand k as the operator reads it, or of its output for -1."""
+        return self.naming.local(self.dims[k], self.types(k))
+
+    def num_bytes(self, k: int) -> Expr:
+        return self.elements(k) * self.infos[k].dtype.itemsize
+
+    def factors(self) -> dict[str, Expr]:
+        """The size of every factor on one rank."""
+        found = {}
+        for factor, atoms in self.bound.factors.items():
+            size = prod((self.naming.axis(atom, n) for atom, n in atoms), start=symbol("b") ** 0)
+            degree = prod(d for v, d in zip(self.chosen, self.naming.degrees, strict=True) if v.factor == factor)
+            found[factor] = size / degree
+        return found
+
+    def piece_bytes(self, piece: Piece) -> Expr:
+        """Bytes of a tensor inside the operator, by the operand, output or product of axes that has its size."""
+        if piece not in self.known:
+            self.known[piece] = self._piece_elements(piece) * piece.itemsize
+        return self.known[piece]
+
+    def _piece_elements(self, piece: Piece) -> Expr:
+        import sympy
+
+        order = [len(self.dims) - 1, *range(len(self.dims) - 1)]
+        for find in (self._dims_or_ones, self._joined_dims):
+            for k in order:
+                found = find(piece, k)
+                if found is not None:
+                    return found
+        atoms: dict[int, tuple[int, Any]] = {}
+        for k in order:
+            for dim in self._local_axes(k):
+                for atom, size, local in dim:
+                    atoms.setdefault(atom, (size, local))
+        for count in range(len(atoms) + 1):
+            for chosen in combinations(atoms.values(), count):
+                if prod(size for size, _ in chosen) == piece.elements:
+                    return prod((local for _, local in chosen), start=sympy.Integer(1))
+        return self.naming.by_size.get(piece.elements, sympy.Integer(piece.elements))
+
+    def _local_axes(self, k: int) -> list[list[tuple[int, int, Expr]]]:
+        return self.naming.axes(self.dims[k], self.types(k))
+
+    def _dims_or_ones(self, piece: Piece, k: int) -> Expr | None:
+        """A tensor as large as a value in every dimension, or 1, or expanded, there."""
+        import sympy
+
+        shape, found, elements = self.infos[k].shape, sympy.Integer(1), 1
+        if len(shape) != len(piece.shape):
+            return None
+        if shape == piece.shape:  # most are
+            return self.elements(k) if prod(shape) == piece.elements else None
+        for size, own, dim in zip(piece.shape, shape, self._local_axes(k), strict=True):
+            if size == own:
+                found, elements = found * prod((local for *_, local in dim), start=sympy.Integer(1)), elements * size
+            elif size != 1:
+                return None
+        return found if elements == piece.elements else None
+
+    def _joined_dims(self, piece: Piece, k: int) -> Expr | None:
+        """A tensor whose dimensions are runs of a value's dimensions, all or the first of them."""
+        import sympy
+
+        rest, found = list(zip(self.infos[k].shape, self._local_axes(k), strict=True)), sympy.Integer(1)
+        for size in piece.shape:
+            joined = 1
+            while joined < size and rest:
+                own, dim = rest.pop(0)
+                joined, found = joined * own, found * prod((local for *_, local in dim), start=sympy.Integer(1))
+            if joined != size:
+                return None
+        return found if prod(piece.shape) == piece.elements else None
+
+
+def sizes_of(
+    block: Block, index: int, analysis: Analysis, labels: BlockLabels, naming: Naming
+) -> Mapping[str, NodeSizes]:
+    """The sizes of every operator of a block by name."""
+    found = {}
+    for node in block.graph.nodes:
+        if node.op != "call_function":
+            continue
+        bound, degrees = analysis.bounds[index][node.name], naming.mesh.degrees
+        pairs: Sequence[tuple[str, int]] = list(zip(labels.labels[node.meta["key"]], degrees, strict=True))
+        found[node.name] = NodeSizes(
+            naming=naming,
+            call=analysis.calls[index][node.name],
+            bound=bound,
+            chosen=tuple(by_label(variants(bound, degree), label) for label, degree in pairs),
+            dims=tuple(analysis.dims[index][name] for name in (*analysis.operands[index][node.name], node.name)),
+        )
+    return found

@@ -1,0 +1,85 @@
+"""Execution of a program: the calls of its blocks in order, over named values."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.passes.constants import on_device
+from autopar.ir.program import CallSite, Constants, Program
+
+BlockFunction = Callable[..., tuple[Any, ...]]
+
+
+def graph_module(graph: fx.Graph, name: str, attributes: Mapping[str, Any] | None = None) -> fx.GraphModule:
+    """A module that runs a graph; `attributes` are what its `get_attr` nodes read."""
+    root = torch.nn.Module()
+    for key, value in (attributes or {}).items():
+        setattr(root, key, value)
+    return fx.GraphModule(root, graph, name)
+
+
+def captured_modules(program: Program, device: str = "cpu") -> tuple[fx.GraphModule, ...]:
+    """The captured blocks as they are: the single-device reference."""
+    return tuple(graph_module(with_device(block.graph, device), "Captured") for block in program.blocks)
+
+
+def with_device(graph: fx.Graph, device: str) -> fx.Graph:
+    """A copy of a graph whose creating operators use a device."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for node in copy.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = on_device(node.kwargs, device)
+    return copy
+
+
+def constant_values(constants: Constants, buffers: Mapping[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """Evaluate the constant part of a program on a device."""
+    if not constants.results:
+        return {}
+    module = graph_module(with_device(constants.graph, device), "Constants")
+    literals = {n.name: n.meta.get("literal") for n in constants.graph.nodes if n.op == "placeholder"}
+    arguments = [
+        (literals[f"buffer_{i}"] if literals.get(f"buffer_{i}") is not None else buffers[name]).to(device)
+        for i, name in enumerate(constants.buffers)
+    ]
+    with torch.no_grad():
+        values = module(*arguments)
+    return dict(zip(constants.results, values, strict=True))
+
+
+def bind(call: CallSite, values: Mapping[str, Any]) -> list[Any]:
+    """Arguments of a call: named values and numbers."""
+    return [values[a] if isinstance(a, str) else a for a in call.arguments]
+
+
+def run_calls(
+    calls: Sequence[CallSite],
+    function_of: Callable[[int, CallSite], BlockFunction],
+    values: dict[str, Any],
+    results_of: Callable[[CallSite], Sequence[str]],
+) -> None:
+    """Run calls in order; results join `values`."""
+    for index, call in enumerate(calls):
+        outputs = function_of(index, call)(*bind(call, values))
+        values.update(zip(results_of(call), outputs, strict=True))
+
+
+def run_reference(
+    program: Program,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """All values of the captured program on one device; the loss is `values[program.loss]`.
+
+    New values of buffers are under the names in `program.updates`.
+    """
+    modules = captured_modules(program, device)
+    state = {name: buffers[name] for name in program.updates}
+    values: dict[str, Any] = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, device)}
+    run_calls(program.calls, lambda _, call: modules[call.block], values, lambda call: call.results)
+    return values

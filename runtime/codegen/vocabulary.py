@@ -1,0 +1,97 @@
+"""Vocabulary-parallel embedding and cross-entropy: rewrites of operators whose vocabulary axis is split.
+
+Both follow Megatron-LM (Shoeybi et al. 2019, section 3): each rank looks up, or scores, its own range of ids, and no
+rank ever holds the logits of the whole vocabulary.
+"""
+
+from typing import Any
+
+import torch
+
+from autopar.runtime.distributed.mesh import MeshDim
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def _all_reduce(x: torch.Tensor, mesh: MeshDim, operation: str) -> torch.Tensor:
+    out: torch.Tensor = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), operation, mesh.group_name))
+    return out
+
+
+def _own_ids(ids: torch.Tensor, mesh: MeshDim, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids relative to this rank's range, clamped into it, and which of them lie in it."""
+    local = ids - mesh.index() * size
+    mine = (local >= 0) & (local < size)
+    return torch.where(mine, local, torch.zeros_like(local)), mine
+
+
+def vocab_parallel_embedding(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, mesh: MeshDim) -> torch.Tensor:
+    """Rows of this rank's part of the table, zero for ids of other ranks; the output is partial.
+
+    `weight` is (vocabulary / degree, hidden), `ids` any shape; `padding_idx` (-1: none) gets no gradient.
+    """
+    local, mine = _own_ids(ids, mesh, weight.shape[0])
+    if padding_idx >= 0:
+        rows = torch.where(
+            (ids == padding_idx).unsqueeze(-1),
+            aten.embedding.default(weight.detach(), local),
+            aten.embedding.default(weight, local),
+        )
+    else:
+        rows = aten.embedding.default(weight, local)
+    return rows * mine.unsqueeze(-1).to(rows.dtype)
+
+
+def _without_padding(logits: torch.Tensor, classes: int, mesh: MeshDim) -> torch.Tensor:
+    """Logits of classes that do not exist are minus infinity; all ranks hold as many."""
+    size = logits.shape[-1]
+    if size * mesh.degree == classes:
+        return logits
+    own = torch.arange(size, device=logits.device) + mesh.index() * size
+    return torch.where(own < classes, logits, torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device))
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int, classes: int, mesh: MeshDim
+    ) -> torch.Tensor:
+        logits = _without_padding(logits, classes, mesh)
+        valid = target != ignore
+        local, mine = _own_ids(target, mesh, logits.shape[-1])
+        mine = mine & valid
+        highest = _all_reduce(logits.amax(-1), mesh, "max")
+        exponents = torch.exp(logits - highest.unsqueeze(-1))
+        zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
+        own = torch.where(mine, torch.gather(logits, -1, local.unsqueeze(-1)).squeeze(-1), zero)
+        sums = _all_reduce(torch.stack((exponents.sum(-1), own)), mesh, "sum")
+        total, wanted = sums[0], sums[1]
+        ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), local, mine, valid)
+        return torch.where(valid, torch.log(total) + highest - wanted, zero).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        probabilities, local, mine, valid = ctx.saved_tensors
+        one = torch.zeros_like(probabilities)
+        one.scatter_(-1, local.unsqueeze(-1), mine.to(one.dtype).unsqueeze(-1))
+        grad = (probabilities - one) * valid.to(one.dtype).unsqueeze(-1) * grads[0]
+        return grad, None, None, None, None
+
+
+def vocab_parallel_cross_entropy_sum(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    classes: int,
+    mesh: MeshDim,
+) -> torch.Tensor:
+    """Sum over tokens of the cross-entropy; `logits` (tokens, vocabulary / degree), `target` (tokens,).
+
+    `classes` is the size of the vocabulary; where the degree does not divide it, the last ranks hold padding. The
+    collectives inside (a maximum and a sum over ranks) make the output invariant.
+    """
+    assert label_smoothing == 0.0, "label smoothing keeps the vocabulary whole"
+    out: torch.Tensor = _CrossEntropySum.apply(logits, target, ignore_index, classes, mesh)
+    return out

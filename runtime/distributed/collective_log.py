@@ -1,0 +1,82 @@
+"""What a step sends, in order: every communicating operator with its process group and bytes.
+
+torch's profiler says when an operator ran, but on the host not for which process group: this is written down in one
+step, and the profile of another, in which nothing listens, is read with it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar._torch import private
+
+NAMESPACES = ("c10d", "_c10d_functional")
+_KINDS = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "scatter": "scatter",
+    "gather": "gather",
+    "reduce": "reduce",
+}  # the first that a name begins with, its underscores left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One operator of this rank: its name, the name of its process group, and bytes of all operands and results."""
+
+    operator: str
+    group: str | None
+    num_ranks: int
+    input_bytes: int
+    output_bytes: int
+
+
+def kind_of(operator: str) -> str | None:
+    """What kind of collective an operator is; None for messages between two ranks.
+
+    >>> kind_of("c10d::_allgather_base_"), kind_of("_c10d_functional::reduce_scatter_tensor"), kind_of("c10d::send")
+    ('all-gather', 'reduce-scatter', None)
+    """
+    name = operator.rpartition("::")[2].replace("_", "").lower()
+    return next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), None)
+
+
+@contextmanager
+def written_down() -> Iterator[list[Sent]]:
+    """The list of what is sent inside this context, by backward passes too."""
+    found: list[Sent] = []
+
+    def seen(name: str, arguments: Mapping[str, Any], result: Any) -> None:
+        if "wait_tensor" in name:
+            return
+        group = private.group_name_of(dict(arguments))
+        size = 1 if group is None else private.size_of_group(group)
+        # operators of c10d are given where to write; what they return are those tensors again
+        outputs = [v for k, v in arguments.items() if k.startswith("output")] or [result]
+        inputs = [v for k, v in arguments.items() if not k.startswith("output")]
+        found.append(
+            Sent(
+                operator=name,
+                group=group,
+                num_ranks=size,
+                input_bytes=sum(map(_bytes, inputs)),
+                output_bytes=sum(map(_bytes, outputs)),
+            )
+        )
+
+    with private.watch_operators(NAMESPACES, seen):
+        yield found
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of a tensor, or of all tensors in a list."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0

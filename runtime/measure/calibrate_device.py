@@ -1,0 +1,225 @@
+"""Times of products, attention, memory traffic and launches on one device, each the median of several rounds.
+
+`device_works` says what is worth running on a type of device, `prepared` makes it ready to run, `seconds_of` measures.
+With several ranks all of them run the same work at once, because ranks on one host share its memory, and on CPU its
+cores; what they must agree on goes through a `Pace`.
+
+CPU ranks of one thread count processor time, as many times as ranks share a core. The clock on the wall says of a work
+that is shorter than the scheduler's time slice either what a whole core does or that the rank waited, and it has in it
+whatever else the machine does.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch.nn import functional as F
+
+from autopar.ir.samples import Part, Work
+from autopar.runtime.measure.calibrate_cuda import (
+    Action,
+    float8_product,
+    products_in,
+    replayed,
+    synchronize,
+    torch_dtype,
+)
+
+FEWEST_ROUNDS, MOST_ROUNDS, MOST_REPEATS = 3, 9, 2000
+LATE = 2.0  # times the budget
+# rows are tokens, columns and inner sizes those of small models on CPU and of real ones on GPUs
+ROWS = {"cpu": (16, 64, 200, 1024), "cuda": (512, 2048, 8192)}
+COLUMNS_AND_INNER = {
+    "cpu": ((64, 64), (256, 64), (64, 256), (300, 100), (256, 256), (1024, 256), (256, 1024), (1024, 1024)),
+    "cuda": (
+        (1024, 128), (1024, 1024), (4096, 1024), (1024, 4096), (4096, 4096), (3000, 2000), (8192, 8192),
+        (14336, 4096), (4096, 14336), (32000, 4096),
+    ),
+}  # fmt: skip
+LENGTHS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192, 16384)}
+# heads × tokens of a batch, and head sizes
+ATTENTION_TOKENS, HEAD_SIZES = {"cpu": 2048, "cuda": 2**18}, {"cpu": (32, 64), "cuda": (64, 128)}
+MEMORY_BYTES = {
+    "cpu": (2**14, 2**16, 2**18, 2**20, 2**22, 2**24),
+    "cuda": (2**26, 2**27, 2**28, 2**29, 2**30),  # more than caches hold
+}
+OPERATORS = 100  # of one chain of tiny ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How ranks keep step: the largest of their values, and waiting for one another. Alone, nothing to do.
+
+    `ranks_per_core` of CPU ranks with one thread each, at least 1: their processor time counts, so often. None: the
+    clock on the wall does.
+    """
+
+    largest: Callable[[float], float] = lambda value: value
+    meet: Callable[[], None] = lambda: None
+    ranks_per_core: float | None = None
+
+    def timed(self, action: Action, device: torch.device, repeats: int, *, waits: bool) -> tuple[float, float]:
+        """Seconds on the wall, and those that count."""
+        synchronize(device)
+        start, used = time.perf_counter(), time.thread_time()
+        for _ in range(repeats):
+            action()
+        if waits:
+            synchronize(device)
+        wall, used = time.perf_counter() - start, time.thread_time() - used
+        return wall, wall if self.ranks_per_core is None else used * self.ranks_per_core
+
+
+def device_works(device_type: str, dtypes: tuple[str, ...]) -> dict[str, list[Work]]:
+    """What to measure on a device by the name of its group, in a group the quickest first."""
+    groups: dict[str, list[Work]] = {"launches": list(_launches(device_type)), "memory": list(_memory(device_type))}
+    for index, dtype in enumerate(dtypes):
+        groups[f"products {dtype}"] = _ordered(_products(device_type, dtype, every=1 if index == 0 else 2))
+    half = next((d for d in dtypes if d in ("bfloat16", "float16")), dtypes[0])
+    groups["attention"] = _ordered(_attention(device_type, dtypes[0]))
+    groups["unfused attention"] = _ordered(_unfused(device_type, dtypes[0]))
+    if half != dtypes[0] and device_type != "cpu":  # parts of a CPU's 16-bit rate are no parts of its float32 rate
+        groups[f"attention {half}"] = _ordered(_attention(device_type, half))[::2]
+    return groups
+
+
+def _ordered(works: Iterator[Work]) -> list[Work]:
+    return sorted(works, key=lambda work: work.amount)
+
+
+def _work(part: Part, name: str, amount: float, **numbers: float) -> Work:
+    return Work(part=part, name=name, amount=amount, numbers=numbers)
+
+
+def _products(device_type: str, dtype: str, *, every: int) -> Iterator[Work]:
+    shapes = [(m, n, k) for m in ROWS[device_type] for n, k in COLUMNS_AND_INNER[device_type]]
+    for m, n, k in shapes[::every]:
+        if dtype != "float8" or (n % 16 == 0 and k % 16 == 0):  # what 8-bit units take
+            yield _work("matmul", dtype, 2.0 * m * n * k, count=1, m=m, n=n, k=k)
+
+
+def _attention(device_type: str, dtype: str) -> Iterator[Work]:
+    for length in LENGTHS[device_type]:
+        for size in HEAD_SIZES[device_type]:
+            count = max(1, ATTENTION_TOKENS[device_type] // length)
+            for is_backward in (0, 1):
+                flops = 2.0 * count * length * length * size  # two products, half of each under the mask
+                numbers = {"count": count, "m": length, "n": length, "k": size}
+                yield _work("attention", dtype, flops, **numbers, is_causal=1, is_backward=is_backward)
+
+
+def _unfused(device_type: str, dtype: str) -> Iterator[Work]:
+    """The scores, queries by keys, and the values, scores by values."""
+    size = HEAD_SIZES[device_type][-1]
+    for length in LENGTHS[device_type][:-1]:
+        count = max(1, ATTENTION_TOKENS[device_type] // length)
+        for n, k in ((length, size), (size, length)):
+            yield _work("products", dtype, 2.0 * count * length * n * k, count=count, m=length, n=n, k=k)
+
+
+def _memory(device_type: str) -> Iterator[Work]:
+    for size in MEMORY_BYTES[device_type]:
+        yield _work("memory", "copy", 2.0 * size)
+        yield _work("memory", "add", 3.0 * size)
+
+
+def _launches(device_type: str) -> Iterator[Work]:
+    """The device's part, of operators alone on a CPU and of a replayed graph on a GPU, and the host's in training."""
+    yield _work("launch", "device", OPERATORS, trains=0)
+    yield _work("launch", "host", 2.0 * OPERATORS, trains=1)
+
+
+# ---- running ----
+
+
+def prepared(work: Work, device: torch.device) -> Action:
+    """A function that does the work once, with its operands made."""
+    if work.part in ("matmul", "products"):
+        return _product(work, device)
+    if work.part == "attention":
+        return _attend(work, device)
+    if work.part == "memory":
+        return _move(work, device)
+    assert work.part == "launch", work
+    action = _chain(device, trains=bool(work.numbers["trains"]))
+    return replayed(action, device) if device.type == "cuda" and work.name == "device" else action
+
+
+def _product(work: Work, device: torch.device) -> Action:
+    count, m, n, k = (int(work.numbers[key]) for key in ("count", "m", "n", "k"))
+    if work.name == "float8":
+        return float8_product(m, n, k, device)
+    dtype = torch_dtype(work.name)
+    if work.part == "products":
+        a, b = torch.randn(count, m, k, device=device), torch.randn(count, k, n, device=device)
+        a, b = a.to(dtype), b.to(dtype)
+        return lambda: torch.bmm(a, b)
+    x, weight = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    return lambda: F.linear(x, weight)
+
+
+def _attend(work: Work, device: torch.device) -> Action:
+    count, m, n, k = (int(work.numbers[key]) for key in ("count", "m", "n", "k"))
+    dtype = torch_dtype(work.name)
+    q, key, value = (torch.randn(1, count, size, k, device=device).to(dtype) for size in (m, n, n))
+    if not work.numbers["is_backward"]:
+        return lambda: F.scaled_dot_product_attention(q, key, value, is_causal=True)
+    inputs = [x.requires_grad_() for x in (q, key, value)]
+    with torch.enable_grad():
+        out = F.scaled_dot_product_attention(q, key, value, is_causal=True)
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+def _move(work: Work, device: torch.device) -> Action:
+    a = torch.ones(int(work.amount / (2 if work.name == "copy" else 3)) // 4, device=device)
+    b = torch.ones_like(a)
+    return (lambda: b.copy_(a)) if work.name == "copy" else (lambda: a + b)  # the sum makes its tensor, as models do
+
+
+def _chain(device: torch.device, *, trains: bool) -> Action:
+    """`OPERATORS` tiny operators one after the other, and as many backward."""
+    x = torch.ones(1, device=device, requires_grad=trains)
+    one = torch.ones(1, device=device)
+
+    def run() -> None:
+        y = x
+        for _ in range(OPERATORS):
+            y = torch.tanh(y)
+        if trains:
+            torch.autograd.grad(y, x, one)
+
+    return run
+
+
+def seconds_of(action: Action, device: torch.device, pace: Pace, budget_s: float, *, waits: bool = True) -> float:
+    """Median seconds of an action over rounds that all ranks begin together, in about `budget_s` after one to warm up.
+
+    `waits=False` measures what the host spends: the device is waited for between rounds only. Collective.
+    """
+    once = pace.largest(pace.timed(action, device, 1, waits=waits)[0])
+    if once < budget_s / 2:  # the first run loads kernels and memory; where it was long it is all there is time for
+        once = pace.largest(min(pace.timed(action, device, 1, waits=waits)[0] for _ in range(2)))
+    round_s = budget_s / (MOST_ROUNDS + 1)
+    most = MOST_REPEATS if waits else 1  # so that the queue of launches does not fill up
+    repeats = min(most, max(1, round(round_s / max(once, 1e-9))))
+    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS if once < budget_s else 1, int(budget_s / max(once * repeats, 1e-9))))
+    found, spent_s = list[float](), 0.0
+    for _ in range(rounds):
+        pace.meet()
+        wall, seconds = pace.timed(action, device, repeats, waits=waits)
+        found.append(seconds / repeats)
+        spent_s = pace.largest(spent_s + wall)
+        if spent_s > LATE * budget_s and len(found) >= FEWEST_ROUNDS:  # others are at work on this machine
+            break
+    return median(found)
+
+
+def measure(work: Work, device: torch.device, pace: Pace, budget_s: float) -> float:
+    """Seconds of a work on this rank. Collective where the pace is."""
+    with products_in(work.name), torch.no_grad() if work.numbers.get("trains", 0) == 0 else torch.enable_grad():
+        return seconds_of(
+            prepared(work, device), device, pace, budget_s, waits=work.name != "host" or device.type == "cpu"
+        )

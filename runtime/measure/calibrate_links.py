@@ -1,0 +1,152 @@
+"""Times of collectives by kind and size, over groups that share each tier of links as a mesh would share them.
+
+    in_host      all ranks of each host, and pairs of them
+    inter_host   ranks of equal number on every host
+
+All groups of one choice run at once, as the groups of a mesh dimension do. The collectives are the functional ones
+that generated code has.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from autopar.ir.samples import Work
+from autopar.runtime.measure.calibrate_cuda import Action
+
+c10d = torch.ops._c10d_functional
+SIZES = {"cpu": tuple(2**i for i in range(10, 27, 2)), "cuda": tuple(2**i for i in range(10, 31, 2))}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
+OVERLAP_BYTES, OVERLAP_SIZE, OVERLAP_PRODUCTS = {"cpu": 2**22, "cuda": 2**28}, {"cpu": 256, "cuda": 8192}, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """A way to part the ranks: each group's ranks, and over how many hosts a group lies."""
+
+    name: str
+    ranks: tuple[tuple[int, ...], ...]
+    hosts: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks[0])
+
+
+def groups_of(hosts: Sequence[str]) -> list[Groups]:
+    """Which groups to measure when rank r is on `hosts[r]`. Hosts with unlike numbers of ranks count as one each.
+
+    >>> [(g.name, g.ranks) for g in groups_of("aaaa")]
+    [('2 ranks of a host', ((0, 1), (2, 3))), ('4 ranks of a host', ((0, 1, 2, 3),))]
+    >>> [(g.name, g.ranks) for g in groups_of("ab")]
+    [('2 hosts', ((0, 1),))]
+    """
+    places: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        places.setdefault(host, []).append(rank)
+    sizes = {len(ranks) for ranks in places.values()}
+    if len(sizes) > 1:
+        return []
+    (size,), found = sizes, list[Groups]()
+    for part in sorted({2, size} if size % 2 == 0 else {size}):
+        if part > 1:
+            runs = [tuple(r[i : i + part]) for r in places.values() for i in range(0, size, part)]
+            found.append(Groups(name=f"{part} ranks of a host", ranks=tuple(runs), hosts=1))
+    if len(places) > 1:
+        across = tuple(zip(*places.values(), strict=True))
+        found.append(Groups(name=f"{len(places)} hosts", ranks=across, hosts=len(places)))
+    return found
+
+
+def link_works(groups: Groups, device_type: str) -> list[Work]:
+    """Every kind and size over groups, the smallest first. Sizes are of the whole tensor."""
+    return [
+        Work(part="collective", name=kind, amount=size, numbers={"ranks": groups.size, "hosts": groups.hosts})
+        for size in SIZES[device_type]
+        for kind in KINDS
+        if kind != "point_to_point" or groups.size == 2
+    ]
+
+
+def overlap_works() -> list[Work]:
+    return [Work(part="overlap", name=name, amount=1) for name in ("compute", "communicate", "both")]
+
+
+def joined(groups: Groups) -> dist.ProcessGroup:
+    """This rank's group. Collective over all ranks, also over those of other groups."""
+    own = None
+    for ranks in groups.ranks:
+        made = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own = made
+    assert isinstance(own, dist.ProcessGroup), groups
+    return own
+
+
+def prepared_collective(work: Work, group: dist.ProcessGroup, device: torch.device) -> Action:
+    """A function that runs a collective once. Collective over the group."""
+    ranks, name = group.size(), str(group.group_name)
+    whole = torch.zeros(max(ranks, int(work.amount) // 4) // ranks * ranks, device=device)
+    part = whole[: whole.numel() // ranks].clone()
+    if work.name == "all_reduce":
+        return lambda: c10d.wait_tensor(c10d.all_reduce(whole, "sum", name))
+    if work.name == "all_gather":
+        return lambda: c10d.wait_tensor(c10d.all_gather_into_tensor(part, ranks, name))
+    if work.name == "reduce_scatter":
+        return lambda: c10d.wait_tensor(c10d.reduce_scatter_tensor(whole, "sum", ranks, name))
+    if work.name == "all_to_all":  # each holds a part of the whole and sends a part of that to each
+        sizes = [max(1, part.numel() // ranks)] * ranks
+        held = torch.zeros(sum(sizes), device=device)
+        return lambda: c10d.wait_tensor(c10d.all_to_all_single(held, sizes, sizes, name))
+    assert work.name == "point_to_point", work
+    return _there_and_back(whole, group)
+
+
+def _there_and_back(data: torch.Tensor, group: dist.ProcessGroup) -> Action:
+    """A message to the other rank of a pair and one back: two of the work."""
+    other = 1 - group.rank()
+
+    def run() -> None:
+        for sends in (group.rank() == 0, group.rank() == 1):
+            if sends:
+                dist.send(data, group=group, group_dst=other)
+            else:
+                dist.recv(data, group=group, group_src=other)
+
+    return run
+
+
+def times_of_one(work: Work) -> int:
+    """How often the prepared function does the work."""
+    return 2 if work.name == "point_to_point" else 1
+
+
+def prepared_overlap(work: Work, group: dist.ProcessGroup, device: torch.device) -> Action:
+    """Products, an all-reduce, or the all-reduce started before the products and waited for behind them."""
+    name, size = str(group.group_name), OVERLAP_SIZE[device.type]
+    data = torch.zeros(OVERLAP_BYTES[device.type] // 4, device=device)
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    if device.type == "cuda":
+        a, b = a.bfloat16(), b.bfloat16()
+
+    def compute() -> None:
+        for _ in range(OVERLAP_PRODUCTS):
+            torch.mm(a, b)
+
+    def communicate() -> torch.Tensor:
+        started: torch.Tensor = c10d.all_reduce(data, "sum", name)
+        return started
+
+    def both() -> None:
+        started = communicate()
+        compute()
+        c10d.wait_tensor(started)
+
+    actions: Mapping[str, Callable[[], object]] = {
+        "compute": compute,
+        "communicate": lambda: c10d.wait_tensor(communicate()),
+        "both": both,
+    }
+    return actions[work.name]

@@ -1,0 +1,216 @@
+"""Checks of `autopar doctor` that need no model: conversions and FSDP2 on this job's ranks, compared with one rank.
+
+Every rank draws the data of all ranks from one seed and computes alone what its own result should be. Values are small
+integers, so sums are exact in any order and dtype: a conversion must be right to the last bit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from autopar.ir.sharding import Mesh
+from autopar.runtime.codegen import conversions
+from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
+
+Parts = list[torch.Tensor]  # one tensor for each rank of a mesh dimension
+DTYPES = {torch.float64: 512, torch.float32: 512, torch.bfloat16: 2}  # and how large integers are drawn
+FSDP_TOLERANCE = 1e-12  # of float64, relative to the largest value
+WIDTH, STEPS, RATE = 16, 2, 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What was compared, the largest difference on this rank, and which is allowed."""
+
+    name: str
+    error: float
+    tolerance: float = 0.0
+
+
+# What a primitive makes of every rank's tensor, computed by one rank. Arguments: parts, dim, to.
+
+Reference = Callable[[Parts, int, int], Parts]
+
+
+def _nothing(parts: Parts, dim: int, to: int) -> Parts:
+    return parts
+
+
+def _all_reduce(parts: Parts, dim: int, to: int) -> Parts:
+    return [torch.stack(parts).sum(0)] * len(parts)
+
+
+def _reduce_scatter(parts: Parts, dim: int, to: int) -> Parts:
+    return list(torch.stack(parts).sum(0).chunk(len(parts), dim))
+
+
+def _all_gather(parts: Parts, dim: int, to: int) -> Parts:
+    return [torch.cat(parts, dim)] * len(parts)
+
+
+def _slice(parts: Parts, dim: int, to: int) -> Parts:
+    return [part.chunk(len(parts), dim)[rank] for rank, part in enumerate(parts)]
+
+
+def _place(parts: Parts, dim: int, to: int) -> Parts:
+    zero = torch.zeros_like(parts[0])
+    return [torch.cat([p if r == rank else zero for r in range(len(parts))], dim) for rank, p in enumerate(parts)]
+
+
+def _first_keeps(parts: Parts, dim: int, to: int) -> Parts:
+    return [part if rank == 0 else torch.zeros_like(part) for rank, part in enumerate(parts)]
+
+
+def _all_to_all(parts: Parts, dim: int, to: int) -> Parts:
+    chunks = [part.chunk(len(parts), to) for part in parts]
+    return [torch.cat([own[rank] for own in chunks], dim) for rank in range(len(parts))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of the table of `codegen.conversions`: its function's name and what it is, forward and backward.
+
+    `num_dims` is how many tensor dimensions the function takes.
+    """
+
+    name: str
+    function: str
+    forward: Reference
+    backward: Reference
+    num_dims: int
+
+
+def _row(name: str, function: str, forward: Reference, backward: Reference, num_dims: int = 0) -> Row:
+    return Row(name=name, function=function, forward=forward, backward=backward, num_dims=num_dims)
+
+
+ROWS = (
+    _row("I -> R", "invariant_to_replicate", _nothing, _all_reduce),
+    _row("P -> I", "all_reduce_to_invariant", _all_reduce, _nothing),
+    _row("P -> R", "all_reduce_to_replicate", _all_reduce, _all_reduce),
+    _row("P -> S", "reduce_scatter", _reduce_scatter, _all_gather, 1),
+    _row("S -> R", "all_gather_to_replicate", _all_gather, _reduce_scatter, 1),
+    _row("S -> I", "all_gather_to_invariant", _all_gather, _slice, 1),
+    _row("I -> S", "shard_of_invariant", _slice, _all_gather, 1),
+    _row("S -> S'", "all_to_all", _all_to_all, _all_to_all, 2),
+    _row("I -> P", "partial_of_invariant", _first_keeps, _nothing),
+    _row("S -> P", "partial_of_shard", _place, _slice, 1),
+    _row("R -> I", "replicate_to_invariant", _nothing, _first_keeps),
+    _row("R -> S", "shard_of_replicate", _slice, _place, 1),
+    _row("R -> P", "partial_of_replicate", _first_keeps, _first_keeps),
+)
+
+
+def world_mesh(device_type: str) -> RankMesh:
+    """All ranks on one mesh dimension. Collective."""
+    return make_mesh(Mesh(("all",), (dist.get_world_size(),)), device_type)
+
+
+def groups_to_check(world: RankMesh) -> dict[str, MeshDim]:
+    """By what they are: all ranks, and where their number is even also neighbours and every second rank. Collective."""
+    found = {"all ranks": world.dims["all"]}
+    world_size = dist.get_world_size()
+    if world_size > 2 and world_size % 2 == 0:
+        dims = make_mesh(Mesh(("dp", "tp"), (world_size // 2, 2)), world.device_type).dims
+        found |= {"two neighbours": dims["tp"], "every second rank": dims["dp"]}
+    return found
+
+
+def check_row(row: Row, groups: dict[str, MeshDim], device: torch.device) -> Iterator[Difference]:
+    """A row forward and backward on every group, in every dtype, along every tensor dimension. Collective."""
+    for where, mesh in groups.items():
+        for dtype, high in DTYPES.items():
+            for dims in permutations((0, 1), row.num_dims):
+                generator = torch.Generator().manual_seed(len(where) + 31 * sum(dims))
+                forward, backward = _one(row, mesh, dims, dtype, high, generator, device)
+                detail = f"{where}, {str(dtype).removeprefix('torch.')}" + (f", dimension {dims[0]}" if dims else "")
+                yield Difference(name=f"forward on {detail}", error=forward)
+                yield Difference(name=f"backward on {detail}", error=backward)
+
+
+def _one(
+    row: Row,
+    mesh: MeshDim,
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    high: int,
+    generator: torch.Generator,
+    device: torch.device,
+) -> tuple[float, float]:
+    """Largest differences of this rank's result and gradient."""
+    dim, to = (*dims, 0, 0)[:2]
+
+    def drawn(shape: Sequence[int]) -> Parts:
+        values = (torch.randint(-high, high + 1, tuple(shape), generator=generator) for _ in range(mesh.degree))
+        return [value.to(torch.float64) for value in values]
+
+    parts = drawn((2 * mesh.degree, 3 * mesh.degree))
+    results = row.forward(parts, dim, to)
+    grads = drawn(results[0].shape)
+    back = (to, dim) if row.num_dims == 2 else (dim, to)
+    wanted = row.backward(grads, *back)[mesh.coordinate]
+    x = parts[mesh.coordinate].to(device, dtype, copy=True).requires_grad_()
+    y = getattr(conversions, row.function)(x, mesh, *dims)
+    y.backward(grads[mesh.coordinate].to(device, dtype))
+    return _apart(y, results[mesh.coordinate]), _apart(x.grad, wanted)
+
+
+def _apart(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
+    """The largest difference; infinite where there is nothing, or another shape."""
+    if found is None or found.shape != wanted.shape:
+        return float("inf")
+    difference = (found.detach().to("cpu", torch.float64) - wanted).abs().max()
+    return float(difference) if not difference.isnan() else float("inf")
+
+
+def check_fsdp(world: RankMesh, device: torch.device) -> Iterator[Difference]:
+    """Two steps of a small network under FSDP2 over all ranks: losses, gradients and weights. Collective."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        alone, sharded = _network(), _network()
+        batch = torch.randn(STEPS, 2 * world_size, WIDTH, dtype=torch.float64)
+    sharded.load_state_dict(alone.state_dict())
+    sharded.to(device)
+    for module in (sharded[0], sharded[2], sharded):
+        fully_shard(module, mesh=world.device_mesh)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)  # sums, as autopar uses it
+        module.set_force_sum_reduction_for_comms(True)
+    for step in range(STEPS):
+        loss = alone(batch[step]).square().sum()
+        loss.backward()
+        own = sharded(batch[step, 2 * rank : 2 * rank + 2].to(device)).square().sum()
+        own.backward()
+        total = own.detach().clone()
+        dist.all_reduce(total)
+        yield _relative(f"loss of step {step}", total, loss.detach())
+        for (name, ours), theirs in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+            assert theirs.grad is not None
+            yield _relative(f"gradient of {name} in step {step}", ours.grad, theirs.grad)
+        with torch.no_grad():
+            for parameter in (*sharded.parameters(), *alone.parameters()):
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=RATE)
+                parameter.grad = None
+    for (name, ours), theirs in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        yield _relative(f"{name} after {STEPS} steps", ours, theirs.detach())
+
+
+def _network() -> nn.Sequential:
+    layers = (nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+    return nn.Sequential(*layers).double()
+
+
+def _relative(name: str, found: Any, wanted: torch.Tensor) -> Difference:
+    """Compared after a sharded value is made whole. Collective for such."""
+    whole = None if found is None else found.full_tensor() if isinstance(found, DTensor) else found
+    scale = max(float(wanted.abs().max()), 1e-30)
+    return Difference(name=name, error=_apart(whole, wanted) / scale, tolerance=FSDP_TOLERANCE)

@@ -1,0 +1,160 @@
+"""Speeds that `autopar doctor` measures on every rank at the same time: the device's own, and those of links.
+
+Each round begins together on all ranks. A rank's figure is that of its median round; what it is compared with is in
+`autopar.commands.doctor`. A measurement repeats its work until a round takes `ROUND_S`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+ROUNDS, ROUND_S, MOST_REPEATS = 7, 0.02, 1000
+MATMUL_DTYPES = ("float64", "float32", "bfloat16", "float16")  # torch multiplies these without more being said
+MATMUL_SIZE = {"cpu": 256, "cuda": 8192}
+COPY_BYTES = {"cpu": 2**25, "cuda": 2**30}
+MESSAGE_BYTES = {"cpu": (8, 2**16, 2**22), "cuda": (8, 2**20, 2**28)}  # the first for latency, the last for bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One figure of one rank: its rounds in seconds of the work done once, and how much work that is.
+
+    `kind` is "flops", "copy", "all-reduce" or "point-to-point"; `amount` is in FLOP or bytes. `peer` is the other rank
+    of a message.
+    """
+
+    name: str
+    kind: str
+    amount: float
+    rounds_s: tuple[float, ...]
+    peer: int | None = None
+
+
+def device_speeds(device: torch.device, dtypes: Iterable[str]) -> Iterator[Measured]:
+    """Matrix products in the given dtypes, of those that torch multiplies, and copies of memory. Collective."""
+    for name in (name for name in MATMUL_DTYPES if name in dtypes):
+        is_emulated = name in ("bfloat16", "float16") if device.type == "cpu" else name == "float64"
+        size = MATMUL_SIZE[device.type] // (4 if is_emulated else 1)  # slow units, or none
+        a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, name)) for _ in range(2))
+        rounds = rounds_of(partial(multiply, a, b), device)
+        yield Measured(name=f"matmul {name}", kind="flops", amount=2.0 * size**3, rounds_s=rounds)
+    source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    rounds = rounds_of(partial(copy, source, target), device)
+    yield Measured(name="memory copy", kind="copy", amount=2.0 * COPY_BYTES[device.type], rounds_s=rounds)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.mm(a, b)
+
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def link_speeds(device: torch.device) -> Iterator[Measured]:
+    """All-reduces over all ranks, and messages there and back between every rank and the next. Collective."""
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return
+    for size in MESSAGE_BYTES[device.type]:
+        data = torch.zeros(max(1, size // 4), device=device)
+        rounds = rounds_of(partial(all_reduce, data), device)
+        amount = 4.0 * data.numel()
+        yield Measured(name=f"all-reduce of {in_words(size)}", kind="all-reduce", amount=amount, rounds_s=rounds)
+    for size in MESSAGE_BYTES[device.type]:
+        data = torch.zeros(max(1, size // 4), device=device)
+        name, amount = f"message of {in_words(size)}", 4.0 * data.numel()
+        own: Measured | None = None
+        for pairs in _turns(world_size):
+            pair = next((p for p in pairs if dist.get_rank() in p), None)
+            action = partial(there_and_back, data, pair) if pair is not None else _nothing
+            rounds = tuple(seconds / 2 for seconds in rounds_of(action, device))
+            if pair is not None and dist.get_rank() == pair[0]:
+                own = Measured(name=name, kind="point-to-point", amount=amount, rounds_s=rounds, peer=pair[1])
+        if own is not None:
+            yield own
+
+
+def all_reduce(data: torch.Tensor) -> None:
+    dist.all_reduce(data)
+
+
+def there_and_back(data: torch.Tensor, pair: tuple[int, int]) -> None:
+    """A message from the first rank of a pair to the second and back."""
+    first, second = pair
+    if dist.get_rank() == first:
+        dist.send(data, second)
+        dist.recv(data, second)
+    else:
+        dist.recv(data, first)
+        dist.send(data, first)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _turns(world_size: int) -> list[list[tuple[int, int]]]:
+    """Pairs of every rank and the next, last and first included, in turns in which no rank is in two pairs.
+
+    >>> _turns(2), _turns(4)
+    ([[(0, 1)]], [[(0, 1), (2, 3)], [(1, 2), (3, 0)]])
+    >>> _turns(3)
+    [[(0, 1)], [(1, 2)], [(2, 0)]]
+    """
+    pairs = [(r, (r + 1) % world_size) for r in range(world_size if world_size > 2 else 1)]
+    last = [[pairs[-1]]] if world_size > 2 and world_size % 2 else []
+    rest = pairs[: len(pairs) - len(last)]
+    return [turn for turn in (rest[0::2], rest[1::2], *last) if turn]
+
+
+def rounds_of(action: Callable[[], None], device: torch.device) -> tuple[float, ...]:
+    """Seconds of an action in each of several rounds, which all ranks begin together. Collective.
+
+    The slowest rank's first runs decide how often a round repeats it, so that all ranks do the same.
+    """
+    once = torch.tensor(min(_timed(action, device, 1) for _ in range(3)), device=device)
+    dist.all_reduce(once, op=dist.ReduceOp.MAX)
+    repeats = min(MOST_REPEATS, max(1, round(ROUND_S / max(once.item(), 1e-9))))
+    found = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        found.append(_timed(action, device, repeats) / repeats)
+    return tuple(found)
+
+
+def _timed(action: Callable[[], None], device: torch.device, repeats: int) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def in_words(size: int) -> str:
+    """Bytes as people say them.
+
+    >>> in_words(8), in_words(2**16), in_words(2**28)
+    ('8 B', '64 KiB', '256 MiB')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"

@@ -1,0 +1,144 @@
+"""A program compiled for one batch shape and mode: generated code per block, constants, and how to pad a batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.targets import ignored_targets
+from autopar.ir.plan import Plan
+from autopar.ir.program import CallSite, Program
+from autopar.ir.sharding import Type
+from autopar.ir.stages import needed_results
+from autopar.ir.storage import boundary_types
+from autopar.runtime.codegen.execute import constant_values, graph_module
+from autopar.runtime.codegen.generate import generate
+from autopar.runtime.codegen.passes.evaluation import use_running_statistics
+from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.model.inputs import with_sequences
+from autopar.runtime.parameters.placement import Held
+from autopar.runtime.verify.one_process import attributes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Compiled:
+    """A program, its plan, and what is made of them when first asked for.
+
+    `used` says how parameters are taken that are held in another way. `ignored` gives the target inputs that can mark
+    samples to be ignored, and by which value; None where there are none.
+    """
+
+    program: Program
+    plan: Plan
+    analysis: Analysis
+    types: Mapping[str, tuple[Type, ...]]
+    buffers: Callable[[str], torch.Tensor]
+    ignored: Mapping[str, int] | None
+    mesh: RankMesh
+    streams: Streams
+    device: torch.device
+    used: Mapping[str, Held] = field(default_factory=dict)
+    _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
+    _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
+    _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)  # of one version at most
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one data-parallel rank in one micro-batch."""
+        infos = [i for i in self.program.inputs if i.batch_dim is not None]
+        return infos[0].shape[infos[0].batch_dim or 0] // self.plan.degrees.dp if infos else 0
+
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one rank's micro-batch by input name."""
+        return {i.name: with_sequences(i, i.shape, self.micro_batch) for i in self.program.inputs}
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Values of the constant part, made again when a buffer that they are made of was written to."""
+        placeholders = [n for n in self.program.constants.graph.nodes if n.op == "placeholder"]
+        buffers = {
+            name: self.buffers(name)
+            for name, node in zip(self.program.constants.buffers, placeholders, strict=True)
+            if node.meta.get("literal") is None
+        }
+        versions = tuple(buffer._version for buffer in buffers.values())
+        if versions not in self._constants:
+            infos = dict(zip(self.program.constants.buffers, (n.meta["info"] for n in placeholders), strict=True))
+            typed = {name: value.to(infos[name].dtype) for name, value in buffers.items()}
+            self._constants.clear()
+            self._constants[versions] = constant_values(self.program.constants, typed, str(self.device))
+        return self._constants[versions]
+
+    def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
+        """Generated code per distinct block: the training program, or the one that keeps all outputs."""
+        if outputs not in self._modules:
+            wanted = needed_results(self.program, outputs=outputs)
+            self._modules[outputs] = [self._generated(i, keep, outputs) for i, keep in enumerate(wanted)]
+        return self._modules[outputs]
+
+    def partial_module(self, index: int, keep: tuple[str, ...]) -> fx.GraphModule:
+        """Generated code of a block for some of its outputs only; other ports may be given None."""
+        if (index, keep) not in self._partial:
+            self._partial[index, keep] = self._generated(index, keep, False)
+        return self._partial[index, keep]
+
+    def _generated(self, index: int, keep: Sequence[str], outputs: bool) -> fx.GraphModule:
+        generated = generate(
+            self.analysis,
+            self.program.blocks[index],
+            index,
+            self.plan.blocks[index],
+            self.plan.mesh,
+            device=str(self.device),
+            keep=keep,
+            regather=self.plan.regather,
+            fuse=True,
+        )
+        if outputs:
+            use_running_statistics(generated.graph)
+        return graph_module(generated.graph, f"Block{index}", attributes(generated, self.mesh, self.streams))
+
+    def results_of(self, *, outputs: bool) -> Callable[[CallSite], Sequence[str]]:
+        """Names of the values that the generated code of a call yields."""
+        kept = needed_results(self.program, outputs=outputs)
+
+        def names(call: CallSite) -> Sequence[str]:
+            block = self.program.blocks[call.block]
+            pairs = zip(block.outputs, call.results, strict=True)
+            return [r for o, r in pairs if o in kept[call.block]]
+
+        return names
+
+    def denominator(self, values: Mapping[str, Any]) -> torch.Tensor:
+        """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
+        call = next(c for c in self.program.calls if c.phase == "denominator")
+        scope = {**self.constants(), **values}
+        arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
+        out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
+        return out
+
+
+def compile_program(
+    program: Program,
+    plan: Plan,
+    buffers: Callable[[str], torch.Tensor],
+    mesh: RankMesh,
+    streams: Streams,
+    device: torch.device,
+) -> Compiled:
+    """Analyse a program under its plan; `buffers` gives whole values by name, the same tensor each time."""
+    analysis = analyse(program, plan.mesh)
+    return Compiled(
+        program=program,
+        plan=plan,
+        analysis=analysis,
+        types=boundary_types(program, plan.blocks),
+        buffers=buffers,
+        ignored=ignored_targets(program, analysis),
+        mesh=mesh,
+        streams=streams,
+        device=device,
+    )

@@ -1,0 +1,181 @@
+"""Whether all ranks are about to run the same thing on data that fits: one small all-gather before every step.
+
+Ranks that differ only in `tp` or `pp` must hold the same sequences, every rank must hold shapes that differ in the
+number of sequences alone, and all must be at the same step. What differs becomes one error on all ranks, so that no
+rank waits for another in a collective that the other never enters.
+
+The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host whatever the backend, and a
+checksum of the inputs. Of an input above 2 MiB an evenly spread part is read, so a difference in a few elements may
+be missed. Inputs that lie on a GPU already are read back for it; pass them on CPU to avoid that. On 2 gloo ranks of 2
+shared CPU cores it took 1.0 ms for 8 × 1,024 token ids, 3.1 ms for 32 images (least of 15 rounds, torch 2.13,
+2026-11-21, `benchmarks/agreement.py`).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._torch import private
+from autopar.errors import RuntimeInputError
+from autopar.ir.program import InputInfo
+from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.distributed.mesh import named_ranks as _ranks
+from autopar.runtime.model.inputs import Batch, unfit
+
+KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
+READING, ENDED, FAILED, STEP, EVALUATION = range(len(KINDS))
+NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
+MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
+Row = Sequence[int]  # kind and mode, step, whether the batch is unfit, sequences; then per input shape and checksum
+
+
+class Agreement:
+    """Exchanges what the ranks of a mesh are about to do."""
+
+    def __init__(self, mesh: RankMesh, inputs: Sequence[InputInfo]) -> None:
+        self.mesh, self.inputs = mesh, tuple(inputs)
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        on_gpu = self.world_size > 1 and dist.get_backend() != "gloo"
+        self._group = dist.new_group(backend="gloo", timeout=private.group_timeout()) if on_gpu else None
+
+    def check(self, kind: int, training: bool, step: int, batch: Batch) -> list[int]:
+        """Every rank's number of sequences. Raises `RuntimeInputError` on all ranks where they do not agree."""
+        if self.world_size == 1:
+            if batch.problems:
+                raise unfit(batch.problems)
+            return [batch.sequences]
+        row = [2 * kind + training, step, bool(batch.problems), batch.sequences]
+        for info in self.inputs:
+            value = batch.tensors.get(info.name)
+            row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
+        rows = self._exchange(row)
+        if batch.problems and all(r[0] == row[0] for r in rows):
+            raise unfit(batch.problems)
+        text = disagreement(rows, self.inputs, self.mesh.dims["dp"].of)
+        if text:
+            raise RuntimeInputError(text)
+        return [r[3] for r in rows]
+
+    def together(self, loader: Any) -> Iterator[Any]:
+        """The items of a loader as long as every rank has one. Raises `RuntimeInputError` on all ranks if one ends or
+        fails before the others."""
+        count, items = 0, iter(loader)
+        while True:
+            item, kind, cause = None, READING, None
+            try:
+                item = next(items)
+            except StopIteration:
+                kind = ENDED
+            except Exception as error:
+                kind, cause = FAILED, error
+            rows = self._exchange([2 * kind, count, 0, 0]) if self.world_size > 1 else [[2 * kind, count, 0, 0]]
+            if cause is not None:
+                raise cause
+            if all(row[0] == 2 * ENDED for row in rows):
+                return
+            text = disagreement(rows, (), lambda rank: rank)
+            if text:
+                raise RuntimeInputError(text)
+            yield item
+            count += 1
+
+    def _exchange(self, row: Row) -> list[list[int]]:
+        width = 4 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
+        own = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
+        every = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(every, own, group=self._group)
+        return [one.tolist() for one in every]
+
+
+def disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
+    """What the ranks do not agree on, naming ranks and input; empty where they agree."""
+    kinds = _groups([row[0] // 2 for row in rows])
+    if len(kinds) > 1:
+        if ENDED in kinds and set(kinds) <= {READING, ENDED}:
+            count = rows[kinds[ENDED][0]][1]
+            return (
+                f"{_ranks(kinds[ENDED])} ran out of data after {count} batches, {_ranks(kinds[READING])} did not; give "
+                "every rank the same number of batches (a sampler that pads or drops the last ones), or stop after the "
+                "smallest number"
+            )
+        return "ranks do different things: " + "; ".join(f"{_ranks(r)} {KINDS[k]}" for k, r in kinds.items())
+    modes = _groups([row[0] % 2 for row in rows])
+    if len(modes) > 1:
+        return (
+            f"{_ranks(modes[1])} in training mode, but {_ranks(modes[0])} in eval mode; call train() or eval() on all"
+        )
+    steps = _groups([row[1] for row in rows])
+    if len(steps) > 1:
+        at = "; ".join(f"{_ranks(ranks)} at {step}" for step, ranks in steps.items())
+        return f"ranks are at different steps: {at}; every rank must call forward_backward equally often"
+    bad = [rank for rank, row in enumerate(rows) if row[2]]
+    if bad:
+        return f"the batch of {_ranks(bad)} does not fit the plan; the error there says why"
+    return _data_disagreement(rows, inputs, dp_of)
+
+
+def _data_disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
+    replicas = list(_groups([dp_of(rank) for rank in range(len(rows))]).values())
+    for index, info in enumerate(inputs):
+        shapes = _groups([row[4 + 2 * index] for row in rows])
+        if len(shapes) > 1:
+            usual, *unusual = shapes.values()
+            return (
+                f"input {info.name!r}: {_ranks(_joined(unusual))} got another shape than {_ranks(usual)}; only the "
+                "number of sequences may differ: pad every rank's batch to one length"
+            )
+        first: list[int] = []
+        others: list[int] = []
+        batched = info.batch_dim is not None
+        for ranks in replicas if batched else [list(range(len(rows)))]:
+            values = _groups([(rows[rank][3] if batched else 0, rows[rank][5 + 2 * index]) for rank in ranks])
+            named = [[ranks[k] for k in group] for group in values.values()]
+            first += named[0] if len(named) > 1 else []
+            others += _joined(named[1:])
+        if others:
+            why = "differ only in tp or pp" if batched else "share this input, which has no batch"
+            return (
+                f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; read the "
+                "same data there (seed and shard the sampler by the data-parallel rank)"
+            )
+    return ""
+
+
+def checksum(value: torch.Tensor) -> int:
+    """An int64 of a tensor's bits that depends on order, exactly so for at most `NUM_CHUNKS` words."""
+    words = _words(value.detach().contiguous().reshape(-1))
+    step = -(-words.numel() // MAX_WORDS)
+    words = words[:: step | 1] if step > 1 else words  # an odd step, lest it meets one column of every row
+    size = -(-words.numel() // NUM_CHUNKS) if words.numel() else 1
+    even = words.numel() // size * size
+    sums = [words[:even].view(-1, size).sum(1, dtype=torch.int64), words[even:].sum(dtype=torch.int64).view(1)]
+    chunks = torch.cat(sums)
+    weights = torch.arange(1, chunks.numel() + 1, device=chunks.device) * 2654435761 + 1
+    return int((chunks * weights).sum().item())
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """The bits of a flat tensor as integers, of 8 bytes where that divides it: those are summed without conversion."""
+    if flat.numel() * flat.element_size() % 8 == 0:
+        return (flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat).view(torch.int64)
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(flat.element_size(), 8)])
+
+
+def _shape_hash(value: torch.Tensor, info: InputInfo) -> int:
+    rows = tuple(size for d, size in enumerate(value.shape) if d != info.batch_dim)
+    return int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:7], "big")
+
+
+def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """Ranks by value, in order of the first."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _joined(groups: Iterable[Sequence[int]]) -> list[int]:
+    return [rank for group in groups for rank in group]

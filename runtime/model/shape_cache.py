@@ -1,0 +1,110 @@
+"""What runs each batch shape and mode: captured once, cached, announced.
+
+Parameters stay as they are held: a program captured for another shape or in eval mode is labelled with their types
+pinned, so that only activations may be split in another way.
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import PlanError, RuntimeInputError
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.runtime.model.compiled import Compiled, compile_program
+from autopar.runtime.parameters.placement import Held, held
+from autopar.runtime.parameters.relayout import is_same
+
+MAX_SHAPES = 16
+logger = logging.getLogger("autopar")
+Sizes = Mapping[str, tuple[int, ...]]
+Key = tuple[bool, tuple[tuple[str, tuple[int, ...]], ...]]
+
+
+class Replan(Protocol):
+    """Captures and labels the model again. Collective; raises the same `AutoparError` on all ranks."""
+
+    def __call__(self, sizes: Sizes, *, training: bool, held: Mapping[str, Held]) -> tuple[Program, Plan]:
+        """`sizes` are the shapes of one rank's micro-batch by input name, `held` how parameters are held."""
+        ...
+
+
+class Shapes:
+    """The compiled programs of one model by (mode, shapes of a rank's micro-batch); `base` is that of the plan."""
+
+    def __init__(
+        self,
+        base: Compiled,
+        held: Mapping[str, Held],
+        replan: Replan | None,
+    ) -> None:
+        self.base, self._held, self._replan = base, held, replan
+        self._base_key = _key(base.local_shapes(), training=True)
+        self._others: dict[Key, Compiled] = {}  # least recently used first
+        self._warned = False
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether shapes and modes other than the plan's can be run."""
+        return self._replan is not None
+
+    def compiled_for(self, sizes: Sizes, training: bool) -> Compiled:
+        """What runs a micro-batch of the given local shapes. Collective where it is new: all ranks ask for the same."""
+        key = _key(sizes, training)
+        if key == self._base_key:
+            return self.base
+        if key in self._others:
+            self._others[key] = self._others.pop(key)
+            return self._others[key]
+        if self._replan is None:
+            what = "eval mode" if not training else f"shapes {dict(sizes)}"
+            raise RuntimeInputError(
+                f"this ParallelModel was made from a captured program, which has no {what}; make it with "
+                "autopar.parallelize, or capture a program for it"
+            )
+        started = time.perf_counter()
+        made = self._compile(self._replan, sizes, training)
+        self._others[key] = made
+        self._announce(sizes, training, time.perf_counter() - started)
+        if len(self._others) > MAX_SHAPES:
+            del self._others[next(iter(self._others))]
+            self._warn()
+        return made
+
+    def _compile(self, replan: Replan, sizes: Sizes, training: bool) -> Compiled:
+        base = self.base
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in: modules look at it
+            program, plan = replan(sizes, training=training, held=self._held)
+        if [(i.name, i.batch_dim) for i in program.inputs] != [(i.name, i.batch_dim) for i in base.program.inputs]:
+            raise PlanError(
+                f"at shapes {dict(sizes)} another dimension looks like the batch; pass another number of sequences"
+            )
+        made = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
+        used = {n: held(n, made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
+        return replace(made, used={n: how for n, how in used.items() if not is_same(how, self._held[n])})
+
+    def _announce(self, sizes: Sizes, training: bool, seconds: float) -> None:
+        if dist.is_initialized() and dist.get_rank():
+            return
+        shapes = ", ".join(f"{name} {shape}" for name, shape in sizes.items())
+        mode = "training" if training else "eval"
+        logger.info("captured the model in %s mode for micro-batches of %s in %.1f s", mode, shapes, seconds)
+
+    def _warn(self) -> None:
+        if not self._warned and not (dist.is_initialized() and dist.get_rank()):
+            warnings.warn(
+                f"the model was captured for more than {MAX_SHAPES} shapes besides the plan's, and the oldest are "
+                "forgotten; pad batches to a few lengths (powers of two, or multiples of 128)",
+                stacklevel=2,
+            )
+        self._warned = True
+
+
+def _key(sizes: Sizes, training: bool) -> Key:
+    return training, tuple(sorted(sizes.items()))

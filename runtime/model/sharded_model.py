@@ -1,0 +1,183 @@
+"""`HeldModel`: what one rank holds of a model, under the model's own names: parameters, buffers, state."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
+from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.model import zero
+from autopar.runtime.model.compiled import Compiled, compile_program
+from autopar.runtime.model.stage import StageModule, attribute
+from autopar.runtime.model.tied_parameters import Ties
+from autopar.runtime.parameters.checkpoint_state import optimizer_state, whole_state
+from autopar.runtime.parameters.packed import by_whole, joined, with_pieces
+from autopar.runtime.parameters.placement import Held, held, make_parameter
+from autopar.runtime.parameters.relayout import held_whole
+
+
+class HeldModel(nn.Module):
+    """The stages of a model that one rank holds; all of it without a pipeline.
+
+    `source` gives whole parameters and is not kept; `buffers` gives buffers, some of them later. `base` is the program
+    compiled for the plan's shapes, `held` how each parameter of the model is held, by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        mesh: RankMesh,
+        source: Callable[[str], torch.Tensor],
+        device: torch.device,
+        streams: Streams,
+        buffers: Callable[[str], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.program, self.plan, self.rank_mesh, self.device, self.streams = program, plan, mesh, device, streams
+        self._hold_buffers(buffers)
+        self.base = compile_program(program, plan, self.buffer, mesh, streams, device)
+        self.analysis, self.types = self.base.analysis, self.base.types
+        self.held = {
+            name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
+        } | {name: held_whole(info, plan.mesh) for name, info in program.unused.items()}
+        self._stages_of = WeakKeyDictionary[Compiled, tuple[Stage, ...]]()
+        stages = self.stages_in(self.base)
+        self.ties = Ties(stages_by_parameter(program, stages), plan.degrees, mesh)
+        self.stages = nn.ModuleDict()
+        source = with_pieces(program, source)
+        for stage in stages:
+            if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
+                self.stages[str(stage.index)] = self._stage_module(stage, source)
+        self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
+
+    def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
+        zero_dims: dict[nn.Parameter, int | None] = {}
+
+        def fill(module: nn.Module, names: Mapping[str, Held]) -> None:
+            zero_dims.update(self._fill(module, names, source))
+            if not isinstance(module, StageModule):
+                zero.shard(module, zero_dims, self.plan.degrees, self.rank_mesh)
+
+        unused = tuple(self.program.unused) if stage.index == 0 else ()
+        made = StageModule(self.program, stage, self.held, fill, unused)
+        zero.shard(made, zero_dims, self.plan.degrees, self.rank_mesh, root=True)
+        return made
+
+    def stage_modules(self) -> dict[int, StageModule]:
+        """This rank's stages by number."""
+        found: dict[int, StageModule] = {}
+        for module in self.stages.values():
+            assert isinstance(module, StageModule)
+            found[module.index] = module
+        return found
+
+    def stages_in(self, compiled: Compiled) -> tuple[Stage, ...]:
+        """The pipeline stages of a compiled program; one without a pipeline."""
+        if compiled not in self._stages_of:
+            self._stages_of[compiled] = stages_of(compiled.program, compiled.plan.cuts, compiled.plan.recomputed)
+        return self._stages_of[compiled]
+
+    @property
+    def segments(self) -> list[nn.Module]:
+        """The modules that hold the parameters of single calls, in order."""
+        return self._segments
+
+    def _fill(
+        self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]
+    ) -> dict[nn.Parameter, int | None]:
+        """Register parameters on a module; returns the dimension of each that ZeRO shards."""
+        mesh, zero_dims = self.rank_mesh, dict[nn.Parameter, int | None]()
+        at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
+        for name, how in names.items():
+            info = self.program.every_parameter[name]
+            whole = source(name).to(info.dtype)
+            made = make_parameter(
+                how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
+            )
+            used = name in self.program.parameters
+            zero_dims[made] = how.storage.zero_dim(self.plan.degrees.dp_shard) if used else None
+            module.register_parameter(attribute(name), made)
+        return zero_dims
+
+    def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
+        """Every buffer that a state dict holds or that forward changes, whole; others when they are asked for."""
+        self._buffer_source = source
+        for name, info in self.program.buffers.items():
+            if info.persistent or not {name, *info.aliases}.isdisjoint(self.program.updates):
+                self.buffer(name)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer that is held, by any of its names."""
+        first, info = next((n, i) for n, i in self.program.buffers.items() if name in (n, *i.aliases))
+        if attribute(first) not in self._buffers:
+            value = self._buffer_source(first).to(info.dtype).to(self.device, copy=True)
+            self.register_buffer(attribute(first), value, persistent=info.persistent)
+        found: torch.Tensor = getattr(self, attribute(first))
+        return found
+
+    # Names: the model's own, whatever the layout.
+
+    def _owner_of(self) -> dict[str, nn.Module]:
+        """The module that holds each parameter of this rank; of several, that of the first stage."""
+        found: dict[str, nn.Module] = {}
+        for module in self.stage_modules().values():
+            found = module.owner_of() | found
+        return found
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the model's names, unused ones last; a tied parameter once, or under all its names.
+
+        An unequal packing, such as queries, keys and values of different sizes in one projection, is held in pieces
+        named after their rows: ``qkv_proj.weight[0:3072]``. `state_dict` joins them.
+        """
+        if not recurse:  # what torch asks of one module of the tree
+            yield from super().named_parameters(prefix, False, remove_duplicate)
+            return
+        owners = self._owner_of()
+        start = prefix + ("." if prefix else "")
+        for name, info in self.program.every_parameter.items():
+            if name not in owners:
+                continue  # another stage's
+            parameter: nn.Parameter = getattr(owners[name], attribute(name))
+            for alias in (name, *(() if remove_duplicate else info.aliases)):
+                yield start + alias, parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
+        parameters = dict(self.named_parameters())
+        found: dict[str, Any] = {}
+        for name, infos in by_whole(self.program):
+            if infos[0].name not in parameters:
+                continue
+            state = whole_state(infos, [parameters[info.name].detach() for info in infos], self.held)
+            found |= dict.fromkeys((name, *infos[0].aliases), state)
+        changed = stage_of_buffers(self.program, self.stages_in(self.base))
+        for first, info in self.program.buffers.items():
+            changing = {changed[n] for n in (first, *info.aliases) if n in changed}
+            if info.persistent and changing <= self.stage_modules().keys():  # another stage has the new value
+                found |= dict.fromkeys((first, *info.aliases), self.buffer(first))
+        return found
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state by parameter name, flat and sharded as `state_dict`; values load in place."""
+        return optimizer_state(self.program, dict(self.named_parameters()), optimizer, self.held)
+
+    def whole_gradients(self) -> dict[str, torch.Tensor]:
+        """Every gradient whole under the model's names, on every rank. Collective; for verification."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                found[name] = whole.reshape(self.held[name].dims.shape).clone()
+        return joined(self.program, found)

@@ -1,0 +1,174 @@
+"""`StageModule`: the parameters of one pipeline stage and how its calls run; without a pipeline there is one stage."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
+
+from autopar._torch import private
+from autopar.ir.program import CallSite, Program
+from autopar.ir.stages import Stage, owners
+from autopar.runtime.codegen.execute import BlockFunction
+from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.model.compiled import Compiled
+from autopar.runtime.parameters.placement import Held, local_value
+from autopar.runtime.parameters.relayout import converted
+from autopar.runtime.profile.timeline import range_name
+
+
+class Segment(nn.Module):
+    """The parameters of one call of a block in training, gathered while code that needs them runs."""
+
+    def __init__(self, names: Mapping[str, Held]) -> None:
+        super().__init__()
+        self.names = dict(names)
+
+    def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """`run` of this segment's parameters by name, and of the arguments."""
+        own = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
+        return run(own, *arguments)
+
+
+def attribute(name: str) -> str:
+    """A parameter's name as an attribute of the module that holds it."""
+    return name.replace(".", "__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a stage runs one micro-batch.
+
+    `functions` run the distinct blocks, `partly` one of them for some of its results only. `state` are the buffers that
+    forward changes. `when` is (step, micro-batch), `recomputed` the calls whose values backward computes again.
+    """
+
+    compiled: Compiled
+    functions: Sequence[BlockFunction]
+    partly: Callable[[int, tuple[str, ...]], BlockFunction]
+    outputs: bool
+    state: Mapping[str, torch.Tensor]
+    streams: Streams
+    when: tuple[int, int]
+    recomputed: frozenset[int] = frozenset()
+
+
+class StageModule(nn.Module):
+    """One stage: a segment for every call, and the parameters that several of its calls take.
+
+    `fill` registers parameters on a module. `unused` parameters of the model belong to the first stage.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stage: Stage,
+        held: Mapping[str, Held],
+        fill: Callable[[nn.Module, Mapping[str, Held]], None],
+        unused: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self.index, self.held = stage.index, held
+        owner_by_name = owners(program, stage.calls)
+        self.segment_of = {name: at for name, at in owner_by_name.items() if at is not None}
+        self.segments = nn.ModuleList()
+        for at in range(len(stage.calls)):
+            own = {name: held[name] for name, owner in self.segment_of.items() if owner == at}
+            segment = Segment(own)
+            fill(segment, own)
+            self.segments.append(segment)
+        shared = [name for name, at in owner_by_name.items() if at is None]
+        self.shared = {name: held[name] for name in (*shared, *unused)}
+        fill(self, self.shared)
+
+    def owner_of(self) -> dict[str, nn.Module]:
+        """The module that holds each parameter of this stage."""
+        return dict.fromkeys(self.shared, self) | {name: self.segments[at] for name, at in self.segment_of.items()}
+
+    def forward(self, what: Callable[[], tuple[Execution, Stage]], received: dict[str, Any]) -> dict[str, Any]:
+        """Run the calls of a stage of a program over named local values; returns what leaves the stage.
+
+        What is run comes as a function: FSDP2 looks for tensors in all that is in arguments, here the whole program.
+        """
+        run, stage = what()
+        compiled = run.compiled
+        program = compiled.program
+        shared = {
+            name: self._taken(compiled, name, local_value(getattr(self, attribute(name)), how))
+            for name, how in self.shared.items()
+            if name in stage.parameters
+        }
+        scope: dict[str, Any] = {**dict.fromkeys(stage.parameters), **shared, **compiled.constants(), **run.state}
+        scope |= received
+        results_of = compiled.results_of(outputs=run.outputs)
+        for index in sorted((*stage.again, *stage.calls)):
+            call = program.calls[index]
+            is_again = index in stage.again
+            arguments = [scope.get(a) if isinstance(a, str) and is_again else _bound(scope, a) for a in call.arguments]
+            values = self._function(run, index, stage)(*arguments)
+            scope.update(zip(stage.again[index] if is_again else results_of(call), values, strict=True))
+        leaving = {*stage.sends, program.loss, *(program.outputs if run.outputs else program.updates).values()}
+        return {name: scope[name] for name in leaving if name in scope and name not in shared}
+
+    def _function(self, run: Execution, index: int, stage: Stage) -> BlockFunction:
+        compiled, call = run.compiled, run.compiled.program.calls[index]
+        kept = stage.again.get(index)
+        function = run.functions[call.block] if kept is None else run.partly(call.block, _outputs(compiled, call, kept))
+        training = run.streams.training
+
+        def inner(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+            if private.is_profiling():
+                with record_function(range_name(call.path, index, stage.index, run.when[1])):
+                    return plain(own, *arguments)
+            return plain(own, *arguments)
+
+        def plain(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+            pairs = zip(call.arguments, arguments, strict=True)
+            run.streams.begin(*run.when, index, training=training)
+            filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
+            return function(*filled)
+
+        outer: Callable[..., Any] = _recomputing(inner) if index in run.recomputed else inner
+        for segment in self._segments_of(call):
+            outer = _within(segment, outer)
+        return lambda *arguments: outer({}, *arguments)
+
+    def _taken(self, compiled: Compiled, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter as a program takes it."""
+        if name not in compiled.used:
+            return value
+        return converted(value, self.held[name], compiled.used[name], compiled.mesh)
+
+    def _segments_of(self, call: CallSite) -> list[nn.Module]:
+        """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
+        found = {self.segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self.segment_of}
+        return [self.segments[at] for at in found]
+
+
+def _bound(scope: Mapping[str, Any], argument: Any) -> Any:
+    return scope[argument] if isinstance(argument, str) else argument
+
+
+def _outputs(compiled: Compiled, call: CallSite, results: Sequence[str]) -> tuple[str, ...]:
+    """The block's own names of some results of a call."""
+    pairs = zip(compiled.program.blocks[call.block].outputs, call.results, strict=True)
+    return tuple(output for output, result in pairs if result in results)
+
+
+def _recomputing(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` whose inner values the backward pass computes again. Random streams restart with every call, so that torch
+    has no state of generators to keep."""
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+
+
+def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with a segment's parameters gathered and added to those it is given."""
+
+    def outer(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        return segment(lambda more, *inner: run({**own, **more}, *inner), *arguments)
+
+    return outer

@@ -1,0 +1,101 @@
+"""ZeRO as FSDP2 settings over segments (design section 5).
+
+| stage | mechanism                                                  | volume per step, P parameters, n micro-batches |
+|-------|------------------------------------------------------------|--------------------------------------|
+| 0     | replicated, one bucketed all-reduce                        | 2P                                   |
+| 1     | keep gathered, gradient sync only on the last micro-batch  | 2P                                   |
+| 2     | keep gathered, sync every micro-batch                      | (n+1)P                               |
+| 3     | reshard after forward, regather in backward                | 3nP                                  |
+
+Parameters that several segments share (tied weights) belong to the root, which is gathered once per micro-batch: of S
+such elements stage 3 sends 2nS instead of 3nS. Pipeline schedules that split the backward pass gather parameters and
+sum gradients once a step, whatever the stage (`autopar.runtime.model.pipeline`): they hold both whole meanwhile.
+"""
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar._torch import private
+from autopar.ir.plan import Degrees
+from autopar.ir.schedules import SCHEDULES
+from autopar.runtime.distributed.mesh import RankMesh
+
+Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
+
+
+def splits_backward(degrees: Degrees) -> bool:
+    """Whether the backward pass runs in two parts, for which FSDP2 must keep a stage's parameters gathered."""
+    return degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO holds a parameter; the gradients of the others are summed once a step."""
+    return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def shard(module: nn.Module, dims: Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
+    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
+    if degrees.zero == 0 or degrees.dp == 1:
+        return
+    whole = {p for p in module.parameters() if dims.get(p, 0) is None}
+    if not root and all(p in whole for p in module.parameters()):
+        return
+    names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
+    # generated code writes nothing in place, which is what FSDP2 warns of where a segment's output is a view
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    fully_shard(
+        module,
+        mesh=mesh.device_mesh[names],
+        reshard_after_forward=degrees.zero == 3 and not root and not splits_backward(degrees),
+        shard_placement_fn=lambda p: Shard(dims[p] or 0),
+        ignored_params=whole,
+    )
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
+    module.set_force_sum_reduction_for_comms(True)  # else float32 and bfloat16 use an operator that gloo lacks
+
+
+def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
+    """Set what FSDP2 does after the next backward pass; `last` is that of the step's last micro-batch.
+
+    `set_is_last_backward` stays at its default: with False for earlier micro-batches FSDP2 keeps the order of their
+    forward passes, and at the end of the next backward prefetches a segment that nobody needs.
+    """
+    for module in _sharded(model):
+        module.set_reshard_after_backward(degrees.zero == 3 or last, recurse=False)
+        module.set_requires_gradient_sync(degrees.zero >= 2 or last, recurse=False)
+
+
+def hold_gradients(model: nn.Module) -> None:
+    """Keep parameters gathered and gradients whole after the next backward pass, until `sum_held_gradients`."""
+    for module in _sharded(model):
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False, recurse=False)
+        module.set_requires_gradient_sync(False, recurse=False)
+
+
+def sum_held_gradients(model: nn.Module) -> None:
+    """Sum and shard the gradients of several backward passes, as FSDP2 does after the last, and free the parameters."""
+    for module in _sharded(model):
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_requires_gradient_sync(True, recurse=False)
+    private.finish_fsdp_backward(model)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Shard again what a forward pass without a backward pass has gathered.
+
+    Else parameters are the gathered ones, which an optimizer does not know and which its next step does not change.
+    """
+    for module in _sharded(model):
+        module.reshard()
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,307 @@
+"""Where initial weights come from: the model itself, a state, or the model's own seeded initialisation.
+
+`parameter_source` answers one name at a time with a whole tensor, so that no more than one is ever held. A meta model
+without a state initialises itself: the tensor asked for is given real memory, everything around it stays on meta, and
+the initialisers that may touch it run, from its module up to the root, in the order in which construction runs them.
+Operators on meta tensors draw no random numbers, and the generator is seeded by (seed, first name), so a tensor's
+values depend on neither the plan nor the rank nor the order of asking. (They may differ in the last bit between kinds
+of CPU, as all of torch's random numbers do.)
+"""
+
+import contextlib
+import hashlib
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import InputError, did_you_mean
+from autopar.runtime.parameters.state_loading import Entry, Slot, State, compare, ignored_names, open_state, slots_of
+
+# what modules call their own initialiser; transformers' `init_weights` is another thing and is never called
+_INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
+_WHAT_TO_PASS = "pass a state dict or a .safetensors file, or build the model on CPU"
+
+Action = Callable[[], object]
+
+
+def parameter_source(
+    model: nn.Module, *, state: State | None = None, seed: int = 0, dtype: torch.dtype | None = None
+) -> Callable[[str], torch.Tensor]:
+    """A function from the name of a parameter or buffer (a tied one under any name) to its whole value on CPU.
+
+    With a `state`, persistent names come from it, and it is compared with the model here, before anything is loaded.
+    Otherwise a tensor that is not on meta is returned as it is, and one on meta is initialised by the model's own code
+    from `seed`. Non-persistent buffers of a meta model are always rebuilt by the module's own code. The model is left
+    as it was.
+
+    Values have the model's dtype; `dtype` overrides it for floating parameters, and for floating buffers where it is
+    wider (a rotary table keeps its precision in a bfloat16 model). A value may share memory with the model or the
+    state, and is as large as the whole: copy the shard that you keep.
+
+    Raises InputError: the state does not fit, an unknown name, or nothing initialises a tensor.
+    """
+    slots = slots_of(model)
+    entries: Mapping[str, Entry] = {}
+    if state is not None:
+        entries = open_state(state)
+        compare(slots, entries, ignored=ignored_names(model))
+    first_names = {name: slot.name for slot in slots.values() for name in slot.names}
+    initialiser = _Initialiser(model, seed)
+
+    def source(name: str) -> torch.Tensor:
+        if name not in first_names:
+            raise InputError(
+                f"the model has no parameter or buffer {name!r}; {did_you_mean(name, tuple(first_names), max_listed=5)}"
+            )
+        slot = slots[first_names[name]]
+        held = slot.tensor
+        if slot.persistent and entries:
+            value = _from_state(slot, entries)
+        elif not held.is_meta:
+            value = held.detach()
+        else:
+            value = initialiser(slot)
+        return value.to(device="cpu", dtype=_wanted_dtype(held, slot.is_parameter, dtype))
+
+    return source
+
+
+def _wanted_dtype(tensor: torch.Tensor, is_parameter: bool, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.dtype
+    widens = torch.promote_types(tensor.dtype, dtype) == dtype
+    return dtype if is_parameter or widens else tensor.dtype
+
+
+def _from_state(slot: Slot, entries: Mapping[str, Entry]) -> torch.Tensor:
+    present = [name for name in slot.names if name in entries]
+    value = entries[present[0]].load()
+    for other in present[1:]:
+        if not torch.equal(value, entries[other].load()):
+            raise InputError(
+                f"{present[0]} and {other} are one parameter in the model but hold different values in the state; "
+                "keep one of them, or untie them in the model"
+            )
+    return value
+
+
+class _Initialiser:
+    """Runs a meta model's own initialisation for one tensor at a time."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._seed = seed
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._distinct = tuple(dict.fromkeys(self._modules.values()))
+        # transformers initialises first and ties after: the value is that of the name that others are tied to
+        self._tied_to: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+
+    def __call__(self, slot: Slot) -> torch.Tensor:
+        target = next((self._tied_to[n] for n in slot.names if self._tied_to.get(n) in slot.names), slot.name)
+        path, _, attribute = target.rpartition(".")
+        chain = self._chain(path)
+        in_transformers, everything = _actions(chain)
+        # Where transformers' scheme alone writes every element, what module constructors wrote before is moot: one
+        # pass over a large tensor instead of two.
+        for actions in (in_transformers, everything):
+            value = self._run(slot, chain[0], attribute, actions) if actions else None
+            if value is not None:
+                return value
+        owner = chain[0]
+        value = self._rebuilt(slot, owner, attribute)
+        if value is not None:
+            return value
+        kind = type(owner).__name__
+        where = f"{kind} at {path!r}" if path else kind
+        raise InputError(
+            f"nothing initialises {target}, {_described(slot.tensor)} of {where}: neither _init_weights nor "
+            f"reset_parameters of the module or those around it writes all of it, nor can the module be built again "
+            f"from its own attributes; {_WHAT_TO_PASS}, or define reset_parameters() in {kind}"
+        )
+
+    def _chain(self, path: str) -> list[nn.Module]:
+        """The module at a path, then those around it, the root last."""
+        parts = path.split(".") if path else []
+        return [self._modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
+
+    def _run(self, slot: Slot, owner: nn.Module, attribute: str, actions: list[Action]) -> torch.Tensor | None:
+        """The tensor after the actions, None if they did not write all of it."""
+        held = slot.tensor
+        # NaN shows what is not written; it also survives scaling of what was there before
+        blank = float("nan") if held.is_floating_point() or held.is_complex() else 0
+        real = torch.full(held.shape, blank, dtype=held.dtype, device="cpu")
+        if slot.is_parameter:
+            real = nn.Parameter(real, requires_grad=held.requires_grad)
+            vars(real).update({k: v for k, v in vars(held).items() if k != "_is_hf_initialized"})
+        version = real._version
+        with self._restored(), self._seeded(slot.name), _initialising():
+            tensors: dict[str, Any] = owner._parameters if slot.is_parameter else owner._buffers
+            tensors[attribute] = real
+            try:
+                for action in actions:
+                    action()
+            except Exception as error:
+                raise InputError(
+                    f"initialising {slot.name} of a meta model failed in {type(owner).__name__} or a module around it: "
+                    f"{type(error).__name__}: {error}; {_WHAT_TO_PASS}"
+                ) from error
+            value: torch.Tensor | None = tensors.get(attribute)
+        if value is None or value.is_meta or value.shape != held.shape:
+            return None
+        value = value.detach()
+        if blank == 0:
+            written = value.data_ptr() != real.data_ptr() or real._version != version
+        else:
+            written = not _has_nan(value)
+        return value.to(held.dtype) if written or not value.numel() else None
+
+    def _rebuilt(self, slot: Slot, owner: nn.Module, attribute: str) -> torch.Tensor | None:
+        """What the owner's constructor computes, anew on CPU; None where its arguments cannot be told for certain."""
+        arguments = _constructor_arguments(owner)
+        if arguments is None:
+            return None
+        with self._seeded(slot.name), torch.no_grad(), torch.device("cpu"), _EmptyOnMeta():
+            try:
+                twin = type(owner)(**arguments)
+            except Exception:  # whatever a constructor raises, the buffer is not to be had this way
+                return None
+        value = (twin._parameters if slot.is_parameter else twin._buffers).get(attribute)
+        if value is None or value.is_meta or value.shape != slot.tensor.shape or _settings(twin) != _settings(owner):
+            return None
+        return value.detach().to(slot.tensor.dtype)
+
+    @contextmanager
+    def _seeded(self, name: str) -> Iterator[None]:
+        """All of a process's CPU generators, seeded by (seed, name); their states are put back."""
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+        # torch.manual_seed would seed the devices' generators too
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Put back every module's parameters and buffers, whatever an initialiser replaced."""
+        before = [(m, dict(m._parameters), dict(m._buffers)) for m in self._distinct]
+        try:
+            yield
+        finally:
+            for module, parameters, buffers in before:
+                for held, kept in ((module._parameters, parameters), (module._buffers, buffers)):
+                    if any(held.get(k) is not v for k, v in kept.items()) or len(held) != len(kept):
+                        held.clear()
+                        held.update(kept)
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    if not value.numel():
+        return False
+    # the minimum is NaN if any element is, and needs no mask of the tensor's size
+    flat = torch.view_as_real(value) if value.is_complex() else value
+    return bool(flat.min().isnan())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _actions(chain: list[nn.Module]) -> tuple[list[Action], list[Action]]:
+    """Initialisers that may write a tensor of ``chain[0]``: transformers' alone, and all, in construction's order."""
+    base = _transformers_class()
+    ours: list[Action] = []
+    everything: list[Action] = []
+    for i, module in enumerate(chain):
+        is_pretrained = base is not None and isinstance(module, base)
+        for name in () if is_pretrained else _INITIALISERS:
+            method = getattr(module, name, None)
+            if callable(method) and _num_required(method) == 0:
+                everything.append(method)
+        around = next((m for m in chain[i:] if base is not None and isinstance(m, base)), None)
+        if around is not None:
+            # each module is initialised by the innermost model that holds it, children before parents
+            action = _bound(around._init_weights, module)
+            ours.append(action)
+            everything.append(action)
+            continue
+        method = getattr(module, "_init_weights", None)
+        if callable(method) and _num_required(method) == 1:  # the `self.apply(self._init_weights)` of many models
+            everything += [_bound(method, inner) for inner in chain[: i + 1]]
+    return (ours if len(ours) < len(everything) else []), everything
+
+
+def _bound(method: Callable[..., object], module: nn.Module) -> Action:
+    return lambda: method(module)
+
+
+def _num_required(method: Callable[..., object]) -> int | None:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return sum(p.default is p.empty for p in plain)
+
+
+def _transformers_class() -> Any:
+    """transformers' model class if some code has imported it; a model of that kind implies that."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
+@contextmanager
+def _initialising() -> Iterator[None]:
+    """No autograd, CPU whatever device is the caller's default, and torch's initialisers active.
+
+    transformers replaces them by no-ops in some of its contexts; its guard puts working ones in place.
+    """
+    library = sys.modules.get("transformers.initialization")
+    guard = library.guard_torch_init_functions() if library is not None else contextlib.nullcontext()
+    with torch.no_grad(), torch.device("cpu"), guard:
+        yield
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Uninitialised tensors lie on meta: what a constructor computes is real, what it only allocates costs nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _constructor_arguments(module: nn.Module) -> dict[str, Any] | None:
+    """What a module was built with, as far as it keeps it in attributes of the same names; None if any is not kept."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(module)).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in vars(module) and parameter.kind is not parameter.POSITIONAL_ONLY:
+            found[name] = vars(module)[name]
+        elif not (name in ("device", "dtype") and parameter.default is not parameter.empty):
+            return None
+    return found
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Plain public attributes: equal for a module and its twin only if the arguments were guessed right."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and name != "training" and not name.startswith("_")
+    }

@@ -1,0 +1,90 @@
+"""Parameters that one program takes in another way than they are held.
+
+A parameter is held as the training plan says, or whole where no block of it takes the parameter. A program captured
+for another shape or mode takes most parameters so, and the others by one conversion when its code asks for them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.ir.program import ParameterInfo
+from autopar.ir.sharding import DATA, Dims, I, Mesh, R, Type, chunk
+from autopar.runtime.codegen import conversions
+from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.parameters.placement import Held, held
+from autopar.runtime.parameters.shards import padded
+
+
+def held_whole(info: ParameterInfo, mesh: Mesh) -> Held:
+    """How a parameter is held that no block takes: whole on every rank."""
+    sizes = tuple((size,) if size != 1 else () for size in info.shape)
+    types = tuple(
+        R if name == DATA and degree > 1 else I for name, degree in zip(mesh.names, mesh.degrees, strict=True)
+    )
+    return held(info.name, Dims(sizes, sizes), types, mesh)
+
+
+def is_same(one: Held, other: Held) -> bool:
+    """Whether two ways of holding a parameter are one, however its dimensions are cut into axes."""
+    kinds = [[t.kind for t in how.types] for how in (one, other)]
+    return kinds[0] == kinds[1] and ("S" not in kinds[0] or _layout(one) == _layout(other))
+
+
+def _layout(how: Held) -> tuple[object, ...]:
+    return how.shape, how.placements, how.local_shape
+
+
+def converted(value: torch.Tensor, how: Held, used: Held, mesh: RankMesh) -> torch.Tensor:
+    """The flat local value of a parameter that is held as `how`, as code that takes it as `used` wants it.
+
+    Where both split it, and not alike, it is gathered and cut again.
+    """
+    current = list(how.types)
+    tensor = [i for i, name in enumerate(mesh.spec.names) if name != DATA]
+    alike = _layout(how) == _layout(used)
+    for i in tensor:
+        if current[i].kind == "S" and not (alike and used.types[i].kind == "S"):
+            kind = I if used.types[i].kind == "I" else R
+            value = _gathered(value, how.dims, current, i, kind, mesh)
+            current[i] = kind
+    for i in tensor:
+        dim, pair = mesh.dims[mesh.spec.names[i]], (current[i].kind, used.types[i].kind)
+        if pair == ("I", "R"):
+            value = conversions.invariant_to_replicate(value, dim)
+        elif pair == ("R", "I"):
+            value = conversions.replicate_to_invariant(value, dim)
+    for i in tensor:
+        if used.types[i].kind == "S" and current[i].kind != "S":
+            value = _cut(value, used.dims, used.types, current, i, mesh)
+            current[i] = used.types[i]
+    return value.reshape(used.local_shape)
+
+
+def _gathered(
+    value: torch.Tensor, dims: Dims, types: Sequence[Type], i: int, kind: Type, mesh: RankMesh
+) -> torch.Tensor:
+    """A local value with the shard on mesh dimension `i` gathered."""
+    t, dim = types[i], mesh.dims[mesh.spec.names[i]]
+    sizes = dims.local_sizes(types, mesh.spec.degrees)
+    axis = sum(len(own) for own in sizes[: t.dim]) + t.position
+    flat = value.reshape([size for own in sizes for size in own])
+    gather = conversions.all_gather_to_replicate if kind == R else conversions.all_gather_to_invariant
+    whole = gather(flat, dim, axis).narrow(axis, 0, dims.sizes[t.dim][t.position])
+    after = [kind if j == i else other for j, other in enumerate(types)]
+    return whole.reshape(dims.local_shape(after, mesh.spec.degrees))
+
+
+def _cut(
+    value: torch.Tensor, dims: Dims, wanted: Sequence[Type], types: Sequence[Type], i: int, mesh: RankMesh
+) -> torch.Tensor:
+    """A local value cut on mesh dimension `i` as `wanted`; shards of `types` are those of `wanted` already."""
+    t, dim = wanted[i], mesh.dims[mesh.spec.names[i]]
+    sizes = dims.local_sizes(types, mesh.spec.degrees)
+    axis = sum(len(own) for own in sizes[: t.dim]) + t.position
+    flat = value.reshape([size for own in sizes for size in own])
+    part = chunk(dims.sizes[t.dim][t.position], dim.degree)
+    cut = conversions.shard_of_replicate if types[i].kind == "R" else conversions.shard_of_invariant
+    out = cut(padded(flat, axis, part * dim.degree), dim, axis)
+    after = [t if j == i else other for j, other in enumerate(types)]
+    return out.reshape(dims.local_shape(after, mesh.spec.degrees))

@@ -1,0 +1,152 @@
+"""Slices of all ranks as one document in the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
+
+A rank is a process, a track a thread. Slices of one thread must nest; what overlaps otherwise, such as collectives that
+run at once, gets a second thread of the same name. Arrows lead from a message's send to its receive.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import InputError
+from autopar.runtime.profile.timeline import COMPUTE, HOST, MESSAGES, Slice
+
+Json = dict[str, Any]
+_SLACK_US = 0.01  # what rounding may move an end by
+
+
+def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[str, Any]) -> Json:
+    """The document of all ranks, each with its name; times begin with the first slice of any."""
+    start = min((one.start_us for _, slices in ranks for one in slices), default=0.0)
+    events: list[Json] = []
+    ends: dict[tuple[Any, ...], list[Json]] = {}
+    for rank, (name, slices) in enumerate(ranks):
+        events += [_meta("process_name", rank, name=name), _meta("process_sort_index", rank, sort_index=rank)]
+        for thread, (track, own) in enumerate(lanes(slices)):
+            events.append(_meta("thread_name", rank, thread, name=track))
+            events.append(_meta("thread_sort_index", rank, thread, sort_index=thread))
+            for one in own:
+                at, duration = round(one.start_us - start, 3), round(one.duration_us, 3)
+                where = {"pid": rank, "tid": thread, "ts": at}
+                events.append(
+                    {"ph": "X", "name": one.name, "cat": one.track, "dur": duration, "args": dict(one.details), **where}
+                )
+                if one.track == MESSAGES:
+                    ends.setdefault(_message(name, one), []).append(where | {"sends": "SEND" in one.name})
+    events += _arrows(ends)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+
+
+def lanes(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
+    """Slices by track, in the order in which tracks are shown; a track in as many parts as it takes for all to nest."""
+    found: list[tuple[str, list[Slice], list[float]]] = []  # track, slices, ends of those that are open
+    for one in sorted(slices, key=lambda s: (_order(s.track), s.start_us, -s.duration_us)):
+        for lane in found:
+            open_ends = lane[2]
+            while open_ends and open_ends[-1] <= one.start_us + _SLACK_US:
+                open_ends.pop()
+            if lane[0] == one.track and (not open_ends or one.end_us <= open_ends[-1] + _SLACK_US):
+                break
+        else:
+            lane = (one.track, [], [])
+            found.append(lane)
+        end = min([one.end_us, *lane[2][-1:]])
+        lane[1].append(replace(one, duration_us=end - one.start_us))
+        lane[2].append(end)
+    return [(track, own) for track, own, _ in found]
+
+
+def _order(track: str) -> tuple[int, str]:
+    return ({COMPUTE: 0, HOST: 3, MESSAGES: 2}.get(track, 1), track)
+
+
+def _message(rank_name: str, one: Slice) -> tuple[Any, ...]:
+    """What a send and its receive have in common: both stages, pass and micro-batch, and the coordinates but pp's."""
+    others = tuple(part for part in _coordinates(rank_name) if part[0] != "pp")
+    details = one.details
+    return (details["from_stage"], details["to_stage"], details["micro_batch"], others)
+
+
+def _coordinates(rank_name: str) -> list[tuple[str, str]]:
+    words = rank_name.partition(": ")[2].split()
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def _arrows(ends: Mapping[tuple[Any, ...], Sequence[Json]]) -> list[Json]:
+    found: list[Json] = []
+    for number, both in enumerate(ends.values()):
+        sends = [one for one in both if one["sends"]]
+        receives = [one for one in both if not one["sends"]]
+        if len(sends) == len(receives) == 1:
+            for phase, one in (("s", sends[0]), ("f", receives[0])):
+                where = {key: one[key] for key in ("pid", "tid", "ts")}
+                found.append({"ph": phase, "id": number, "name": "message", "cat": MESSAGES, "bp": "e", **where})
+    return found
+
+
+def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> Json:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackTime:
+    """How many slices a track of a rank has, for how long at least one of them runs, and from when to when."""
+
+    rank: str
+    track: str
+    num_slices: int
+    busy_us: float
+    start_us: float
+    end_us: float
+
+
+def track_times(document: Mapping[str, Any]) -> list[TrackTime]:
+    """What is on the tracks of a trace."""
+    names: dict[tuple[str, int], str] = {}
+    slices: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for event in document["traceEvents"]:
+        if event["ph"] == "M" and event["name"] == "process_name":
+            names["process", event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            span = (event["ts"], event["ts"] + event["dur"])
+            slices.setdefault((event["pid"], event["cat"]), []).append(span)
+    found = []
+    for (pid, track), spans in slices.items():
+        busy, until = 0.0, float("-inf")
+        for start, end in sorted(spans):
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        found.append(
+            TrackTime(
+                rank=names["process", pid],
+                track=track,
+                num_slices=len(spans),
+                busy_us=busy,
+                start_us=min(start for start, _ in spans),
+                end_us=until,
+            )
+        )
+    return found
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise `InputError` where a file cannot be written, before ranks work for it."""
+    target = Path(path)
+    if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
+        raise InputError(f"{target} cannot be written: name a file in a folder that exists and that you may write to")
+
+
+def write_whole(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+    """Write a document as JSON, whole or not at all. Raises `InputError` where it cannot be written."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+        partial.replace(target)
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)

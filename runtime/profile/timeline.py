@@ -1,0 +1,320 @@
+"""One rank's step as slices on tracks, from what torch's profiler recorded. Pure: no process group, no profiler.
+
+    compute              passes of stages (``0F1``: stage 0, forward, micro-batch 1, as torch prints actions), and in
+                         them the calls of blocks by module path
+    <mesh dimension>     its collectives: kind and bytes
+    point-to-point       messages between stages
+    host                 with a GPU only: what the host did to launch the compute
+
+A block's backward pass has no range of its own in the profile. Autograd numbers the nodes that forward makes, and the
+profiler shows these numbers forward and backward: what was numbered inside a block's forward range is that block's.
+
+With a GPU, slices are the spans of the kernels that were launched inside a host range, and collectives are NCCL's
+kernels, which name their process group. On the host, the profile does not say which group a collective belongs to;
+`Sent` does, written down in the same order in a step before (`autopar.runtime.distributed.collective_log`).
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.runtime.distributed.collective_log import Sent, kind_of
+
+COMPUTE, HOST, MESSAGES, UNKNOWN = "compute", "host", "point-to-point", "collectives"
+MICROSECONDS = 1e-3  # of a nanosecond
+_RANGE = re.compile(
+    r"block (?P<path>.*) \(call (?P<call>\d+), stage (?P<stage>\d+), micro-batch (?P<micro_batch>\d+)\)"
+)
+_ACTION = re.compile(r"PP:(?P<stage>\d+)(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|[FBIW])(?P<micro_batch>\d+)")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_BACKWARD = "autograd::engine::evaluate_function"
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Something that took time; start and duration in microseconds."""
+
+    track: str
+    name: str
+    start_us: float
+    duration_us: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the profile of a rank does not say: tracks of process groups by name, micro-batches of one run of the
+    schedule, and the time since 1970 from which slices of all ranks are counted."""
+
+    tracks: Mapping[str, str]
+    micro_batches: int
+    origin_ns: int = 0
+
+
+def range_name(path: str, call: int, stage: int, micro_batch: int) -> str:
+    """The profiler's range around one call of a block."""
+    return f"block {path} (call {call}, stage {stage}, micro-batch {micro_batch})"
+
+
+def slices_of(document: Mapping[str, Any], sent: Sequence[Sent], setting: Setting) -> list[Slice]:
+    """The slices of one rank's profile, as `torch.profiler.profile.export_chrome_trace` writes it.
+
+    Times are microseconds of the rank's own clock since `setting.origin_ns`.
+    """
+    events = sorted((e for e in document["traceEvents"] if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
+    base_us = (int(document.get("baseTimeNanoseconds", 0)) - setting.origin_ns) * MICROSECONDS
+    device = _Device(events)
+    actions = _actions(events, setting.micro_batches)
+    found = [*actions, *_blocks(events, actions)]
+    if not any(one.name[:1].isdigit() for one in actions):
+        found += _passes(found)
+    calls = _communication(events, sent)
+    messages = [_described(one, calls) for one in found if one.track == MESSAGES]
+    compute = [one for one in found if one.track == COMPUTE]
+    collectives = _collectives(calls, events, setting.tracks)
+    if device.is_there:
+        hosted = [replace(one, track=HOST) for one in compute]
+        compute = [*hosted, *(span for one in compute for span in device.span(one))]
+        messages = [span for one in messages for span in device.messages(one)]
+        collectives = device.collectives(setting.tracks) or collectives
+    else:
+        messages = [_received(one, events) for one in messages]
+    return [replace(one, start_us=one.start_us + base_us) for one in (*compute, *collectives, *messages)]
+
+
+def _slice(track: str, name: str, event: Event, **details: Any) -> Slice:
+    return Slice(track=track, name=name, start_us=float(event["ts"]), duration_us=float(event["dur"]), details=details)
+
+
+def _actions(events: Iterable[Event], micro_batches: int) -> list[Slice]:
+    """The passes and messages that torch's pipeline ran; a schedule that runs again goes on counting micro-batches."""
+    found, times = [], dict[str, int]()
+    for event in events:
+        match = _ACTION.fullmatch(event["name"]) if event.get("cat") == "user_annotation" else None
+        if match is None:
+            continue
+        run = times.get(event["name"], 0)
+        times[event["name"]] = run + 1
+        stage, kind, index = int(match["stage"]), match["kind"], int(match["micro_batch"]) + run * micro_batches
+        track = COMPUTE if len(kind) == 1 else MESSAGES
+        details = {"pass": kind[-1], "stage": stage, "micro_batch": index}
+        found.append(_slice(track, f"{stage}{kind}{index}", event, **details))
+    return found
+
+
+def _blocks(events: Sequence[Event], actions: Sequence[Slice]) -> list[Slice]:
+    """Calls of blocks: forward and recomputed ones as they were marked, backward ones by the numbers of autograd."""
+    forward, again, seen = list[tuple[Slice, Any]](), list[tuple[Slice, Any]](), set[tuple[str, ...]]()
+    for event in events:
+        match = _RANGE.fullmatch(event["name"]) if event.get("cat") == "user_annotation" else None
+        if match is None:
+            continue
+        details = {"stage": int(match["stage"]), "micro_batch": int(match["micro_batch"]), "call": int(match["call"])}
+        kind = "recompute" if match.groups() in seen else "F"
+        one = _slice(COMPUTE, match["path"], event, **{"pass": kind}, **details)
+        (again if match.groups() in seen else forward).append((one, event["tid"]))
+        seen.add(match.groups())
+    spans: dict[tuple[int, int], list[float]] = {}
+    passes = [one for one in actions if one.track == COMPUTE]
+    owner_of = _numbers(events, forward)
+    for event in events:
+        if event["name"].startswith(_BACKWARD):
+            owner = owner_of(event.get("args", {}).get("Sequence number"))
+            if owner is not None:
+                start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+                inside = next((k for k, one in enumerate(passes) if one.start_us <= start <= one.end_us), -1)
+                span = spans.setdefault((owner, inside), [start, end])
+                span[1] = max(span[1], end)
+    backward = []
+    for (owner, inside), (start, end) in spans.items():
+        one, kind = forward[owner][0], passes[inside].details["pass"] if inside >= 0 else "B"
+        details = dict(one.details) | {"pass": kind}
+        backward.append(replace(one, start_us=start, duration_us=end - start, details=details))
+    return [*(one for one, _ in forward), *(one for one, _ in again), *backward]
+
+
+def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> Callable[[int | None], int | None]:
+    """From the number of an autograd node to the index of the forward range in which it was made.
+
+    An operator shows the number that the next node will get; so a range has those from what its first operator shows
+    up to what the first operator after it does.
+    """
+    starts: dict[Any, tuple[list[float], list[int]]] = {}
+    for event in events:
+        number = event.get("args", {}).get("Sequence number")
+        if number is not None and not event["args"].get("Fwd thread id"):
+            times, numbers = starts.setdefault(event["tid"], ([], []))
+            times.append(float(event["ts"]))
+            numbers.append(int(number))
+    firsts: list[tuple[int, int, int]] = []  # first number, the one after the last, index of the range
+    for index, (one, tid) in enumerate(forward):
+        times, numbers = starts.get(tid, ([], []))
+        at, after = bisect_left(times, one.start_us), bisect_left(times, one.end_us)
+        if at < after:
+            firsts.append((numbers[at], numbers[after] if after < len(numbers) else numbers[-1] + 1, index))
+    firsts.sort()
+    bounds = [first for first, _, _ in firsts]
+
+    def owner(number: int | None) -> int | None:
+        at = bisect_right(bounds, number) - 1 if number is not None else -1
+        return firsts[at][2] if at >= 0 and number is not None and number < firsts[at][1] else None
+
+    return owner
+
+
+def _passes(blocks: Sequence[Slice]) -> list[Slice]:
+    """Without a pipeline's own ranges: from the first to the last block of a pass of a micro-batch."""
+    groups: dict[tuple[int, str, int], list[Slice]] = {}
+    for one in blocks:
+        kind = "B" if one.details["pass"] == "recompute" else one.details["pass"]
+        groups.setdefault((one.details["stage"], kind, one.details["micro_batch"]), []).append(one)
+    found = []
+    for (stage, kind, index), own in groups.items():
+        start, end = min(one.start_us for one in own), max(one.end_us for one in own)
+        details = {"pass": kind, "stage": stage, "micro_batch": index}
+        name = f"{stage}{kind}{index}"
+        found.append(Slice(track=COMPUTE, name=name, start_us=start, duration_us=end - start, details=details))
+    return found
+
+
+def _communication(events: Sequence[Event], sent: Sequence[Sent]) -> list[tuple[Event, Sent | None]]:
+    """The calls of the profile, each with what was written down of it: in the same order, or of none."""
+    calls = outermost(events)
+    agree = [str(e["name"]) for e in calls] == [one.operator for one in sent]
+    return list(zip(calls, sent, strict=True)) if agree else [(event, None) for event in calls]
+
+
+def _collectives(
+    calls: Sequence[tuple[Event, Sent | None]], events: Sequence[Event], tracks: Mapping[str, str]
+) -> list[Slice]:
+    """Collectives on the host: gloo's own events, where there are any, say from when to when it worked on one; else one
+    is as long as its call."""
+    works = [e for e in events if str(e["name"]).startswith("gloo:")]
+    found = []
+    for event, own in calls:
+        kind = kind_of(event["name"])
+        if kind is None or (own is not None and own.num_ranks == 1):
+            continue
+        work = _work_of(event, kind, works)
+        track = UNKNOWN if own is None or own.group is None else tracks.get(own.group, UNKNOWN)
+        details: dict[str, Any] = {}
+        if own is not None:
+            details = {"input_bytes": own.input_bytes, "output_bytes": own.output_bytes, "ranks": own.num_ranks}
+        found.append(_slice(track, kind, event if work is None else work, **details))
+    return found
+
+
+def outermost(events: Sequence[Event]) -> list[Event]:
+    """The calls of communicating operators, by time, without those inside another one."""
+    found: list[Event] = []
+    until: dict[Any, float] = {}
+    for event in events:
+        name = str(event["name"])
+        ours = name.startswith(("_c10d_functional::", "c10d::")) and "wait_tensor" not in name
+        if ours and event.get("cat") == "cpu_op" and float(event["ts"]) >= until.get(event["tid"], 0.0):
+            found.append(event)
+            until[event["tid"]] = float(event["ts"]) + float(event["dur"])
+    return found
+
+
+def _work_of(event: Event, kind: str, works: list[Event]) -> Event | None:
+    """gloo's own event of a call: the first that starts after it, is of its kind, and has not been taken."""
+    names = ("gloo:all_reduce", "gloo:reduce_scatter") if kind == "reduce-scatter" else (_gloo_name(kind),)
+    for index, work in enumerate(works):
+        if float(work["ts"]) >= float(event["ts"]) and str(work["name"]).startswith(names):
+            return works.pop(index)
+    return None
+
+
+def _gloo_name(kind: str) -> str:
+    return "gloo:" + kind.replace("-", "_")
+
+
+def _received(message: Slice, events: Sequence[Event]) -> Slice:
+    """A receive on the host lasts from when it was posted until the data is there; a send, as long as its call."""
+    if "RECV" not in message.name:
+        return message
+    ends = [
+        float(e["ts"]) + float(e["dur"])
+        for e in events
+        if e["name"] == "gloo:recv" and message.start_us <= float(e["ts"]) <= message.end_us
+    ]
+    return replace(message, duration_us=max((*ends, message.end_us)) - message.start_us)
+
+
+def _described(message: Slice, calls: Sequence[tuple[Event, Sent | None]]) -> Slice:
+    """A message as it runs on the host, with its two stages and its bytes."""
+    stage, is_sent = message.details["stage"], "SEND" in message.name
+    other = stage + (1 if (message.details["pass"] == "F") == is_sent else -1)
+    source, target = (stage, other) if is_sent else (other, stage)
+    own = [one for event, one in calls if message.start_us <= float(event["ts"]) <= message.end_us]
+    details = dict(message.details) | {"from_stage": source, "to_stage": target}
+    if own and None not in own:
+        details["bytes"] = sum(one.input_bytes for one in own if one is not None)
+    return replace(message, details=details)
+
+
+class _Device:
+    """Kernels of a GPU by the time at which the host launched them."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        launched = {
+            e["args"]["correlation"]: float(e["ts"])
+            for e in events
+            if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})
+        }
+        pairs = [
+            (launched[e["args"]["correlation"]], e)
+            for e in events
+            if e.get("cat") in _ON_DEVICE and e.get("args", {}).get("correlation") in launched
+        ]
+        pairs.sort(key=lambda pair: pair[0])
+        self.kernels = [e for _, e in pairs]
+        self.launched = [at for at, _ in pairs]
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.kernels)
+
+    def _inside(self, host: Slice) -> list[Event]:
+        return self.kernels[bisect_left(self.launched, host.start_us) : bisect_right(self.launched, host.end_us)]
+
+    def span(self, host: Slice) -> list[Slice]:
+        """From the first to the last kernel that a range of the host launched, its communication left out."""
+        return _span(host, [e for e in self._inside(host) if not _is_nccl(e)])
+
+    def messages(self, host: Slice) -> list[Slice]:
+        return _span(host, [e for e in self._inside(host) if _is_nccl(e)]) or [host]
+
+    def collectives(self, tracks: Mapping[str, str]) -> list[Slice]:
+        """NCCL's kernels but messages; they name their process group."""
+        found = []
+        for event in self.kernels:
+            arguments = event["args"]
+            kind = kind_of(f"c10d::{arguments.get('Collective name', '')}") if _is_nccl(event) else None
+            if kind is not None:
+                track = tracks.get(str(arguments.get("Process Group Name")), UNKNOWN)
+                names = {"In msg nelems": "input_elements", "Out msg nelems": "output_elements", "dtype": "dtype"}
+                details = {ours: arguments[theirs] for theirs, ours in names.items() if theirs in arguments}
+                found.append(_slice(track, kind, event, ranks=arguments.get("Group size"), **details))
+        return found
+
+
+def _is_nccl(event: Event) -> bool:
+    return str(event["name"]).startswith(("nccl", "rccl"))
+
+
+def _span(host: Slice, kernels: Sequence[Event]) -> list[Slice]:
+    if not kernels:
+        return []
+    start = min(float(e["ts"]) for e in kernels)
+    end = max(float(e["ts"]) + float(e["dur"]) for e in kernels)
+    return [replace(host, start_us=start, duration_us=end - start)]

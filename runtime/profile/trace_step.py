@@ -1,0 +1,123 @@
+"""One profiled step of all ranks, written by rank 0 as one trace. Collective.
+
+Three steps run: the first warms up, what the second sends is written down
+(`autopar.runtime.distributed.collective_log`), and the third runs under torch's profiler alone. Every rank makes its
+slices of its own profile (`autopar.runtime.profile.timeline`) and rank 0 gathers them as JSON.
+
+Slices carry the clock of their rank's host. Ranks of one host share it; between hosts slices are as far off as the
+clocks are.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from autopar._torch import private
+from autopar.errors import InputError
+from autopar.ir.plan import Degrees
+from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
+from autopar.runtime.distributed.collective_log import written_down
+from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.profile.chrome_trace import check_writable, chrome_trace, write_whole
+from autopar.runtime.profile.timeline import Setting, Slice, slices_of
+
+ALL_RANKS = "all ranks"
+
+
+def trace_step(
+    path: str | os.PathLike[str],
+    step: Callable[[], object],
+    mesh: RankMesh,
+    degrees: Degrees,
+    device: torch.device,
+    *,
+    sizes: Mapping[str, int | None],
+) -> None:
+    """Run a step three times and write the trace of the last. Collective; raises `InputError` on all ranks where the
+    file cannot be written. `sizes` of what runs are kept in the file, for who compares it with a prediction."""
+    _on_first_rank(lambda: check_writable(path))
+    step()  # the first of a pipeline opens connections
+    with written_down() as sent:
+        step()
+    origin_ns = int(broadcast_text(str(time.time_ns())))
+    document = _profiled(step, device)
+    groups = {one.group for one in sent if one.group is not None}
+    setting = Setting(tracks=tracks_of(mesh, groups), micro_batches=degrees.micro_batches, origin_ns=origin_ns)
+    slices = slices_of(document, sent, setting)
+    name = rank_name(dist.get_rank(), degrees)
+    texts = gather_texts(json.dumps([name, [asdict(one) for one in slices]]))
+    about = {
+        "schedule": degrees.schedule if degrees.pp > 1 else "",
+        "world_size": dist.get_world_size(),
+        "degrees": asdict(degrees),
+        **sizes,
+        "backend": dist.get_backend(),
+        "torch": torch.__version__,
+        "clocks": "each rank's slices carry the clock of its host",
+    }
+
+    def write() -> None:
+        ranks = [(named, [Slice(**one) for one in own]) for named, own in map(json.loads, texts)]
+        write_whole(path, chrome_trace(ranks, about))
+
+    _on_first_rank(write)
+
+
+def _profiled(step: Callable[[], object], device: torch.device) -> Any:
+    """What the profiler writes of a step, which all ranks begin together."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    dist.barrier()
+    with profile(activities=activities) as recorded:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory(prefix="autopar-trace-") as folder:
+        file = Path(folder) / "rank.json"
+        recorded.export_chrome_trace(str(file))
+        return json.loads(file.read_text())
+
+
+def _on_first_rank(action: Callable[[], None]) -> None:
+    """Run something on rank 0; its `InputError` is raised on all ranks. Collective."""
+    error_text = ""
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except InputError as error:
+            error_text = str(error)
+    error_text = broadcast_text(error_text)
+    if error_text:
+        raise InputError(error_text)
+
+
+def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
+    """The track of each process group that a step uses, by the group's name: its mesh dimension.
+
+    Groups of some stages, over which tied parameters are summed, count as pp; those of all ranks are for what ranks
+    agree on before a step.
+    """
+    replicate, shard = mesh.device_mesh["dp_replicate"], mesh.device_mesh["dp_shard"]
+    both = replicate.size() > 1
+    found = {str(replicate.get_group().group_name): "dp_replicate" if both else "dp"}
+    found[str(shard.get_group().group_name)] = "dp_shard" if both else "dp"
+    found |= {dim.group_name: name for name, dim in mesh.dims.items()}
+    if mesh.pipeline is not None:
+        found[mesh.pipeline.group_name] = "pp"
+    for name in groups:
+        every = private.size_of_group(name) == dist.get_world_size()
+        found.setdefault(name, ALL_RANKS if every else "pp")
+    return found
+
+
+def rank_name(rank: int, degrees: Degrees) -> str:
+    """A rank with its coordinates: ``rank 3: pp 1 dp 0 tp 1``."""
+    return f"rank {rank}: " + " ".join(f"{name} {degrees.coordinate(name, rank)}" for name in ("pp", "dp", "tp"))

@@ -1,0 +1,105 @@
+"""One-process equivalence: all ranks of a generated program in this process, forward and backward, float64.
+
+No process is started, so every rule, block, mesh and odd degree can be checked in seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar._torch import private
+from autopar.capture.analysis import Analysis
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import CallSite, Program
+from autopar.ir.sharding import Mesh
+from autopar.ir.storage import boundary_types
+from autopar.runtime.codegen.execute import BlockFunction, constant_values, graph_module, run_calls
+from autopar.runtime.codegen.generate import Generated, generate
+from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.distributed.mesh import RankMesh, make_mesh
+from autopar.runtime.parameters.shards import assemble, parts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome:
+    """Loss, gradients, outputs and new values of buffers made whole, and the largest difference among equal copies."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    updates: Mapping[str, torch.Tensor]
+    disagreement: float
+
+
+def attributes(generated: Generated, ranks: RankMesh, streams: Streams) -> dict[str, Any]:
+    """What a generated graph reads from its module: mesh dimensions and random streams."""
+    dims: dict[str, Any] = {name: ranks.dims[name] for name in generated.mesh_dims}
+    return dims | {name: streams.of(names) for name, names in generated.streams.items()}
+
+
+def generate_all(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any
+) -> list[Generated]:
+    return [generate(analysis, block, i, labels[i], mesh, **options) for i, block in enumerate(program.blocks)]
+
+
+def run_in_one_process(
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    generated: Sequence[Generated] | None = None,
+    **options: Any,
+) -> Outcome:
+    """Run loss and backward of the generated program on `mesh.size` ranks in this process.
+
+    `generated` are the blocks to run instead of generating them with `options`.
+    """
+    types = boundary_types(program, labels)
+    state = {name: buffers[name] for name in program.updates}
+    whole = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, "cpu")}
+    blocks = generated or generate_all(program, analysis, labels, mesh, **options)
+    with private.one_process_ranks(mesh.size):
+        ranks = make_mesh(mesh)
+        streams = Streams(ranks.dims, seed=0, device=torch.device("cpu"))
+        modules = [graph_module(g.graph, "Generated", attributes(g, ranks, streams)) for g in blocks]
+        values: dict[str, Any] = {}
+        for name, kinds in types.items():
+            if name in whole:
+                held = parts(whole[name].detach(), analysis.outer[name], kinds, mesh)
+                values[name] = private.from_ranks(held)
+                if name in parameters and whole[name].is_floating_point():
+                    values[name].requires_grad_()
+
+        def function_of(index: int, call: CallSite) -> BlockFunction:
+            streams.begin(0, 0, index)
+            return modules[call.block]
+
+        run_calls(program.calls, function_of, values, lambda call: call.results)
+        values[program.loss].backward()
+        grads = {n: values[n].grad for n in parameters if n in values and values[n].grad is not None}
+    worst = 0.0
+    gradients: dict[str, torch.Tensor] = {}
+    for name, grad in grads.items():
+        held = private.to_ranks(grad, mesh.size)
+        gradients[name], apart = assemble(held, analysis.outer[name], types[name], mesh, cotangent=True)
+        worst = max(worst, apart)
+
+    def made_whole(name: str) -> torch.Tensor:
+        nonlocal worst
+        if name in whole:  # a constant
+            return whole[name]
+        held = [t.detach() for t in private.to_ranks(values[name], mesh.size)]
+        tensor, apart = assemble(held, analysis.outer[name], types[name], mesh)
+        worst = max(worst, apart)
+        return tensor
+
+    outputs = {key: made_whole(name) for key, name in {**program.outputs, "loss": program.loss}.items()}
+    updates = {buffer: made_whole(name) for buffer, name in program.updates.items()}
+    return Outcome(loss=outputs.pop("loss"), gradients=gradients, outputs=outputs, updates=updates, disagreement=worst)

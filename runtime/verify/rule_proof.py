@@ -1,0 +1,359 @@
+"""Prove a rule on one call: run the operator whole and in shards, and compare outputs and gradients.
+
+What a type means is all that is assumed. An operand S is this rank's part of an axis and its gradient is that part;
+R is the same on all ranks and its gradient is the sum over them; P is a sum over ranks and each rank's gradient is
+the whole one. An output S is put together from parts and its cotangent is cut likewise, P is summed and every rank
+has the whole cotangent, I is the same on all ranks.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, count
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.errors import RuleError, VerificationError
+from autopar.ir.sharding import Dims, Type, chunk
+from autopar.lowering.local_graph import REWRITES
+from autopar.rules.families.random import is_random
+from autopar.rules.registry import operator_of, rule_for
+from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
+from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+DEGREES = (2, 3)
+NUM_PAIRS = 6  # of splits on two mesh dimensions, per binding
+Sizes = list[list[int]]
+Proved = frozenset[tuple[str, int]]
+
+
+class Disproved(VerificationError):
+    """Raised when sharded and whole results differ; names the operator, the split and the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What was proved of an operator's rule: `splits` counts splits per factor, `whole` factors are never split.
+
+    `backward` says whether gradients were compared: not where no operand's gradient is defined.
+    """
+
+    operator: str
+    splits: dict[str, int]
+    whole: tuple[str, ...]
+    backward: bool
+
+    def __str__(self) -> str:
+        split = ", ".join(f"{factor} ({n})" for factor, n in self.splits.items())
+        whole = f"; whole: {', '.join(self.whole)}" if self.whole else ""
+        return f"{self.operator}: proved {split}{whole}; {'gradients too' if self.backward else 'forward only'}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call with real tensors in slot order."""
+
+    call: Call
+    tensors: tuple[torch.Tensor, ...]
+
+
+def prove_rule(target: Any, samples: Sequence[Any], *, seed: int = 0) -> Proof:
+    """Prove the rule of an operator on sample calls: run whole and in shards, forward and backward, and compare.
+
+    A sample is a tuple of positional arguments, or a pair of such a tuple and a dict of keywords; its tensors are
+    real, on one device, best in float64 (1e-9; 1e-4 in float32). Every factor that the rule lets be split must be split
+    by some sample, over 2 and 3 ranks, alone and with another one, as a single axis and as a product of two. Where a
+    degree does not divide an axis the parts are uneven: shards then hold padding, zero in parameters and anything in
+    other operands, that must not reach what is not padding.
+
+    Raises `RuleError` where the operator has no rule or a sample does not fit it, and `VerificationError` where shards
+    compute something else, or where no sample splits a factor.
+    """
+    overload = operator_of(target)
+    rng = random.Random(seed)
+    splits: dict[str, int] = {}
+    whole: set[str] = set()
+    backward = False
+    if not samples:
+        raise RuleError(f"{overload}: nothing to prove the rule with; pass samples=[(tensor, ...), ...]")
+    for arguments in samples:
+        pair = len(arguments) == 2 and isinstance(arguments[0], tuple) and isinstance(arguments[1], dict)
+        args, kwargs = arguments if pair else (arguments, {})
+        sample = sample_of(overload, args, kwargs)
+        rule = rule_for(sample.call)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            proved = prove(sample, rule, rng)
+        whole |= rule.whole
+        for factor in rule.sizes:
+            if factor not in rule.whole:
+                splits[factor] = splits.get(factor, 0) + sum(name == factor for name, _ in proved)
+        backward = backward or _has_gradient(sample)
+    missing = [factor for factor, n in splits.items() if not n]
+    if missing:
+        raise VerificationError(
+            f"{overload}: no sample splits {', '.join(missing)}; pass one in which that size is a multiple of 2 or 3, "
+            "or register it as whole"
+        )
+    return Proof(operator=str(overload), splits=splits, whole=tuple(sorted(whole)), backward=backward)
+
+
+def _has_gradient(sample: Sample) -> bool:
+    call = sample.call
+    leaves = [_leaf(t, info.differentiable) for t, info in zip(sample.tensors, call.operands, strict=True)]
+    return run_steps((Step(call.target, call.args, call.kwargs),), leaves).requires_grad
+
+
+def sample_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sample:
+    """The `Call` of real arguments, as an analysis would build it."""
+    tensors: list[torch.Tensor] = []
+
+    def slot(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return Slot(len(tensors) - 1)
+        return [slot(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    slotted = tuple(slot(a) for a in args)
+    named = {k: slot(v) for k, v in kwargs.items()}
+    with torch.no_grad():
+        output = target(*args, **kwargs)
+    infos = tuple(_info(t) for t in tensors)
+    return Sample(Call(target, slotted, named, infos, _info(output)), tuple(tensors))
+
+
+def _info(tensor: torch.Tensor) -> TensorInfo:
+    differentiable = tensor.dtype.is_floating_point and not hasattr(tensor, "is_constant")
+    return TensorInfo(tuple(tensor.shape), tensor.dtype, differentiable)
+
+
+def bind(rule: Rule, rng: random.Random | None) -> Bound:
+    """Give every factor its axes: one, or with `rng` two where its size is composite and the draw says so."""
+    fresh = count()
+    factors = {f: tuple((next(fresh), size) for size in (_axes(n, rng) if rng else [n])) for f, n in rule.sizes.items()}
+
+    def dims(spec: Sequence[Dim]) -> Dims:
+        atoms = [[atom for f in dim for atom in factors[f]] for dim in spec]
+        return Dims(tuple(tuple(s for _, s in dim) for dim in atoms), tuple(tuple(a for a, _ in dim) for dim in atoms))
+
+    zero_padded = frozenset(() if rng is None or not rule.inputs else {rng.randrange(len(rule.inputs))})
+    return Bound(rule, factors, tuple(dims(spec) for spec in rule.inputs), dims(rule.output), zero_padded)
+
+
+def _axes(size: int, rng: random.Random) -> list[int]:
+    divisors = [d for d in range(2, size) if size % d == 0]
+    if not divisors or rng.random() < 0.2:
+        return [size]
+    outer = rng.choice(divisors)
+    return [outer, size // outer]
+
+
+def prove(sample: Sample, rule: Rule, rng: random.Random) -> Proved:
+    """Prove every variant of a rule for one call; the factors and axes split. Raises `Disproved`.
+
+    Factors are bound to one axis each, then to products of two, of which the inner one is split as well.
+    """
+    proved: set[tuple[str, int]] = set()
+    single = bind(rule, None)
+    products = bind(rule, rng)
+    run_variants(sample, single, [], [])
+    for bound in (single, products) if products.factors != single.factors else (single,):
+        partial = [v for v in whole_variants(bound) if v.label.startswith("P:")]
+        for variant in partial:
+            run_variants(sample, bound, [variant], [2])
+        for degree in DEGREES:
+            for variant in split_variants(bound, degree):
+                if rewrites_fit(bound, [variant], [degree]) and run_variants(sample, bound, [variant], [degree]):
+                    proved.add((variant.factor, variant.axis))
+        for variants, degrees in _pairs(bound, partial, rng):
+            run_variants(sample, bound, variants, degrees)
+    return frozenset(proved)
+
+
+def _pairs(
+    bound: Bound, partial: Sequence[Variant], rng: random.Random
+) -> Iterator[tuple[tuple[Variant, ...], list[int]]]:
+    """Variants for two mesh dimensions at once, which never split the same axis, nor rewrite one factor twice."""
+    ways = [(v, degree) for degree in DEGREES for v in split_variants(bound, degree)] + [(v, 2) for v in partial]
+    pairs = [
+        pair
+        for pair in combinations(ways, 2)
+        if (not pair[0][0].factor or (pair[0][0].factor, pair[0][0].axis) != (pair[1][0].factor, pair[1][0].axis))
+        and rewrites_fit(bound, [v for v, _ in pair], [degree for _, degree in pair])
+    ]
+    for pair in rng.sample(pairs, min(NUM_PAIRS, len(pairs))):
+        chosen = list(pair)
+        rng.shuffle(chosen)
+        yield tuple(v for v, _ in chosen), [degree for _, degree in chosen]
+
+
+def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degrees: Sequence[int]) -> bool:
+    """Prove one variant per mesh dimension together; False where a runtime function is emitted."""
+    call, rule = sample.call, bound.rule
+    split: dict[str, tuple[tuple[str, int], ...]] = {}
+    for m, (variant, degree) in enumerate(zip(variants, degrees, strict=True)):
+        if variant.factor:
+            split[variant.factor] = (*split.get(variant.factor, ()), (f"m{m}", degree))
+    types = [[variant.operands[k] for variant in variants] for k in range(len(call.operands))]
+    out_types = [variant.output for variant in variants]
+    local = Local(
+        tuple(bound.operands[k].local_shape(types[k], degrees) for k in range(len(call.operands))),
+        bound.output.local_shape(out_types, degrees),
+        split,
+    )
+    steps = rule.emit(call, local) if rule.emit else (Step(call.target, call.args, call.kwargs),)
+    named = {step.target for step in steps if isinstance(step.target, str)}
+    if named:
+        assert named <= set(REWRITES), f"unknown runtime function in {named}"
+        return False
+    flows = [operand.differentiable for operand in call.operands]
+    whole = [_leaf(t, flow) for t, flow in zip(sample.tensors, flows, strict=True)]
+    reference = run_steps((Step(call.target, call.args, call.kwargs),), whole)
+    cotangent = torch.randn_like(reference) if reference.requires_grad else None
+    operand_parts = [
+        parts(t.detach(), _sizes(bound.operands[k]), types[k], degrees, zeros=k in bound.zero_padded)
+        for k, t in enumerate(sample.tensors)
+    ]
+    leaves = [[_leaf(part, flow) for part in of_operand] for of_operand, flow in zip(operand_parts, flows, strict=True)]
+    ranks = range(prod(degrees))
+    where = f"{call.target} {[v.label for v in variants]} over {list(degrees)}"
+    try:
+        outputs = [run_steps(steps, [of_operand[r] for of_operand in leaves]) for r in ranks]
+    except Exception as error:  # whatever the operator raises, it did not raise it on the whole
+        raise Disproved(f"{where}: the operator does not take its shards: {type(error).__name__}: {error}") from error
+    for output in outputs:
+        if tuple(output.shape) != local.output_shape or output.dtype is not reference.dtype:
+            raise Disproved(f"{where}: local output {tuple(output.shape)}, expected {local.output_shape}")
+    if is_random(call):
+        return True
+    combined = combine([o.detach() for o in outputs], _sizes(bound.output), out_types, degrees, "P")
+    _compare(combined, reference.detach(), f"{where}: output")
+    if cotangent is None:
+        return True
+    cuts = parts(cotangent, _sizes(bound.output), [_flows_back(t) for t in out_types], degrees, zeros=True)
+    _gradients(whole, reference, cotangent)
+    for r in ranks:
+        _gradients([of_operand[r] for of_operand in leaves], outputs[r], cuts[r])
+    for k, tensor in enumerate(whole):
+        if tensor.requires_grad:
+            grads = [leaf.grad for leaf in leaves[k] if leaf.grad is not None]
+            found = combine(grads, _sizes(bound.operands[k]), types[k], degrees, "R")
+            _compare(found, tensor.grad, f"{where}: gradient of operand {k}")
+    return True
+
+
+def run_steps(steps: Sequence[Step], operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Run emitted steps on one rank's operands."""
+    result: torch.Tensor | None = None
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return result if value.index == -1 else operands[value.index]
+        return [filled(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    for step in steps:
+        result = step.target(*filled(step.args), **{k: filled(v) for k, v in step.kwargs.items()})
+    assert result is not None
+    return result
+
+
+def _leaf(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
+    return tensor.detach().clone().contiguous().requires_grad_(differentiable)
+
+
+def _gradients(leaves: Sequence[torch.Tensor], output: torch.Tensor, cotangent: torch.Tensor) -> None:
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
+    if output.requires_grad:
+        output.backward(cotangent)
+
+
+def _sizes(dims: Dims) -> Sizes:
+    return [list(dim) for dim in dims.sizes]
+
+
+def _flows_back(kind: Type) -> Type:
+    """The type of a cotangent: that of a partial value is the same on all ranks."""
+    return Type("R") if kind.kind == "P" else kind
+
+
+def _cut(tensor: torch.Tensor, sizes: Sizes, kind: Type, degree: int, zeros: bool) -> list[torch.Tensor]:
+    """Parts of equal size of one axis; what pads the last ones is zero, or whatever else stands in the tensor."""
+    axes, dim = sizes[kind.dim], kind.dim + kind.position
+    unflat = tensor.unflatten(kind.dim, axes)
+    size = chunk(axes[kind.position], degree)
+    if size * degree > axes[kind.position]:
+        places = torch.arange(size * degree, device=tensor.device) % axes[kind.position]
+        unflat = unflat.index_select(dim, places)
+        if zeros:
+            unflat.narrow(dim, axes[kind.position], size * degree - axes[kind.position]).zero_()
+    return [piece.flatten(kind.dim, kind.dim + len(axes) - 1) for piece in unflat.split(size, dim)]
+
+
+def _shrunk(sizes: Sizes, kind: Type, degree: int) -> Sizes:
+    copy = [list(dim) for dim in sizes]
+    if kind.kind == "S":
+        copy[kind.dim][kind.position] = chunk(copy[kind.dim][kind.position], degree)
+    return copy
+
+
+def parts(
+    tensor: torch.Tensor, sizes: Sizes, types: Sequence[Type], degrees: Sequence[int], *, zeros: bool
+) -> list[torch.Tensor]:
+    """Every rank's part of a tensor, the last mesh dimension fastest; `zeros` says what pads uneven parts."""
+    if not types:
+        return [tensor]
+    kind, degree = types[0], degrees[0]
+    if kind.kind == "S":
+        mine = _cut(tensor, sizes, kind, degree, zeros)
+    elif kind.kind == "P":
+        noise = [_noise(tensor) for _ in range(degree - 1)]
+        mine = [*noise, tensor - sum(noise)]
+    else:
+        mine = [tensor] * degree
+    rest = _shrunk(sizes, kind, degree)
+    return [part for piece in mine for part in parts(piece, rest, types[1:], degrees[1:], zeros=zeros)]
+
+
+def _noise(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_floating_point:
+        return torch.randn_like(tensor)
+    return torch.randint_like(tensor, -5, 5)
+
+
+def combine(
+    pieces: Sequence[torch.Tensor], sizes: Sizes, types: Sequence[Type], degrees: Sequence[int], summed: str
+) -> torch.Tensor:
+    """The whole of every rank's part. Parts of type `summed` are added, other unsharded ones must be equal."""
+    if not types:
+        return pieces[0]
+    kind, degree = types[0], degrees[0]
+    size = len(pieces) // degree
+    rest = _shrunk(sizes, kind, degree)
+    mine = [combine(pieces[r * size : (r + 1) * size], rest, types[1:], degrees[1:], summed) for r in range(degree)]
+    if kind.kind == summed:
+        if mine[0].dtype is torch.bool:
+            raise Disproved("a sum over ranks of bools")
+        return torch.stack(mine).sum(0).to(mine[0].dtype)
+    if kind.kind != "S":
+        for piece in mine[1:]:
+            _compare(piece, mine[0], "ranks that must agree")
+        return mine[0]
+    unflat = [piece.unflatten(kind.dim, rest[kind.dim]) for piece in mine]
+    joined = torch.cat(unflat, kind.dim + kind.position).narrow(
+        kind.dim + kind.position, 0, sizes[kind.dim][kind.position]
+    )
+    return joined.flatten(kind.dim, kind.dim + len(rest[kind.dim]) - 1)
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor | None, what: str) -> None:
+    assert expected is not None
+    tolerance = TOLERANCE.get(expected.dtype, 0.0)
+    if found.shape != expected.shape:
+        raise Disproved(f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+    if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
+        error = (found.double() - expected.double()).abs().max()
+        raise Disproved(f"{what} differs by up to {error:.2e}")

@@ -1,0 +1,251 @@
+"""Screening: a lower bound of the step's seconds, and what memory leaves, for every candidate at once.
+
+Bounds and plans share their prices (`autopar.cost_model.step.step`): only the pipeline is bounded instead of replayed,
+and the recomputed part of the blocks is the least that fits instead of whole blocks.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.machine.cluster import ClusterMachine
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.pricing import family_at, shape_of
+from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.screened_model import model_of_program
+from autopar.cost_model.screening import RANK_FIELDS
+from autopar.cost_model.step.assembly import Assembled, StepPrices, assembled
+from autopar.cost_model.step.block_prices import block_prices, end_passes
+from autopar.cost_model.step.context import Basis, Passes, repeated_roles
+from autopar.cost_model.step.data_parallel import DataPrices, data_prices, end_gathers, gather_prices
+from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.step.layouts import Layouts, strides
+from autopar.cost_model.step.offload import can_offload, host_bytes
+from autopar.cost_model.step.step import StepSeconds
+from autopar.cost_model.step.unique_rows import distinct, numbered, spread
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.search.bounds.memory import memory_bounds
+from autopar.search.bounds.pipeline import Run, lower_bound
+from autopar.search.bounds.uniform_partition import EvenCuts
+from autopar.search.space.candidates import Candidates
+from autopar.search.space.constraints import Pinned
+
+Floats = NDArray[np.float64]
+BEHIND_PIPELINE = ("data collectives", "optimizer", "gradient accumulation", "fixed")
+ROUNDING = 1e-9  # of a part of the blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beyond:
+    """What of candidates no plan runs yet: degrees of context and expert parallelism, and whether the optimizer is on
+    the host; by default nothing (`autopar.search.driver.priced_only`)."""
+
+    cp: int = 1
+    ep: int = 1
+    offload: bool = False
+
+
+NO_SHARE = 2.0  # of the blocks: recomputing all of them is not enough
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """What candidates are priced on, and what of them is decided already, and beyond what runs."""
+
+    machine: ClusterMachine
+    engine: Engine
+    mechanisms: Mechanisms
+    precision: str
+    ranks_per_core: float = 1.0
+    pinned: Pinned = field(default_factory=Pinned)
+    beyond: Beyond = Beyond()
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a rank may hold."""
+        return FULL * self.machine.memory_bytes
+
+    def allows(self, works: ProgramWorks, layouts: Layouts) -> NDArray[np.bool_]:
+        """Whether expert ranks divide the data-parallel ones, and the host has room for the optimizer."""
+        found = np.mod(layouts.data_ranks, self.beyond.ep) == 0
+        if self.beyond.offload:
+            host = self.machine.machine.host
+            room = 0.0 if host is None else host.memory_bytes
+            found = found & can_offload(layouts) & (host_bytes(works.num_parameters, layouts) <= room)
+        return np.asarray(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screened:
+    """Per candidate: a lower bound in seconds (infinite where it cannot fit) with as little recomputation as it needs
+    and with all of it, what the pipeline takes of a step without and with all of it, the part of the blocks that it
+    must recompute, about the seconds where every stage recomputes what it needs itself, bytes of the fullest rank
+    without recomputation, with all of it, and of its state alone, and which part of its memory is the largest (a
+    position in `autopar.search.bounds.memory.PARTS`)."""
+
+    seconds: Floats
+    recomputed_seconds: Floats
+    pipeline: Floats
+    recomputed_pipeline: Floats
+    share: Floats
+    by_stage_seconds: Floats
+    without_bytes: Floats
+    recomputed_bytes: Floats
+    state_bytes: Floats
+    largest: Floats
+
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        return np.isfinite(self.seconds)
+
+
+def layouts_of(
+    found: Candidates, *, sequence_parallel: bool, recompute: int = 0, beyond: Beyond | None = None
+) -> Layouts:
+    """Candidates as the cost model takes them."""
+    one, more = np.ones(len(found)), beyond or Beyond()
+    tp, pp, data_ranks = found.tp.astype(float), found.pp.astype(float), found.dp.astype(float) * more.cp
+    return Layouts(
+        tp=tp,
+        sequence_parallel=one * sequence_parallel,
+        pp=pp,
+        virtual=found.virtual.astype(float),
+        cp=one * more.cp,
+        ep=one * more.ep,
+        dp=found.dp.astype(float),
+        shard=found.dp_shard.astype(float) * more.cp,
+        zero=found.zero.astype(float),
+        micro_batch=found.micro_batch.astype(float),
+        micro_batches=found.micro_batches.astype(float),
+        recompute=one * recompute,
+        **strides(found.order, tp=tp, pp=pp, data_ranks=data_ranks),
+    )
+
+
+def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
+    """What a captured model's blocks are priced with."""
+    return Basis(
+        shape=shape_of(works),
+        machine=on.machine.machine,
+        engine=on.engine,
+        mechanisms=on.mechanisms,
+        in_float8=on.precision == "fp8",
+        fused=on.engine.attention == "fused",
+    )
+
+
+def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
+    """Price candidates whose labels `works` are for; of a mesh with one tensor dimension, at any tensor degree."""
+    layouts = layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
+    family = family_at(works, layouts, on.mechanisms)
+    basis = basis_of(works, on)
+    run = Run(
+        schedule=found.schedule,
+        pp=layouts.pp,
+        virtual=layouts.virtual,
+        micro_batches=layouts.micro_batches,
+        counts=works.counts,
+        ranks_per_core=on.ranks_per_core,
+    )
+    cuts: list[EvenCuts] = []
+    prices, weights = _prices(basis, works, layouts)
+    bound = lower_bound(run, waits=0.0 if on.engine.messages == "overlapped" else 1.0, found=cuts)
+    steps = [
+        assembled(basis, replace(layouts, recompute=np.full(len(found), float(level))), prices, bound, weights)
+        for level in (0, 2)
+    ]
+    memory = memory_bounds(
+        found.schedule,
+        family,
+        basis.shape,
+        layouts,
+        on.engine,
+        cuts[0],
+        capacity_bytes=on.capacity_bytes,
+        reserve_bytes=on.machine.profile.reserve_bytes,
+        fused=basis.fused,
+    )
+    least = np.broadcast_to(memory.share, layouts.pp.shape)
+    share = _of_whole_blocks(least, run)
+    if isinstance(on.pinned.recompute_blocks, tuple):  # what stages of their own hold is known when they are priced
+        share = np.zeros(len(found))
+    elif on.pinned.recompute_blocks is not None:
+        asked = np.minimum(on.pinned.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
+        share = np.where(least <= asked * (1 + ROUNDING), asked, NO_SHARE)
+    if on.pinned.cuts is not None:  # nothing is known of their memory before they are priced
+        share = np.where(np.isfinite(share) & (share <= 1), share, 0.0)
+    mixed = (1 - share) * steps[0].seconds + share * steps[1].seconds
+    by_stage = (1 - memory.mean_share) * steps[0].seconds + memory.mean_share * steps[1].seconds
+    legal = np.isfinite(cuts[0].largest) & on.allows(works, layouts)
+    can = (share <= 1) & legal
+    if on.pinned.cuts is not None:  # bounds are of the cuts that make the slowest stage fastest
+        mixed = np.zeros(len(found))
+    return Screened(
+        seconds=np.where(can, mixed, np.inf),
+        recomputed_seconds=np.where(can, steps[1].seconds, np.inf),
+        pipeline=_of_pipeline(basis, steps[0]),
+        recomputed_pipeline=_of_pipeline(basis, steps[1]),
+        share=share,
+        by_stage_seconds=np.where((memory.mean_share <= 1) & legal, by_stage, np.inf),
+        without_bytes=np.broadcast_to(memory.without, share.shape),
+        recomputed_bytes=np.broadcast_to(memory.recomputed, share.shape),
+        state_bytes=np.broadcast_to(memory.state, share.shape),
+        largest=np.broadcast_to(memory.largest, share.shape),
+    )
+
+
+def pipeline_seconds(step: StepSeconds) -> Floats:
+    """What of a step is the pipeline's: passes, messages and waiting, with stragglers, without what follows on them."""
+    before = step.seconds - step.parts["stragglers"]
+    found = before - sum(step.parts[name] for name in BEHIND_PIPELINE)
+    return np.asarray(found * step.seconds / before)
+
+
+def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
+    """As `pipeline_seconds`, of a step whose parts are not told."""
+    behind = step.sums + step.end_gathers + step.optimizer + step.accumulation + basis.mechanisms.step_s
+    return np.asarray((step.before - behind) * (1 + step.straggling))
+
+
+def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> tuple[StepPrices, dict[str, Floats]]:
+    """Blocks priced once for all candidates that share their fields, gathers once for those with ranks in the same
+    places; and seconds of weights' gradients by role."""
+    model, roles = model_of_program(works), repeated_roles(basis.shape)
+    columns = {name: numbered(getattr(layouts, name)) for name in {*model.block_fields, *RANK_FIELDS}}
+    of_blocks, of_ranks = (
+        distinct([columns[name] for name in names], len(layouts.tp)) for names in (model.block_fields, RANK_FIELDS)
+    )
+    few, places = layouts.only(model.block_fields, of_blocks.rows), layouts.only(RANK_FIELDS, of_ranks.rows)
+    blocks, bare = model.blocks(few), model.parameters(places)
+    if "ep" in model.block_fields:
+        blocks = with_experts(blocks, few, basis.mechanisms)
+    found = {role: block_prices(basis, blocks, few, role) for role in roles}
+
+    def end(role: str) -> Passes:
+        one = end_passes(basis, blocks, few, role)
+        return replace(one.at(of_blocks.index), weight=spread(np.asarray(one.weight), of_blocks.index))
+
+    def data(per_rank: Floats) -> DataPrices:
+        per_rank = np.broadcast_to(per_rank, layouts.tp.shape)
+        own = distinct([*(columns[name] for name in RANK_FIELDS), numbered(per_rank)], len(per_rank))
+        at = layouts.only(RANK_FIELDS, own.rows)
+        return data_prices(basis, model.parameters(at), at, per_rank[own.rows]).at(own.index)
+
+    prices = StepPrices(
+        blocks={role: one.at(of_blocks.index) for role, (one, _) in found.items()},
+        first=end("first"),
+        last=end("last"),
+        gathers={role: gather_prices(basis, bare, places, role).at(of_ranks.index) for role in roles},
+        end_gathers=spread(end_gathers(basis, bare, places), of_ranks.index),
+        data=data,
+    )
+    return prices, {role: spread(parts.weight, of_blocks.index) for role, (_, parts) in found.items()}
+
+
+def _of_whole_blocks(share: Floats, run: Run) -> Floats:
+    """As plans recompute: as many whole blocks in every stage, or all of them."""
+    stages = run.pp * run.virtual
+    blocks = np.ceil(share * run.blocks / stages * (1 - ROUNDING))
+    return np.where(share > 1, share, np.minimum(blocks * stages / run.blocks, 1.0))

@@ -1,0 +1,188 @@
+"""The least memory of many candidates at once, and how many blocks must be recomputed for them to fit.
+
+Counted on the first and the last pipeline rank, by the same formulas as `autopar.cost_model.pipeline.stages`, with the
+cuts of `autopar.search.bounds.uniform_partition`: state of the rank's parameters, what ZeRO 3 gathers, activations of
+the micro-batches in flight, logits. Recomputing in a part of the blocks keeps as much less, plus one block's values
+while it is computed again. A rank with several stages holds more micro-batches of some than of others; where the order
+of passes does not say of which, they count as those of its smallest stage. The candidate that is chosen is counted
+once more on its own stages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.memory.formula import (
+    GATHERED_BLOCKS,
+    GRADIENT_BYTES,
+    activations,
+    kept_bytes,
+    logit_bytes,
+    state_bytes,
+)
+from autopar.cost_model.pipeline.closed_forms import live_stage_micro_batches, warm_up_passes
+from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.work.block_work import Family
+from autopar.search.bounds.pipeline import IS_V, NAMES
+from autopar.search.bounds.uniform_partition import EvenCuts
+
+Floats = NDArray[Any]
+MOST_SHARE = 2.0  # of the blocks that a rank would have to recompute: as if it had fewer and others more
+MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # how near to the first rank a rank is
+# what a rank holds of a model, by the names of `autopar.cost_model.memory.formula`; activations with what recomputation
+# of a block needs
+PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "activations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBounds:
+    """Bytes of the fullest rank without recomputation and with all of it, what of the former is state and gathered
+    weights, the least part of the blocks that must be recomputed to fit: above 1 where that does not help, and about
+    what part it is where every rank recomputes what it needs itself, with as many blocks as it can have. `largest` is
+    the part of `PARTS`, by its position, that holds most of the fullest rank with whichever recomputation holds
+    less."""
+
+    without: Floats
+    recomputed: Floats
+    state: Floats
+    share: Floats
+    mean_share: Floats
+    largest: Floats
+
+
+def memory_bounds(
+    schedule: NDArray[np.int64],
+    family: Family[Any],
+    shape: Shape,
+    layouts: Layouts,
+    engine: Engine,
+    cuts: EvenCuts,
+    *,
+    capacity_bytes: float,
+    reserve_bytes: float,
+    fused: bool,
+) -> MemoryBounds:
+    """`schedule` are positions in `autopar.search.bounds.pipeline.NAMES`; `capacity_bytes` is what a rank may hold."""
+    saved, inputs = activations(family, shape, layouts, engine, fused=fused)
+    kept = [kept_bytes(saved, inputs, np.asarray(level), engine) for level in (0, 2)]
+    found: list[tuple[Floats, Floats, Floats]] = []
+    states: list[dict[str, Floats]] = []
+    owned = [_own(schedule, layouts, cuts, is_last) for is_last in (False, True)]
+    # a rank without a repeated block computes nothing again, and may be the fullest
+    working = np.where((owned[0][0] > 0) & (owned[1][0] > 0), saved, 0.0)
+    for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
+        parts = _state(family, shape, layouts, engine, blocks, ends)
+        parts["logits"] = np.where(ends[1], logit_bytes(family, shape), 0.0)
+        states.append(parts)
+        state = reserve_bytes + np.asarray(sum(parts.values()))
+        held = np.where(layouts.pp > 1, _held_blocks(schedule, layouts, cuts, blocks, is_last), blocks)
+        found.append((state, held * kept[0], held * kept[1]))
+    shares = [_share(capacity_bytes, *one, working=working) for one in found]
+    totals = [[state + a for state, a, _ in found], [state + b + working for state, _, b in found]]
+    least = [np.minimum(*each) for each in zip(*totals, strict=True)]
+    again = np.maximum(*totals[1]) < np.maximum(*totals[0])
+    by_part = [
+        state | {"activations": np.where(again, b + working, a)} for state, (_, a, b) in zip(states, found, strict=True)
+    ]
+    return MemoryBounds(
+        without=np.maximum(*totals[0]),
+        recomputed=np.maximum(*totals[1]),
+        state=np.where(totals[0][0] >= totals[0][1], found[0][0], found[1][0]),
+        share=np.maximum(*shares),
+        mean_share=_mean_share(capacity_bytes, found, working=working),
+        largest=np.where(least[0] >= least[1], *(_largest(parts) for parts in by_part)),
+    )
+
+
+def _held_blocks(
+    schedule: NDArray[np.int64], layouts: Layouts, cuts: EvenCuts, blocks: Floats, is_last: bool
+) -> Floats:
+    """Blocks of the first or the last rank, of one micro-batch each, that it holds at once."""
+    found = np.zeros(schedule.shape)
+    for position in np.unique(schedule):
+        mine = schedule == position
+        one, name = layouts.at(mine), NAMES[position]
+        p, v, n = one.pp, np.maximum(one.virtual, 1), one.micro_batches
+        first, last, least = (np.broadcast_to(x, mine.shape)[mine] for x in (cuts.first, cuts.last, cuts.least))
+        run: dict[str, Any] = {"pp": p, "virtual_stages": v, "micro_batches": n, "rank": p - 1 if is_last else 0 * p}
+        live = live_stage_micro_batches(name, **run)
+        if IS_V[position]:
+            held = live * (least if is_last else np.minimum(first, last))
+        else:  # micro-batches go through a rank's stages in rounds until the first comes back
+            warm, in_round = warm_up_passes(name, **run), n // np.maximum(1, n // p)
+            rounds, rest = np.divmod(warm, in_round * v)
+            of_end = rounds * in_round + np.clip(rest - (v - 1 if is_last else 0) * in_round, 0, in_round)
+            end = last if is_last else first
+            held = np.maximum(of_end * end + (warm - of_end) * least, live * np.minimum(end, least))
+        own = np.broadcast_to(blocks, mine.shape)[mine]
+        found[mine] = np.where(v == 1, live * own, np.minimum(held, live / v * own))
+    return found
+
+
+def _own(
+    schedule: NDArray[np.int64], layouts: Layouts, cuts: EvenCuts, is_last: bool
+) -> tuple[Floats, tuple[Any, Any]]:
+    """Repeated blocks of the first or the last rank, and whether it has the first and the last block."""
+    alone = layouts.pp == 1
+    v = np.maximum(layouts.virtual, 1)
+    is_v = IS_V[schedule]
+    others = (v - 1) * cuts.least
+    blocks = (
+        np.where(is_v, 2 * cuts.least, cuts.last + others)
+        if is_last
+        else cuts.first + np.where(is_v, cuts.last, others)
+    )
+    has_first = np.full(is_v.shape, not is_last)
+    return np.where(alone, cuts.first, blocks), (alone | has_first, alone | (is_v == has_first))
+
+
+def _largest(parts: Mapping[str, Floats]) -> Floats:
+    """The position of the largest part."""
+    every = np.stack(np.broadcast_arrays(*(parts[name] for name in PARTS)))
+    return np.asarray(np.argmax(every, axis=0), float)
+
+
+def _state(
+    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, blocks: Floats, ends: tuple[Any, Any]
+) -> dict[str, Floats]:
+    """Parameters, gradients, optimizer state and gathered weights."""
+    dense, expert = np.zeros(1), np.zeros(1)
+    for role, count in shape.counts:
+        work = family.block(role, "tp")
+        share = count / shape.blocks
+        dense = dense + share * (work.parameters_split + work.parameters_whole)
+        expert = expert + share * work.parameters_expert / layouts.ep
+    of_ends = []
+    for role, has in zip(("first", "last"), ends, strict=True):
+        end = family.block(role, "tp") if role in family.roles else None
+        of_ends.append(np.where(has, 0.0 if end is None else end.parameters_split + end.parameters_whole, 0.0))
+    both = np.where(shape.is_tied, np.maximum(*of_ends), of_ends[0] + of_ends[1])
+    elements, experts = blocks * dense + both, blocks * expert
+    parts = state_bytes(elements, experts, shape, layouts, engine)
+    whole = elements + experts
+    some = shape.element_bytes * GATHERED_BLOCKS * whole / np.maximum(blocks, 1)
+    gathered = np.where(layouts.pp > 1, (shape.element_bytes + GRADIENT_BYTES) * whole, some)
+    return parts | {"gathered": np.where(layouts.zero >= 3, gathered, 0.0)}
+
+
+def _share(capacity: float, state: Floats, without: Floats, recomputed: Floats, *, working: Floats) -> Floats:
+    """The least part of the blocks to recompute."""
+    fits = state + without <= capacity
+    saves = np.maximum(without - recomputed, 1e-9)
+    share = (state + without + working - capacity) / saves
+    return np.where(fits, 0.0, np.maximum(share, 1e-9))
+
+
+def _mean_share(capacity: float, ends: Sequence[tuple[Floats, Floats, Floats]], *, working: Floats) -> Floats:
+    """The part of the blocks to recompute in the mean of all ranks, which hold as much more of state and activations
+    than the last one as they are nearer to the first."""
+    first, last = ends
+    shares = []
+    for part in MEAN_OF:
+        state, without, recomputed = (part * a + (1 - part) * b for a, b in zip(first, last, strict=True))
+        shares.append(np.minimum(_share(capacity, state, without, recomputed, working=working), MOST_SHARE))
+    return np.asarray(np.mean(np.broadcast_arrays(*shares), axis=0))

@@ -1,0 +1,171 @@
+"""Lower bounds of a pipelined step for many candidates at once, tight enough to rank them.
+
+A step lasts at least as long as any rank needs: until the first micro-batch reaches it, for its own passes and the
+messages that it waits for, and from its last backward pass until that micro-batch has been through the ranks before.
+
+    all        one micro-batch goes through every stage and back, after or before all others in the first stage
+    in loops   the last rank waits for the forward passes of the stages before it, and where backward passes are whole
+               those of the same stages follow on its last one
+    in v       the last rank holds the turn; the stages before it forward come first
+    1f1b       the passes of one micro-batch through all stages, and of the others what cannot run beside them
+               (the last path of `autopar.cost_model.pipeline.closed_forms.unequal_1f1b_lower_s`)
+    gpipe      two flow shops, sum + (n-1)·largest, of forward and of backward passes (Huang et al. 2019; exact)
+
+Where ranks share cores, those that compute are faster while others wait, by as much as they share at most, and the work
+of all ranks takes its time. Blocks of several roles count as their mean, so that these are bounds for models whose
+repeated blocks are alike.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.step.assembly import Pipeline, Pipelined
+from autopar.cost_model.step.context import Passes
+from autopar.ir.schedules import SCHEDULES
+from autopar.search.bounds.uniform_partition import EvenCuts, even_cuts
+
+Floats = NDArray[Any]
+
+
+NAMES = tuple(SCHEDULES)
+IS_V = np.array([kind.order == "v" for kind in SCHEDULES.values()])
+SPLITS_BACKWARD = np.array([kind.splits_backward for kind in SCHEDULES.values()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Candidates: schedule (a position in `NAMES`), ranks, stages of each, micro-batches; `counts` of repeated blocks
+    by role."""
+
+    schedule: NDArray[np.int64]
+    pp: Floats
+    virtual: Floats
+    micro_batches: Floats
+    counts: tuple[tuple[str, int], ...]
+    ranks_per_core: float = 1.0
+
+    @property
+    def blocks(self) -> float:
+        """All repeated blocks."""
+        return float(sum(count for _, count in self.counts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Path:
+    """One rank: seconds of its forward and backward passes of a micro-batch, its repeated blocks, and what lies before
+    the first and behind the last of them."""
+
+    forward: Floats
+    backward: Floats
+    blocks: Floats
+    head: Floats
+    tail: Floats
+
+    @property
+    def busy(self) -> Floats:
+        return np.asarray(self.forward + self.backward)
+
+
+def lower_bound(run: Run, *, waits: float, found: list[EvenCuts] | None = None) -> Pipeline:
+    """The pipeline that `autopar.cost_model.step.step.step_seconds` asks for, never longer than the one that runs.
+
+    A rank waits for `waits` of each of its messages' seconds (0 where they are sent beside passes). The cuts that the
+    bound assumes are appended to `found`.
+    """
+
+    def bounded(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+        block = _mean([(count / run.blocks, passes[role]) for role, count in run.counts])
+        ends = [_mean([(1.0, passes[end])] if end in passes else []) for end in ("first", "last")]
+        sums = [one[0] + one[1] for one in (block, *ends)]
+        cuts = even_cuts(np.asarray(run.blocks), run.pp * run.virtual, sums[0], sums[1], sums[2])
+        if found is not None:
+            found.append(cuts)
+        return _longest(run, cuts, block, ends, waits * np.asarray(message))
+
+    return bounded
+
+
+def _mean(shares: Sequence[tuple[float, Passes]]) -> list[Floats]:
+    """Forward, backward and weight seconds."""
+    names = ("forward", "backward", "weight")
+    return [np.asarray(sum((w * np.asarray(getattr(one, name)) for w, one in shares), np.zeros(1))) for name in names]
+
+
+def _longest(
+    run: Run, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
+) -> Pipelined:
+    n, staged = run.micro_batches, run.pp > 1
+    is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
+    paths = _paths(run, cuts, block, ends, message)
+    # of the first and the last rank; under v order they pass on to themselves at one end
+    sent = np.where(staged, np.where(is_v, 2.0, 2 * run.virtual - 1), 0.0) * message
+    total = [run.blocks * block[i] + ends[0][i] + ends[1][i] for i in (0, 1, 2)]
+    back = total[1] - np.where(splits, total[2], 0.0)
+    hops = 2 * (run.virtual * run.pp - np.where(is_v, run.virtual, 1)) * message
+    first = [cuts.first * block[i] + ends[0][i] for i in (0, 1, 2)]
+    others = np.maximum(first[0], first[1] - np.where(splits, first[2], 0.0))
+    whole = np.maximum(n * (total[0] + total[1]) / run.pp, total[0] + back + hops + (n - 1) * others)
+    for path in paths:
+        whole = np.maximum(whole, path.head + n * (path.busy + sent) + path.tail)
+    left = np.maximum(0, n - run.pp)
+    forward, backward = paths[0].forward, paths[0].backward
+    turned = np.maximum((n - 1) * backward + left * forward, (n - 1) * forward + left * backward)
+    is_1f1b = run.schedule == NAMES.index("1f1b")
+    whole = np.where(is_1f1b, np.maximum(whole, total[0] + total[1] + hops + turned), whole)
+    slowest = [np.maximum(cuts.first * block[i] + ends[0][i], cuts.last * block[i] + ends[1][i]) for i in (0, 1)]
+    shops = [total[i] + (n - 1) * np.maximum(slowest[i], cuts.most * block[i]) for i in (0, 1)]
+    whole = np.where(run.schedule == NAMES.index("gpipe"), np.maximum(whole, shops[0] + shops[1]), whole)
+    if run.ranks_per_core > 1:
+        return _sharing(run, whole, total[0] + total[1], sent)
+    busy = paths[0].busy
+    blocks = paths[0].blocks
+    for path in paths[1:]:
+        blocks = np.where(path.busy > busy, path.blocks, blocks)
+        busy = np.maximum(busy, path.busy)
+    return Pipelined(
+        busy=np.where(staged, busy, total[0] + total[1]),
+        blocks=np.where(staged, blocks, run.blocks),
+        idle=np.where(staged, np.maximum(whole - n * (busy + sent), 0.0), 0.0),
+        messages=n * sent,
+    )
+
+
+def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> Pipelined:
+    """The mean rank, as `autopar.cost_model.pipeline.stages` counts ranks that share cores."""
+    n, staged = run.micro_batches, run.pp > 1
+    mean = total / run.pp
+    idle = np.maximum(whole / run.ranks_per_core - n * mean, 0.0)
+    return Pipelined(
+        busy=mean,
+        blocks=run.blocks / run.pp,
+        idle=np.where(staged, idle, 0.0),
+        messages=np.zeros(1) * sent,
+    )
+
+
+def _paths(
+    run: Run, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
+) -> list[_Path]:
+    """The first rank, the last, and one between; where the cuts leave open which stages a rank has, the emptiest."""
+    p, v, none = run.pp, run.virtual, np.zeros(1)
+    is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
+
+    def path(blocks: Floats, own: Sequence[Any], head: Floats, tail: Floats) -> _Path:
+        forward, backward = (blocks * block[i] + sum(ends[e][i] * has for e, has in enumerate(own)) for i in (0, 1))
+        return _Path(forward=forward, backward=backward, blocks=blocks, head=head, tail=tail)
+
+    # of the stages before the last rank's first one
+    before = [cuts.first * block[i] + ends[0][i] + np.maximum(p - 2, 0) * cuts.least * block[i] for i in (0, 1)]
+    head = before[0] + (p - 1) * message
+    tail = np.where(splits, 0.0, before[1] + np.maximum(p - 2, 0) * message)
+    others = (v - 1) * cuts.least
+    between = np.where(p > 2, np.where(v == 1, cuts.most, v * cuts.least), 0.0)
+    return [
+        path(cuts.first + np.where(is_v, cuts.last, others), (1, is_v), none, none),
+        path(np.where(is_v, 2 * cuts.least, cuts.last + others), (0, ~is_v), head, tail),
+        path(between, (0, 0), none, none),
+    ]

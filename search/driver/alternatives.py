@@ -1,0 +1,105 @@
+"""What comes next: the best plan of each other combination of devices, stages, tensor degree and ZeRO stage.
+
+Exact prices that the search has come first, by value. A candidate without one is priced only where its bound, raised by
+what exact prices of alike pipelines showed, is below the last that is told, and at most `MORE` times as often as plans
+are asked for. Tensor degrees without labels stay out: their bounds were too far from the best to choose any.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.driver.search import Searched, added_seconds
+from autopar.search.pricing.exact import AS_IT_IS, Priced
+
+MORE = 2  # exact prices for each plan that is asked for
+Key = tuple[int, ...]
+
+
+def next_best(
+    found: Searched,
+    price: Callable[[int], Priced],
+    top: int,
+    ahead: Callable[[Sequence[int]], None] = lambda _: None,
+) -> list[tuple[int, Priced]]:
+    """At most `top` candidates that fit, the best first, without the combination of the best of all. `price` gives an
+    exact price; `ahead` is told what it will be asked for, as it is cheaper to price some together."""
+    c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
+    chosen: dict[Key, tuple[float, int, Priced]] = {}
+
+    columns = (c.num_devices, c.pp, c.tp, c.zero)
+
+    def key(index: int) -> Key:
+        return tuple(int(column[index]) for column in columns)
+
+    def take(index: int, one: Priced) -> None:
+        value = goal.value(one)
+        if one.fits and (key(index) not in chosen or value < chosen[key(index)][0]):
+            chosen[key(index)] = (value, index, one)
+
+    known = {**found.together.found, **{(index, AS_IT_IS): one for index, one in found.exact.items()}}
+    for (index, _), one in known.items():
+        take(index, one)
+    is_open = np.isin(c.tp, found.labelled)
+    is_open[[index for index, cut in known if cut == AS_IT_IS]] = False
+    left = MORE * top
+    while left > 0:
+        values = np.where(is_open, goal.bounds(c, replace(found.screened, seconds=seconds)), np.inf)
+        following = _first_below(values, classes, chosen, key, top)[:left]
+        if not following:
+            break
+        ahead(following)
+        for index in following:
+            exact = price(index)
+            take(index, exact)
+            raise_alike(found, seconds, index, exact)
+        is_open[following] = False
+        left -= len(following)
+    if found.best is not None:
+        own = found.best.degrees
+        chosen.pop((own.world_size, own.pp, own.tp, own.zero), None)
+    order = sorted(chosen.values(), key=lambda one: one[0])
+    return [(index, one) for _, index, one in order[:top]]
+
+
+def _first_below(
+    values: NDArray[np.float64],
+    classes: NDArray[np.int64],
+    chosen: Mapping[Key, tuple[float, int, Priced]],
+    key: Callable[[int], Key],
+    top: int,
+) -> list[int]:
+    """Candidates of the least bounds that could still be told: below the last of those that are, and below what their
+    own combination has; one of every combination and class, as its price may raise the bounds of the others."""
+    told = sorted(value for value, _, _ in chosen.values())
+    last = told[top] if len(told) > top else np.inf
+    below = np.flatnonzero(values < last)
+    found: dict[Key, int] = {}
+    for index in below[np.argsort(values[below], kind="stable")].tolist():
+        own = key(index)
+        if own in found or (own in chosen and values[index] >= chosen[own][0]):
+            continue
+        if classes[index] not in classes[list(found.values())]:
+            found[own] = index
+            if len(found) == top:
+                break
+    return list(found.values())
+
+
+def raised_seconds(found: Searched) -> NDArray[np.float64]:
+    """Bounds in seconds, raised by what exact prices of candidates whose pipelines run the same add to theirs."""
+    seconds = found.screened.seconds.copy()
+    for index, one in found.exact.items():
+        raise_alike(found, seconds, index, one)
+    return seconds
+
+
+def raise_alike(found: Searched, seconds: NDArray[np.float64], index: int, one: Priced) -> None:
+    """Raise `seconds` of the candidates whose pipelines run as that of one which was priced exactly, in place."""
+    bounds = found.screened.seconds
+    if one.fits and np.isfinite(bounds[index]):
+        alike = np.flatnonzero((found.classes == found.classes[index]) & np.isfinite(seconds))
+        more = added_seconds(found.screened, index, one, alike)
+        seconds[alike] = np.maximum(seconds[alike], bounds[alike] + more)

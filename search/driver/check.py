@@ -1,0 +1,131 @@
+"""Checks what a search found before anybody uses it, by other means than it was found with.
+
+    degrees      multiply to the devices used, batch and micro-batches to the batch asked for, and are not forbidden
+    schedule     is one for so many ranks, stages and micro-batches
+    cuts         rise, and leave a block in every stage
+    price        seconds and bytes, counted again for this one plan (`autopar.cost_model.pricing`)
+    proof        the bound is not above the best price, and no candidate that was priced and fits is better
+    plan         the plan that is handed out is the one that was priced
+
+What fails is an error of the search, not of its user.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import isclose, isfinite
+
+from autopar.cost_model.pricing import layouts_of
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import Problem, SearchError
+from autopar.ir.plan import Degrees, Plan
+from autopar.ir.schedules import SCHEDULES, schedule_problems
+from autopar.search.driver.search import Searched
+from autopar.search.pricing.exact import Priced, pricing_of
+from autopar.search.pricing.objective import Part
+from autopar.search.space.candidates import WORDS, Limits, Wishes
+
+SAME = 1e-9  # of a number counted twice
+# what of degrees a search decides
+DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
+           "virtual_stages", "recompute", "recompute_blocks", "order")  # fmt: skip
+
+
+def check_result(found: Searched, plan: Plan, works: ProgramWorks, limits: Limits, wanted: Wishes) -> None:
+    """Raise `SearchError` listing everything that is wrong with the best plan of a search and the `plan` made of it;
+    `works` are those of labels for its tensor degree, with what it gathers kept where it keeps that."""
+    best = found.best
+    assert best is not None
+    problems = [*_degrees(best.degrees, limits, wanted), *_cuts(best, works), *_plan(best, plan)]
+    if not problems:  # only what is legal has a price
+        problems = [*_price(best, works, found.goal.part(best)), *_proof(found, best)]
+    if problems:
+        raise SearchError("the search found a plan that fails its own check", problems)
+
+
+def _degrees(degrees: Degrees, limits: Limits, wanted: Wishes) -> Iterator[Problem]:
+    used = degrees.pp * degrees.tp * degrees.dp_shard * degrees.dp_replicate
+    allowed = (limits.num_devices, *limits.fewer_devices)
+    if used not in allowed:
+        rule = f"pp · tp · dp_shard · dp_replicate must be {' or '.join(map(str, allowed))} devices"
+        yield Problem(path="degrees", value=used, rule=rule)
+    of_rank = (degrees.micro_batch or 0) * degrees.micro_batches * degrees.accumulate
+    for name, asked, has in (
+        ("global_batch", limits.global_batch, of_rank * degrees.dp_shard * degrees.dp_replicate),
+        ("local_batch", limits.local_batch, of_rank),
+    ):
+        if asked is not None and has != asked:
+            yield Problem(path=name, value=has, rule=f"must be {asked} sequences")
+    if degrees.tp not in limits.tensor_degrees:
+        yield Problem(path="tp", value=degrees.tp, rule="does not divide the model")
+    if degrees.num_micro_batches > 1 and not limits.accumulates:
+        yield Problem(path="micro_batches", value=degrees.num_micro_batches, rule="would change the loss")
+    if degrees.schedule not in SCHEDULES:
+        yield Problem(path="schedule", value=degrees.schedule, rule="is none")
+    elif degrees.pp > 1:
+        yield from schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
+    for word in WORDS:
+        value = degrees.num_micro_batches if word == "micro_batches" else getattr(degrees, word)
+        if not wanted.allows(word, value):
+            yield Problem(path=word, value=value, rule="is not what was asked for")
+
+
+def _cuts(best: Priced, works: ProgramWorks) -> Iterator[Problem]:
+    cuts, degrees = best.cuts, best.degrees
+    stages = degrees.pp * degrees.virtual_stages
+    if len(cuts) != stages - 1:
+        yield Problem(path="cuts", value=list(cuts), rule=f"must be {stages - 1}, one between any two stages")
+        return
+    bounds = (0, *cuts, len(works.calls))
+    for start, stop in pairwise(bounds):
+        if not (start < stop and any(works.calls[start:stop])):
+            rule = f"leave a stage from call {start} to {stop} of {len(works.calls)} without a block"
+            yield Problem(path="cuts", value=list(cuts), rule=rule)
+
+
+def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
+    """Numbers are counted again for this plan alone, without anything that the search has kept of other plans."""
+    pricing = pricing_of(works, best, part.cluster, part.on)
+    layouts = layouts_of(works, pricing.question)
+    memory = pricing.memory(layouts)
+    again = {
+        "seconds": float(pricing.step(layouts).seconds.max()),
+        "needed_bytes": sum(float(value.max()) for name, value in memory.parts.items() if name != "cache"),
+    }
+    for name, value in again.items():
+        had = getattr(best, name)
+        if not (isfinite(had) and had > 0 and isclose(had, value, rel_tol=SAME)):
+            yield Problem(path=name, value=had, rule=f"is {value!r} when counted again")
+    capacity = part.on.capacity_bytes
+    if not best.fits or again["needed_bytes"] > capacity * (1 + SAME):
+        rule = f"must fit: it is {again['needed_bytes']:.6g} of {capacity:.6g} bytes"
+        yield Problem(path="needed_bytes", value=best.needed_bytes, rule=rule)
+
+
+def _proof(found: Searched, best: Priced) -> Iterator[Problem]:
+    goal, proof = found.goal, found.proof
+    if proof.best is None:  # a plan then fits with stages of its own, which only trials find
+        if found.refined.best is None:
+            yield Problem(path="proof", rule="has no plan that fits")
+        return
+    if not proof.bound <= proof.best.value * (1 + SAME):
+        yield Problem(path="bound", value=proof.bound, rule=f"must not be above the best price, {proof.best.value!r}")
+    least = min((goal.value(one) for one in found.exact.values() if one.fits), default=float("inf"))
+    if goal.value(best) > least * (1 + SAME):
+        yield Problem(path="value", value=goal.value(best), rule=f"must be the least that was priced, {least!r}")
+
+
+def _plan(best: Priced, plan: Plan) -> Iterator[Problem]:
+    for name in DECIDED:
+        has, priced = getattr(plan.degrees, name), getattr(best.degrees, name)
+        if has != priced:
+            yield Problem(path=f"plan.degrees.{name}", value=has, rule=f"is {priced!r} in the plan that was priced")
+    if plan.regather != best.regather:
+        rule = f"is {best.regather} in the plan that was priced"
+        yield Problem(path="plan.regather", value=plan.regather, rule=rule)
+    if plan.cuts != best.cuts:
+        yield Problem(
+            path="plan.cuts", value=list(plan.cuts), rule=f"are {list(best.cuts)} in the plan that was priced"
+        )
+    batch = (best.degrees.micro_batch or 0) * best.degrees.dp
+    if plan.batch != batch:
+        yield Problem(path="plan.batch", value=plan.batch, rule=f"must be {batch} sequences of a global micro-batch")

@@ -1,0 +1,199 @@
+"""Where nothing fits: the plan that needs least memory, and the changes that would make one fit, found by searching.
+
+    per micro-batch   where samples depend on each other, so that the batch is one: several, each with its own loss
+    a wish less       the space without one word of --fix or --forbid
+    offload           the optimizer on the host, which autopar prices and does not run yet
+    shorter           half the tokens of a sequence, and half of those, until a plan fits
+    more devices      more hosts of the same kind, from as many as could hold the state on, until a plan fits
+
+All are the same search with the memory of the fullest rank as its objective, which ends with the first plan that fits.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+import numpy as np
+
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.device import Link
+from autopar.search.bounds.lower_bounds import Beyond, Machinery
+from autopar.search.bounds.memory import PARTS
+from autopar.search.driver.priced_only import machinery_of
+from autopar.search.driver.search import Searched, Works, search_degrees
+from autopar.search.pricing.exact import Priced
+from autopar.search.pricing.objective import Goal, Part
+from autopar.search.result.format import plan_in_words
+from autopar.search.result.result import Closest, Counted, degrees_in_plain
+from autopar.search.space.candidates import Limits, Wishes, limits_on, without_one
+
+LEAST_TOKENS = 64
+MOST_TRIES = 24  # numbers of hosts; after half of them each is a quarter larger than the one before
+MOST_PRICED = 20
+ANY_LINK = Link(bytes_per_s=1e9, latency_s=1e-6, name="none")  # memory does not depend on it
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Asked:
+    """A search that found nothing, and what prices plans on any cluster."""
+
+    works_of: Works
+    cluster: ClusterSpec
+    limits: Limits
+    wanted: Wishes
+    machinery: Callable[[ClusterSpec], Machinery]
+
+
+def counted(found: Searched, capacity_bytes: float) -> Counted:
+    """How many candidates there were, and what of those that do not fit is the largest."""
+    screened = found.screened
+    without_room = ~screened.fits & np.isfinite(screened.state_bytes)  # not those of refused tensor degrees
+    for_state = without_room & (screened.state_bytes > capacity_bytes)
+    largest = screened.largest[without_room].astype(int)
+    numbers = {name: int(np.sum(largest == position)) for position, name in enumerate(PARTS)}
+    return Counted(
+        candidates=len(found.candidates),
+        no_room_for_state=int(np.sum(for_state)),
+        no_room_for_activations=int(np.sum(without_room & ~for_state)),
+        largest={name: many for name, many in sorted(numbers.items(), key=lambda one: -one[1]) if many},
+        priced=len(found.exact),
+        refused=found.refused,
+    )
+
+
+def closest(asked: Asked, goes_on: Callable[[], bool] = lambda: True) -> Closest | None:
+    """The plan that needs least memory of a device, by how much it misses, and what would help; None where no
+    candidate can be priced."""
+    on = asked.machinery(asked.cluster)
+    roomy = replace(on, machine=replace(on.machine, memory_bytes=inf))
+    least = _searched(asked, roomy, goes_on)
+    if least is None:
+        return None
+    helps = list(_remedies(asked, goes_on))
+    return Closest(
+        degrees=degrees_in_plain(least.degrees, least.cuts, regather=least.regather),
+        needed_bytes=least.needed_bytes,
+        missing_bytes=least.needed_bytes - on.capacity_bytes,
+        remedy="; ".join(helps) or "no wish less, no shorter sequence and no number of devices that was tried helps",
+        parts={name: float(np.max(part)) for name, part in least.memory.parts.items() if name != "cache"},
+    )
+
+
+def _remedies(asked: Asked, goes_on: Callable[[], bool]) -> Iterator[str]:
+    """The cheapest first; one of each kind."""
+    for find in (_per_micro_batch, _fewer_wishes, _offloaded, _shorter, _more_devices):
+        found = find(asked, goes_on) if goes_on() else None
+        if found is not None:
+            yield found
+
+
+def _per_micro_batch(asked: Asked, _: Callable[[], bool]) -> str | None:
+    if asked.limits.accumulates:
+        return None
+    found = _fitting(replace(asked, limits=replace(asked.limits, accumulates=True)))
+    return (
+        None
+        if found is None
+        else f"with the loss of every micro-batch by itself (per_micro_batch) {_words(found)} fits"
+    )
+
+
+def _fewer_wishes(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
+    for text, wanted in without_one(asked.wanted):
+        if not goes_on():
+            return None
+        found = _fitting(replace(asked, wanted=wanted))
+        if found is not None:
+            return f"without {text} {_words(found)} fits"
+    return None
+
+
+def _offloaded(asked: Asked, _: Callable[[], bool]) -> str | None:
+    def on_host(cluster: ClusterSpec) -> Machinery:
+        return machinery_of(asked.machinery(cluster), Beyond(offload=True))
+
+    if asked.machinery(asked.cluster).machine.machine.host is None:
+        return None
+    found = _fitting(replace(asked, machinery=on_host))
+    if found is None:
+        return None
+    return f"with the optimizer on the host {_words(found)} fits (ZeRO-Offload, priced with --what-if and not run yet)"
+
+
+def _shorter(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
+    tokens = asked.works_of(1).sequence
+    while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS and goes_on():
+        tokens //= 2
+        found = _fitting(replace(asked, works_of=_at_length(asked.works_of, tokens)))
+        if found is not None:
+            return f"with sequences of {tokens:,} tokens {_words(found)} fits"
+    return None
+
+
+def _at_length(works_of: Works, tokens: int) -> Works:
+    def shorter(tp: int) -> ProgramWorks:
+        return replace(works_of(tp), sequence=tokens)
+
+    return shorter
+
+
+def _more_devices(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
+    room, hosts, tried = _room(asked), _least_hosts(asked), 0
+    while room > 0 and tried < MOST_TRIES and goes_on():
+        cluster = with_hosts(asked.cluster, hosts)
+        found = _fitting(replace(asked, cluster=cluster, limits=limits_on(asked.limits, cluster.num_devices)))
+        if found is not None:
+            return f"on {cluster.num_devices:,} such devices {_words(found)} fits"
+        tried += 1
+        hosts += 1 if tried < MOST_TRIES // 2 else max(1, hosts // 4)
+    return None
+
+
+def _least_hosts(asked: Asked) -> int:
+    """More than there are, and as many as parameters, gradients and optimizer state fill if divided evenly."""
+    state = asked.works_of(1).num_parameters * asked.machinery(asked.cluster).engine.state_bytes
+    missing = state / max(_room(asked), 1.0) - asked.cluster.num_devices
+    return asked.cluster.num_hosts + max(1, ceil(missing / asked.cluster.groups[-1].devices_per_host))
+
+
+def _room(asked: Asked) -> float:
+    """Bytes of a device for the model."""
+    on = asked.machinery(asked.cluster)
+    return on.capacity_bytes - on.machine.profile.reserve_bytes
+
+
+def with_hosts(cluster: ClusterSpec, num_hosts: int) -> ClusterSpec:
+    """More hosts like the last ones."""
+    more, last = num_hosts - cluster.num_hosts, cluster.groups[-1]
+    groups = (*cluster.groups[:-1], replace(last, num_hosts=last.num_hosts + more))
+    between = cluster.inter_host or last.in_host or ANY_LINK
+    return replace(cluster, name=f"{num_hosts} hosts like {cluster.name}", groups=groups, inter_host=between)
+
+
+def _fitting(asked: Asked) -> Priced | None:
+    """The first plan that fits."""
+    return _searched(asked, asked.machinery(asked.cluster), lambda: False)
+
+
+def _searched(asked: Asked, on: Machinery, goes_on: Callable[[], bool]) -> Priced | None:
+    goal = Goal(objective="memory", parts={asked.cluster.num_devices: Part(cluster=asked.cluster, on=on, weight=1.0)})
+    limits = replace(asked.limits, fewer_devices=())
+    try:
+        return search_degrees(
+            asked.works_of,
+            asked.cluster,
+            limits,
+            asked.wanted,
+            on,
+            most_exact=MOST_PRICED,
+            goes_on=goes_on,
+            goal=goal,
+        ).best
+    except AutoparError:  # labels that cannot be found
+        return None
+
+
+def _words(found: Priced) -> str:
+    return plan_in_words(degrees_in_plain(found.degrees, found.cuts, regather=found.regather))

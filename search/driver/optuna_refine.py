@@ -1,0 +1,256 @@
+"""What bounds cannot rank, by Optuna: pipelines with stages of their own, blocks moved out of the first and the last.
+
+The cut that makes the slowest stage fastest need not make the step fastest: a lighter first stage holds fewer
+activations, so that fewer blocks are recomputed, and schedules feel unequal stages in different places. A trial is one
+of the best candidates (which differ in schedule, stages, micro-batch, degrees) with some blocks moved, priced by
+replaying its action list. What every stage then recomputes follows (`autopar.search.pricing.per_stage_recompute`).
+Trials that do not fit are told to the sampler by how many bytes they miss.
+
+Where all variations are no more than the trials that are asked for, all are tried, in one order, and priced together;
+else Optuna's sampler chooses.
+
+Several processes may share a study. What another one told is not priced again, and its trials count: a search of a
+study that has its trials already adds none. Each process seeds its sampler by the number of its first trial.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from autopar.search.driver.study import StudyPlace, importance
+from autopar.search.result.result import Trial
+
+if TYPE_CHECKING:
+    import optuna
+
+    from autopar.search.pricing.exact import Priced
+
+MOST_MOVED = 1  # out of an end; 2 gained nothing more, and made the sampler miss what 1 gains (docs/search.md)
+MISSING = "missing_bytes"  # a trial's constraint: what it is over the device's capacity, at most 0 where it fits
+SOURCE = "source"  # of a trial that no sampler chose: why it is tried
+STARTUP = 10  # trials before the sampler has enough to go by
+STALE_S = 60.0  # a trial takes milliseconds: one that has run so long was left by a process that died
+NONE = (0, 0)
+MOVES = range(-MOST_MOVED, MOST_MOVED + 1)
+
+Variation = tuple[str, tuple[int, int]]  # a candidate's text, and the blocks moved out of its ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A candidate of trials. `text` names it in the study; one with a `name` is tried as it is, and one that
+    `is_varied` with blocks moved."""
+
+    index: int
+    text: str
+    name: str = ""
+    is_varied: bool = True
+
+    @property
+    def variations(self) -> Sequence[Variation]:
+        """All of them, as it is first."""
+        if not self.is_varied:
+            return [(self.text, NONE)]
+        return [(self.text, moved) for moved in sorted(product(MOVES, MOVES), key=lambda one: one != NONE)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refined:
+    """All trials of the study, the fastest that fits, and how much each parameter decided."""
+
+    trials: tuple[Trial, ...] = ()
+    best: "Priced | None" = None
+    importance: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+def seconds(one: "Priced") -> float:
+    """The objective unless another is given."""
+    return one.seconds
+
+
+def refine(
+    starts: Sequence[Start],
+    price: Callable[[int, tuple[int, int]], "Priced"],
+    *,
+    trials: int,
+    capacity_bytes: float,
+    seed: int,
+    value: Callable[["Priced"], float] = seconds,
+    index_of: Callable[[str], int] | None = None,
+    place: StudyPlace | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
+    ahead: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
+) -> Refined:
+    """Vary the candidates in `starts` until the study has `trials` different trials, or all that there are; those with
+    a name come first, as they are. `ahead` is told what `price` will be asked for, as it is cheaper to price some
+    together.
+
+    A study at a `place` goes on where others left it, among the candidates that it was made with; `index_of` finds
+    those that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
+    """
+    study, choices = _study(place, starts)
+    found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
+    every = [(one, variation) for one in starts for variation in one.variations]
+    all_are_tried = len(every) <= trials
+    sources = {(one.text, NONE): f"enqueued: {one.name}" for one in starts if one.name}
+    if all_are_tried:
+        ahead([(one.index, moved) for one, (_, moved) in every])
+        sources |= {variation: "enumerated" for _, variation in every if variation not in sources}
+    if all_are_tried and place is None:
+        found.add(sources, goes_on)
+        return found.result()
+    found.enqueue(sources, is_shared=place is not None)
+    most = min(trials, len(every))
+    while goes_on() and not found.is_spent(most):
+        found.one_trial(seed, most)
+    return found.result()
+
+
+def _study(place: StudyPlace | None, starts: Sequence[Start]) -> "tuple[optuna.Study, list[str]]":
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    texts = [one.text for one in starts]
+    return (optuna.create_study(), texts) if place is None else place.opened(texts)
+
+
+class _Refining:
+    """One process's part of a study."""
+
+    def __init__(
+        self,
+        study: "optuna.Study",
+        choices: Sequence[str],
+        starts: Sequence[Start],
+        price: Callable[[int, tuple[int, int]], "Priced"],
+        value: Callable[["Priced"], float],
+        capacity_bytes: float,
+        index_of: Callable[[str], int] | None,
+    ) -> None:
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        self.study, self.starts, self.price, self.value = study, starts, price, value
+        self.capacity_bytes, self.index_of = capacity_bytes, index_of
+        self.start = {one.text: one for one in starts}
+        moves = IntDistribution(MOVES[0], MOVES[-1])
+        self.space: dict[str, Any] = {
+            "candidate": CategoricalDistribution(list(choices)),
+            "out_of_first": moves,
+            "out_of_last": moves,
+        }
+        self.choices = set(choices)
+        self.before = {one.number for one in study.get_trials(deepcopy=False) if one.state.is_finished()}
+        self.own: dict[int, Priced] = {}
+        self.mine: set[int] = set()
+
+    def enqueue(self, sources: Mapping[Variation, str], *, is_shared: bool) -> None:
+        """These variations are tried before a sampler chooses, each once in a study."""
+        for wanted, source in sources.items():
+            if wanted[0] in self.choices:
+                # slow, and needed where others may have enqueued it
+                attributes = {SOURCE: source}
+                self.study.enqueue_trial(_params(wanted), user_attrs=attributes, skip_if_exists=is_shared)
+
+    def add(self, sources: Mapping[Variation, str], goes_on: Callable[[], bool]) -> None:
+        """Price these variations while `goes_on`. Nothing is left to choose, and to ask a study of one's own for trials
+        takes longer than to price them."""
+        import optuna
+
+        for number, (wanted, source) in enumerate(sources.items()):
+            if not goes_on():
+                break
+            one = self.price(self.index(wanted[0]), wanted[1])
+            trial = optuna.trial.create_trial(
+                params=_params(wanted),
+                distributions=self.space,
+                value=self.value(one),
+                user_attrs={SOURCE: source},
+                constraints={MISSING: one.needed_bytes - self.capacity_bytes},
+            )
+            self.study.add_trial(trial)
+            self.own[number] = one
+            self.mine.add(number)
+
+    def is_spent(self, trials: int) -> bool:
+        """Whether as many different variations were told or are being priced; samplers may repeat theirs."""
+        counted = [one for one in self.study.get_trials(deepcopy=False) if _counts(one)]
+        different = {self.variation(one.params) for one in counted if one.params.keys() == self.space.keys()}
+        return len(different) >= trials or len(counted) >= 2 * trials
+
+    def one_trial(self, seed: int, trials: int) -> None:
+        import optuna
+
+        trial = self.study.ask(self.space)
+        if not self.mine:  # the number of a process's first trial is its own, so that no two sample the same
+            startup = min(STARTUP, trials)
+            mixed = seed + 1_000_003 * trial.number
+            self.study.sampler = optuna.samplers.TPESampler(seed=mixed % 2**32, n_startup_trials=startup)
+        self.mine.add(trial.number)
+        wanted = self.variation(trial.params)
+        told = self._told(wanted)
+        if told is None:
+            one = self.price(self.index(wanted[0]), wanted[1])
+            self.own[trial.number] = one
+            told = (self.value(one), one.needed_bytes - self.capacity_bytes)
+        trial.set_constraint(MISSING, told[1])
+        self.study.tell(trial, told[0])
+
+    def variation(self, params: Mapping[str, Any]) -> Variation:
+        """What a trial tries; of what is not varied nothing is moved."""
+        text = str(params["candidate"])
+        start = self.start.get(text)
+        moved = (int(params["out_of_first"]), int(params["out_of_last"]))
+        return text, moved if start is None or start.is_varied else NONE
+
+    def index(self, text: str) -> int:
+        if text in self.start or self.index_of is None:
+            return self.start[text].index
+        return self.index_of(text)
+
+    def _told(self, wanted: Variation) -> tuple[float, float] | None:
+        """Value and missing bytes of a variation that was priced, by any process."""
+        for one in self.study.get_trials(deepcopy=False):
+            if one.value is not None and self.variation(one.params) == wanted:
+                return one.value, one.constraints[MISSING]
+        return None
+
+    def result(self) -> Refined:
+        told = self.study.get_trials(deepcopy=False)
+        fits = [one for one in told if one.value is not None and one.constraints.get(MISSING, 1.0) <= 0]
+        best = min(fits, key=lambda one: (one.value, one.number), default=None)
+        priced = None
+        if best is not None:
+            text, moved = self.variation(best.params)
+            priced = self.own.get(best.number) or self.price(self.index(text), moved)
+        trials = tuple(self.row(one) for one in sorted(told, key=lambda one: one.number) if one.state.is_finished())
+        return Refined(trials=trials, best=priced, importance=importance(self.study))
+
+    def row(self, one: "optuna.trial.FrozenTrial") -> Trial:
+        source = str(one.user_attrs.get(SOURCE, "sampled"))
+        if one.number not in self.mine:
+            source = "resumed" if one.number in self.before else "another process"
+        return Trial(
+            number=one.number,
+            params=dict(one.params),
+            value=one.value,
+            missing_bytes=one.constraints.get(MISSING),
+            state=one.state.name.lower(),
+            source=source,
+        )
+
+
+def _params(wanted: Variation) -> dict[str, Any]:
+    text, moved = wanted
+    return {"candidate": text, "out_of_first": moved[0], "out_of_last": moved[1]}
+
+
+def _counts(one: "optuna.trial.FrozenTrial") -> bool:
+    """Whether a trial was told, or is being priced by somebody who lives."""
+    if one.value is not None:
+        return True
+    if one.state.name != "RUNNING" or one.datetime_start is None:
+        return False
+    now = datetime.now(UTC if one.datetime_start.tzinfo else None)
+    return abs((now - one.datetime_start).total_seconds()) < STALE_S

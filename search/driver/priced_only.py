@@ -1,0 +1,130 @@
+"""What no plan runs yet, searched because it was asked for: context and expert parallelism, the optimizer on the host.
+
+Every combination of their degrees is a search of its own over the space of plans (`autopar.search.driver.search`), with
+the same screening, bounds and exact prices; context ranks hold shards of the state like data-parallel ones. What is
+found is marked with what of it is a formula only (`autopar.cost_model.estimate.formula_only`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from autopar.cost_model.estimate import formula_only
+from autopar.cost_model.pricing import Question
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.search.bounds.lower_bounds import Beyond, Machinery
+from autopar.search.driver.search import Works, search_degrees
+from autopar.search.pricing.exact import Priced
+from autopar.search.pricing.objective import Goal, Part, parts_of
+from autopar.search.result.result import Contender, degrees_in_plain
+from autopar.search.space.candidates import MOST_TENSOR_RANKS, Limits, Wishes, divisors
+
+HOST = "host"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Found:
+    """The best plan of those that need something that no plan runs, and a bound of all of them; `machinery` is what
+    it was priced on."""
+
+    best: Priced
+    value: float
+    bound: float
+    machinery: Machinery
+
+    @property
+    def beyond(self) -> Beyond:
+        return self.machinery.beyond
+
+    def formula_only(self, cluster: ClusterSpec) -> tuple[str, ...]:
+        """What of it autopar prices and does not run."""
+        on, beyond = self.machinery, self.beyond
+        question = Question(cluster=cluster, degrees=self.best.degrees, engine=on.engine, cp=beyond.cp, ep=beyond.ep)
+        return formula_only(question, on.precision)
+
+
+def search_beyond(
+    works_of: Works,
+    cluster: ClusterSpec,
+    limits: Limits,
+    wanted: Wishes,
+    goal: Goal,
+    *,
+    most_exact: int,
+    goes_on: Callable[[], bool] = lambda: True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Found | None:
+    """The best plan on the whole cluster with at least one of them; None where none fits."""
+    part, best, bound = goal.parts[cluster.num_devices], None, np.inf
+    for beyond in combinations(works_of(1), cluster, part.on):
+        if not goes_on():
+            return best if best is None else replace(best, bound=0.0)
+        say(f"what if: {words_of(beyond)}")
+        on, own = machinery_of(part.on, beyond), limits_of(limits, cluster, beyond)
+        parts = {own.num_devices: Part(cluster=cluster, on=on, weight=part.weight)}
+        try:
+            found = search_degrees(
+                works_of, cluster, own, wanted, on, most_exact=most_exact, goes_on=goes_on,
+                goal=replace(goal, parts=parts), below=np.inf if best is None else best.value,
+            )  # fmt: skip
+        except AutoparError:  # no labels
+            continue
+        bound = min(bound, found.proof.bound)  # what is not below the best is not looked for
+        if found.best is not None:
+            value = replace(goal, parts=parts).value(found.best)
+            if best is None or value < best.value:
+                best = Found(best=found.best, value=value, bound=bound, machinery=on)
+    return best if best is None else replace(best, bound=min(bound, best.value))
+
+
+def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Contender:
+    """What no plan runs, beside the best one that does."""
+    one, beyond = found.best, found.beyond
+    degrees = degrees_in_plain(one.degrees, one.cuts, regather=one.regather)
+    degrees |= {"cp": beyond.cp, "ep": beyond.ep, "offload": beyond.offload}
+    return Contender(
+        degrees=degrees,
+        step_s=one.seconds,
+        needed_bytes=one.needed_bytes,
+        fits=one.fits,
+        slower=0.0 if best is None else one.seconds / best.seconds - 1,
+        reason="autopar does not run it",
+        parts=parts_of(one.step.parts),
+        value=found.value,
+        num_devices=one.degrees.world_size * beyond.cp,
+        formula_only=found.formula_only(cluster),
+    )
+
+
+def combinations(works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Iterator[Beyond]:
+    """Those that the model and the cluster allow, but none of all; those that change least come first."""
+    context = [n for n in divisors(cluster.num_devices) if works.sequence % n == 0 and n <= MOST_TENSOR_RANKS]
+    experts = [n for n in divisors(cluster.num_devices) if n == 1 or (works.num_experts and works.num_experts % n == 0)]
+    places = [False, True] if on.machine.machine.host is not None else [False]
+    every = [Beyond(cp=cp, ep=ep, offload=offload) for cp, ep, offload in product(context, experts, places)]
+    yield from sorted(every, key=lambda one: (one.offload, (one.cp > 1) + (one.ep > 1), one.cp * one.ep))[1:]
+
+
+def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
+    """The same machine under an engine that does what `beyond` says."""
+    engine = on.engine.model_copy(update={"optimizer_place": HOST}) if beyond.offload else on.engine
+    return replace(on, beyond=beyond, engine=engine)
+
+
+def limits_of(limits: Limits, cluster: ClusterSpec, beyond: Beyond) -> Limits:
+    """The limits of pp · tp · dp beside context ranks, whose ranks lie in the default order."""
+    left = cluster.num_devices // beyond.cp
+    degrees = tuple(tp for tp in limits.tensor_degrees if left % tp == 0)
+    return replace(
+        limits, num_devices=left, fewer_devices=(), tensor_degrees=degrees, context=beyond.cp, devices_per_host=None
+    )
+
+
+def words_of(beyond: Beyond) -> str:
+    """The degrees above 1, and where the optimizer is."""
+    named = [f"{name} {n}" for name, n in (("cp", beyond.cp), ("ep", beyond.ep)) if n > 1]
+    return ", ".join([*named, *(["optimizer on the host"] if beyond.offload else [])])

@@ -1,0 +1,196 @@
+"""Whether values that are gathered for products are gathered again in backward (`Plan.regather`), or kept for it.
+
+Candidates are searched as if they gathered again. The same labels with values kept send less and hold more: a step is
+shorter by at most the part that the second gathers take of a backward pass (without its gradients of weights, which may
+be a pass of their own; with its forward pass where there is no pipeline), in the block where that is largest. Only
+candidates whose value, less that part, is below the best are priced anew, the smallest first, until no bound is below
+the best: then no candidate is better under either setting.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.pricing import family_at
+from autopar.cost_model.step.block_prices import block_prices, end_passes
+from autopar.cost_model.step.context import Basis, Passes, repeated_roles
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.unique_rows import distinct, numbered, spread
+from autopar.cost_model.work.block_work import Family
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import AutoparError
+from autopar.search.bounds.lower_bounds import Machinery, basis_of, layouts_of, screen
+from autopar.search.bounds.pipeline import SPLITS_BACKWARD
+from autopar.search.driver.alternatives import raised_seconds
+from autopar.search.driver.branch_and_bound import ROUNDING, best_first
+from autopar.search.driver.optuna_refine import MOVES
+from autopar.search.driver.optuna_seeds import NEARLY
+from autopar.search.driver.search import Searched, Works
+from autopar.search.pricing.batch import Together, Varied
+from autopar.search.pricing.exact import AS_IT_IS, Cut, Priced
+from autopar.search.space.candidates import Candidates
+
+Floats = NDArray[np.float64]
+ENDS = ("first", "last")
+SPLITS = np.flatnonzero(SPLITS_BACKWARD)  # schedules
+NOTHING_KNOWN = -1e200  # seconds
+MOST_VARIED = 4  # candidates whose cuts are moved
+
+
+def with_kept(
+    found: Searched, works_kept: Works, *, most_exact: int, goes_on: Callable[[], bool] = lambda: True
+) -> Searched:
+    """What was found, with the best plan that keeps gathered values where that is better, and a bound of both kinds.
+
+    `works_kept` are of the labels that `found` was priced with. Where memory is the objective, or nothing fits,
+    gathering again is the best.
+    """
+    if found.proof.best is None or found.goal.is_memory:
+        return found
+    kept, own = _Kept(found, works_kept), found.proof
+    proof = best_first(
+        kept.bounds,
+        found.classes,
+        kept.value,
+        most=most_exact if goes_on() else 0,
+        goes_on=goes_on,
+        ahead=lambda likely: kept.price([(index, AS_IT_IS) for index in likely]),
+        added=kept.added,
+    )
+    kept.price_moved()
+    both = replace(own, bound=min(own.bound, proof.bound), is_proven=own.is_proven and proof.is_proven)
+    return replace(found, kept=kept.best, proof=both)
+
+
+class _Kept:
+    """Candidates that keep what they gather, where they may be better so than the best one as it is."""
+
+    def __init__(self, found: Searched, works_kept: Works) -> None:
+        assert found.proof.best is not None
+        self.found, self.goal, self.works_kept = found, found.goal, works_kept
+        self.least = found.proof.best.value * (1 - ROUNDING)
+        self.works: dict[int, ProgramWorks] = {}
+        self.refused: set[int] = set()
+        self.together = Together(found.candidates, self.works, self.goal)
+        self.per_second = self.goal.bounds(
+            found.candidates, replace(found.screened, seconds=np.ones(len(found.candidates)))
+        )
+        self.bounds = self._bounds()
+
+    @property
+    def best(self) -> Priced | None:
+        fitting = [one for one in self.together.found.values() if one.fits]
+        return min(fitting, key=self.goal.value, default=None)
+
+    def _bounds(self) -> Floats:
+        """Infinite where they are not below the least value."""
+        c = self.found.candidates
+        bounds = self.goal.bounds(c, replace(self.found.screened, seconds=raised_seconds(self.found)))
+        for index, one in self.found.exact.items():
+            bounds[index] = self.goal.value(one) if one.fits else np.inf
+        bounds[c.tp == 1] = np.inf
+        mine = np.flatnonzero(np.isfinite(bounds))
+        if len(mine):
+            bounds[mine] *= 1 - most_saved(self.found, mine)
+        for tp in self.found.labelled:
+            for count, part in self.goal.parts.items():
+                mine = np.flatnonzero((bounds < self.least) & (c.tp == tp) & (c.num_devices == count))
+                if len(mine) and self._can_price(tp):
+                    screened = screen(self.works[tp], c.at(mine), part.on)
+                    bounds[mine] = np.maximum(bounds[mine], self.goal.bounds(c.at(mine), screened))
+        return np.where(bounds < self.least, bounds, np.inf)
+
+    def _can_price(self, tp: int) -> bool:
+        """Whether there are labels for a tensor degree."""
+        if tp not in self.works and tp not in self.refused:
+            try:
+                self.works[tp] = self.works_kept(tp)
+            except AutoparError:
+                self.refused.add(tp)
+        return tp in self.works
+
+    def price(self, wanted: Sequence[Varied]) -> None:
+        """Price those for whose tensor degree there are labels."""
+        self.together.price([one for one in wanted if self._can_price(int(self.found.candidates.tp[one[0]]))])
+
+    def value(self, index: int) -> float:
+        self.price([(index, AS_IT_IS)])
+        one = self.together.found.get((index, AS_IT_IS))
+        return self.goal.value(one) if one is not None and one.fits else np.inf
+
+    def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
+        """What an exact price adds to bounds of others of its class: what the pipeline, which is theirs too, takes more
+        or less than by screening. Infinite where that is not below the least value."""
+        screened, one = self.found.screened, self.together.found[index, AS_IT_IS]
+        levels = (screened.pipeline[index], screened.recomputed_pipeline[index])
+        more = [pipeline - bound for pipeline, bound in zip(one.pipelines, levels, strict=False)]
+        more += [NOTHING_KNOWN] * (len(levels) - len(more))
+        share, known = screened.share[alike], self.bounds[alike]
+        seconds = screened.seconds[alike] + (1 - share) * more[0] + share * more[1]
+        values = seconds * self.per_second[alike]
+        return np.where(values < self.least, np.maximum(values - known, 0.0), np.inf)
+
+    def price_moved(self) -> None:
+        """The best plan's own stages, and where such are tried at all, all variations of the few nearly as good."""
+        c, before = self.found.candidates, self.found.together.found
+        moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is self.found.best]
+        near = [
+            (self.goal.value(one), index)
+            for (index, _), one in self.together.found.items()
+            if one.fits and c.pp[index] > 1 and self.goal.value(one) < self.least * (1 + NEARLY)
+        ]
+        if self.found.refined.trials:
+            varied = [index for _, index in sorted(near)[:MOST_VARIED]]
+            cuts = [Cut(first, last, by_stage=True) for first, last in product(MOVES, MOVES)]
+            moved += [(index, cut) for index in varied for cut in cuts]
+        self.price([one for one in moved if c.tp[one[0]] > 1])
+
+
+def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
+    """The part of a step that candidates can save at most by keeping what they gather."""
+    c, works = found.candidates.at(index), found.together.works
+    columns = (c.tp, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
+    each = distinct([numbered(column) for column in columns], len(index))
+    few = c.at(each.rows)
+    saved = np.zeros(len(few))
+    first = min((tp for tp in works if tp > 1), default=0)  # which bounds of degrees without labels are of
+    labelled = np.array([tp if tp in works else first for tp in few.tp.tolist()])
+    for tp, devices in {*zip(labelled.tolist(), few.num_devices.tolist(), strict=True)}:
+        mine = np.flatnonzero((labelled == tp) & (few.num_devices == devices))
+        saved[mine] = _most_saved(works[tp], few.at(mine), found.goal.parts[devices].on)
+    return np.broadcast_to(spread(saved, each.index), len(index))
+
+
+def _most_saved(works: ProgramWorks, found: Candidates, on: Machinery) -> Floats:
+    basis, layouts = basis_of(works, on), layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
+    again = family_at(works, layouts, on.mechanisms)
+    kept = _without_second_gathers(again)
+    staged, splits = found.pp > 1, np.isin(found.schedule, SPLITS)
+    saved = np.zeros(len(found))
+    for role in (*repeated_roles(basis.shape), *ENDS):
+        ours, theirs = _passes(basis, again, layouts, role), _passes(basis, kept, layouts, role)
+        least = ours.backward + np.where(staged, np.where(splits, -ours.weight, 0.0), ours.forward)
+        less = ours.backward - theirs.backward
+        saved = np.maximum(saved, np.where(less > 0, less / np.where(less > 0, least, 1.0), 0.0))
+    return saved
+
+
+def _passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
+    if role in ENDS:
+        return end_passes(basis, family, layouts, role)
+    prices, parts = block_prices(basis, family, layouts, role)
+    return Passes(forward=prices.forward, backward=prices.backward, weight=parts.weight)
+
+
+def _without_second_gathers(family: Family[Any]) -> Family[Any]:
+    """The seconds of a family of captured blocks, both variants of which are one, where gathered values are kept."""
+    blocks = []
+    for role, variants in family.blocks:
+        work = variants[0][1]
+        less = replace(work, sent=tuple(sent for sent in work.sent if sent.of != "regather"))
+        blocks.append((role, tuple((name, less) for name, _ in variants)))
+    return replace(family, blocks=tuple(blocks))

@@ -1,0 +1,351 @@
+"""The search of degrees: screen every candidate, price exactly those that could be the best, let Optuna vary cuts.
+
+    screening    `autopar.search.bounds.lower_bounds`: bounds of all candidates, and which cannot fit
+    exact        `autopar.search.driver.branch_and_bound` over `autopar.search.pricing.exact`, from baselines and the
+    smallest bound on,
+                 until no bound is below the best price; both are values of the objective
+    refining     `autopar.search.driver.optuna_refine`: Optuna moves stage cuts of the best candidates, which bounds
+    cannot rank
+
+Labels are chosen per tensor degree and only for degrees that a bound leaves open: until then a degree is priced with
+the labels of the smallest one above 1.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.step.unique_rows import distinct, numbered
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.search.bounds.lower_bounds import Machinery, Screened, screen
+from autopar.search.driver.branch_and_bound import Proof, best_first
+from autopar.search.driver.optuna_refine import Refined, refine
+from autopar.search.driver.optuna_seeds import NEARLY, kinds_of, starts_of
+from autopar.search.driver.study import StudyPlace
+from autopar.search.pricing.batch import Together
+from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced
+from autopar.search.pricing.objective import Goal, Part
+from autopar.search.result.format import readable_value
+from autopar.search.space.baselines import Baseline, baselines
+from autopar.search.space.candidates import Candidates, Limits, Wishes, candidates
+
+Floats = NDArray[np.float64]
+MOST_BY_STAGE = 48  # prices of candidates whose stages recompute what they need themselves
+# from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
+Works = Callable[[int], ProgramWorks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """Candidates, what screening made of them, and every exact price by candidate.
+
+    `refused` says why tensor degrees cannot be used.
+    """
+
+    candidates: Candidates
+    screened: Screened
+    exact: Mapping[int, Priced] = field(hash=False)
+    proof: Proof
+    baselines: tuple[Baseline, ...]
+    refined: Refined
+    refused: Mapping[int, str] = field(hash=False)
+    labelled: tuple[int, ...]
+    goal: Goal
+    classes: NDArray[np.int64] = field(hash=False, compare=False)  # of candidates whose pipelines run the same
+    together: Together = field(hash=False, compare=False)  # which prices more of them, of tensor degrees with labels
+    kept: Priced | None = (
+        None  # keeps what it gathers, and is better than all that do not (`autopar.search.driver.regather_choice`)
+    )
+
+    @property
+    def best(self) -> Priced | None:
+        """The plan of the smallest value that fits, with stages of its own or with what it gathers kept where that is
+        better."""
+        found = None if self.proof.best is None else self.exact[self.proof.best.index]
+        for one in (self.refined.best, self.kept):
+            if found is None or (one is not None and self.goal.value(one) < self.goal.value(found)):
+                found = one
+        return found
+
+    @property
+    def index_of_best(self) -> int | None:
+        """The candidate that the best plan is; None where that has stages of its own or keeps what it gathers."""
+        best = self.best
+        return next((index for index, one in self.exact.items() if one is best), None)
+
+
+def search_degrees(
+    works_of: Works,
+    cluster: ClusterSpec,
+    limits: Limits,
+    wanted: Wishes,
+    on: Machinery,
+    *,
+    most_exact: int,
+    trials: int = 0,
+    seed: int = 0,
+    place: StudyPlace | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
+    say: Callable[[str], None] = lambda _: None,
+    goal: Goal | None = None,
+    below: float = np.inf,
+) -> Searched:
+    """The fastest candidate that fits, or the best one for another `goal` over parts of the cluster, proven where
+    `most_exact` exact prices suffice; and at most `trials` variations of the cuts of those that are nearly as good,
+    kept in the study at a `place`. Only values `below` one that is known already are looked for."""
+    whole = Part(cluster=cluster, on=on, weight=1.0)
+    goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
+    found = _Search(works_of, cluster, limits, wanted, goal, below)
+    say(f"{len(found.candidates):,} candidates")
+    while True:
+        proof = found.explore(most_exact, goes_on, say)
+        open_degree = found.open_degree(proof)
+        if open_degree is None:
+            return found.result(proof, found.refined(proof, trials, seed, place, goes_on, say))
+        say(f"labels for tensor degree {open_degree}")
+        found.label(open_degree)
+
+
+def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
+    """A number for all candidates whose pipelines run the same, on as many devices, but for what they recompute."""
+    if goal.is_memory or not len(c):
+        return np.arange(len(c))
+    alone = np.where(c.pp > 1, 0, 1 + np.arange(len(c)))  # without a pipeline bounds are exact
+    columns: Sequence[Any] = (
+        c.num_devices, c.tp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
+    )  # fmt: skip
+    found = distinct([numbered(column) for column in (*columns, alone)], len(c)).index
+    return np.zeros(len(c), dtype=np.int64) if found is None else found
+
+
+def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np.int64]) -> Floats:
+    """What the exact price of a candidate adds to the bounds of others of its class, in seconds: what its pipeline
+    takes longer than its bound, at their recomputation. State, sums and the optimizer differ in a class."""
+    bounds = (screened.pipeline[index], screened.recomputed_pipeline[index])[: len(one.pipelines)]
+    more = [max(0.0, pipeline - bound) for pipeline, bound in zip(one.pipelines, bounds, strict=True)]
+    share = screened.share[alike]
+    found = [part * seconds for part, seconds in zip((1 - share, share), more, strict=False)]
+    return np.asarray(sum(found, np.zeros(len(alike))))
+
+
+class _Search:
+    """One search; holds what rounds with other labels share."""
+
+    def __init__(
+        self, works_of: Works, cluster: ClusterSpec, limits: Limits, wanted: Wishes, goal: Goal, below: float
+    ) -> None:
+        self.works_of, self.goal, self.below = works_of, goal, below
+        self.refused: dict[int, str] = {}
+        self.works: dict[int, ProgramWorks] = {}
+        self.candidates = candidates(limits, wanted)
+        self.machinery: list[tuple[Machinery, NDArray[np.bool_]]] = []  # with the candidates that are priced on it
+        for count, part in goal.parts.items():
+            mine = self.candidates.num_devices == count
+            at = next((i for i, (on, _) in enumerate(self.machinery) if on is part.on), None)
+            if at is None:
+                self.machinery.append((part.on, mine))
+            else:
+                self.machinery[at] = (part.on, self.machinery[at][1] | mine)
+        self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screened.__slots__}
+        self.exact: dict[int, Priced] = {}
+        self.classes = classes_of(self.candidates, goal)
+        self.together = Together(self.candidates, self.works, goal)
+        degrees = sorted({int(tp) for tp in self.candidates.tp})
+        self.unlabelled = degrees
+        for tp in degrees[:2] if degrees[:1] == [1] else degrees[:1]:
+            self.label(tp)
+        while not self.works and self.unlabelled:
+            self.label(self.unlabelled[0])
+        self.baselines = baselines(self.candidates, cluster)
+
+    def label(self, tp: int) -> None:
+        """Choose labels for a tensor degree, and screen what depends on them."""
+        self.unlabelled = [other for other in self.unlabelled if other != tp]
+        try:
+            self.works[tp] = self.works_of(tp)
+        except AutoparError as error:
+            self.refused[tp] = str(error)
+            self._put(np.flatnonzero(self.candidates.tp == tp), None)
+        else:
+            is_first = tp > 1 and sum(one > 1 for one in self.works) == 1
+            wanted = np.isin(self.candidates.tp, [tp, *(self.unlabelled if is_first else ())])
+            for on, mine in self.machinery:
+                index = np.flatnonzero(wanted & mine)
+                if len(index):
+                    self._put(index, screen(self.works[tp], self.candidates.at(index), on))
+
+    def _put(self, index: NDArray[Any], screened: Screened | None) -> None:
+        for name, column in self.columns.items():
+            column[index] = np.inf if screened is None else getattr(screened, name)
+
+    def explore(self, most: int, goes_on: Callable[[], bool], say: Callable[[str], None]) -> Proof:
+        """Price exactly until the best is proven, or a candidate whose labels are not known comes first."""
+        needs_labels = np.isin(self.candidates.tp, self.unlabelled)
+        bounds = self.bounds()
+        stopped = False
+
+        def price(index: int) -> float:
+            nonlocal stopped
+            if needs_labels[index]:
+                stopped = True
+                return float(bounds[index])
+            if index not in self.exact:
+                self.exact[index] = self.together.priced(index)
+            one = self.exact[index]
+            return self.goal.value(one) if one.fits else np.inf
+
+        def tell(best: float, bound: float) -> None:
+            found = f"best {readable_value(best, self.goal.unit)}" if np.isfinite(best) else "none fits yet"
+            say(f"{len(self.exact):,} plans priced: {found}, bound {readable_value(bound, self.goal.unit)}")
+
+        known = [*self.exact, *(one.index for one in self.baselines if not needs_labels[one.index])]
+        return best_first(
+            bounds,
+            self.classes,
+            price,
+            first=known,
+            most=most,
+            goes_on=lambda: goes_on() and not stopped,
+            ties=self.columns["seconds"],
+            ahead=lambda likely: self.together.price(
+                [(i, AS_IT_IS) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
+            ),
+            added=lambda index, alike: self.added(bounds, index, alike),
+            tell=tell,
+        )
+
+    def added(self, bounds: Floats, index: int, alike: NDArray[np.int64]) -> Floats:
+        """What an exact price adds to the bounds of others of its class."""
+        if index not in self.exact:
+            return np.zeros(len(alike))
+        screened = Screened(**self.columns)
+        worth = bounds[alike] / np.maximum(screened.seconds[alike], 1e-300)  # of a second
+        return np.asarray(added_seconds(screened, index, self.exact[index], alike) * worth)
+
+    def bounds(self) -> Floats:
+        """What every candidate is worth at best; infinite where that is not below what is known already."""
+        found = self.goal.bounds(self.candidates, Screened(**self.columns))
+        return np.where(found < self.below, found, np.inf)
+
+    def open_degree(self, proof: Proof) -> int | None:
+        """The tensor degree without labels that came up as the best."""
+        last = proof.priced[-1].index if proof.priced else None
+        tp = None if last is None else int(self.candidates.tp[last])
+        return tp if tp in self.unlabelled else None
+
+    def refined(
+        self,
+        proof: Proof,
+        trials: int,
+        seed: int,
+        place: StudyPlace | None,
+        goes_on: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> Refined:
+        """Moved cuts, and recomputation by stage, of the fastest candidates with several stages, where they could be
+        faster than the best; or fit, where no candidate does as it is."""
+        if not trials:
+            return Refined()
+        can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
+        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, goes_on)
+        if proof.best is None and not others:
+            return Refined()
+        best = others[0] if proof.best is None else proof.best.index
+
+        def values(indices: Sequence[int]) -> list[float]:
+            self.together.price([(index, BY_STAGE) for index in indices])
+            return [value(self.together.priced(index, BY_STAGE)) for index in indices]
+
+        starts = starts_of(
+            self.candidates,
+            np.where(can_be_priced, self.raised(), np.inf),
+            values,
+            best,
+            others,
+            [one for one in self.baselines if can_be_priced[one.index]],
+        )
+        if place is None and not any(one.is_varied for one in starts):
+            return Refined()
+
+        as_they_are = {one.index for one in starts if not one.is_varied}
+
+        def cut(index: int, moved: tuple[int, int]) -> Cut:
+            return Cut(*moved, by_stage=index not in as_they_are)
+
+        say(f"moving cuts of {len(starts) - len(as_they_are)} plans")
+        return refine(
+            starts,
+            lambda index, moved: self.together.priced(index, cut(index, moved)),
+            value=value,
+            trials=trials,
+            capacity_bytes=self.goal.part(self.together.priced(best)).on.capacity_bytes,
+            seed=seed,
+            index_of=self.candidates.index_of,
+            place=place,
+            goes_on=goes_on,
+            ahead=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
+        )
+
+    def raised(self) -> Floats:
+        """Bounds, raised by what exact prices add to those of their class; values where they are known, infinite where
+        they do not fit."""
+        bounds = self.bounds()
+        found = bounds.copy()
+        for index in self.exact:
+            alike = np.flatnonzero((self.classes == self.classes[index]) & np.isfinite(bounds))
+            found[alike] = np.maximum(found[alike], bounds[alike] + self.added(bounds, index, alike))
+        for index, one in self.exact.items():
+            found[index] = self.goal.value(one) if one.fits else np.inf
+        return found
+
+    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, goes_on: Callable[[], bool]) -> list[int]:
+        """Candidates that may be below the best value, or fit, where every stage recomputes what it needs itself, which
+        bounds do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
+        Estimates are too small by about as much for all pipelines of a schedule."""
+        if self.goal.is_memory or any(on.pinned.recompute_blocks is not None for on, _ in self.machinery):
+            return []
+        screened = Screened(**self.columns)
+        recomputes = screened.share > 0
+        recomputes[[index for index, one in self.exact.items() if one.degrees.recompute != "none"]] = True
+        mine = can_be_priced & recomputes & (self.candidates.pp > 1)
+        if not np.any(mine):
+            return []
+        seconds = np.where(mine, screened.by_stage_seconds, np.inf)
+        estimates = self.goal.bounds(self.candidates, replace(screened, seconds=seconds))
+        least = estimates * (1 - NEARLY)
+
+        def price(index: int) -> float:
+            one = self.together.priced(index, BY_STAGE)
+            return self.goal.value(one) if one.fits else np.inf
+
+        found = best_first(
+            np.where(least < min(best, self.below), least, np.inf),
+            kinds_of(self.candidates, ("schedule",)),
+            price,
+            most=MOST_BY_STAGE,
+            goes_on=goes_on,
+            ahead=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
+            added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
+        )
+        fitting = [one for one in found.priced if np.isfinite(one.value)]
+        return [one.index for one in sorted(fitting, key=lambda one: one.value)]
+
+    def result(self, proof: Proof, refined: Refined) -> Searched:
+        return Searched(
+            candidates=self.candidates,
+            screened=Screened(**self.columns),
+            exact=self.exact,
+            proof=proof,
+            baselines=self.baselines,
+            refined=refined,
+            refused=self.refused,
+            labelled=tuple(self.works),
+            goal=self.goal,
+            classes=self.classes,
+            together=self.together,
+        )

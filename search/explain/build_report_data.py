@@ -1,0 +1,192 @@
+"""A search in numbers that a report draws: the best plan rank by rank, its time line, and all candidates.
+
+Everything is priced by the functions that priced the plans; nothing here decides anything.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.estimate import MEMORY
+from autopar.cost_model.pipeline.simulator import Simulation, simulate
+from autopar.cost_model.pipeline.stages import (
+    ENDS,
+    MOST_ACTIONS,
+    Stages,
+    seconds_of_roles,
+    seconds_of_stages,
+    stage_seconds,
+)
+from autopar.cost_model.pricing import Pricing, layouts_of
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.schedules import actions
+from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.driver.alternatives import raised_seconds
+from autopar.search.driver.search import Searched
+from autopar.search.explain.step_formulas import terms_of
+from autopar.search.pricing.exact import Priced, pricing_of
+from autopar.search.result.report_data import WAITING, Details, Points, RankCost, Rates, Timeline
+from autopar.search.space.candidates import NAMES
+
+MOST_PASSES = 4000  # of a time line that is kept whole
+MOST_POINTS = 1500
+SECONDS_PER_HOUR = 3600.0
+
+
+def details_of(best: Priced, works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Details:
+    """The best plan, rank by rank, on the part of a cluster that it uses. `works` are those of labels for its tensor
+    degree."""
+    pricing = pricing_of(works, best, cluster, on)
+    stages = pricing.stages()
+    return Details(
+        rates=_rates(best, pricing, cluster, on),
+        ranks=tuple(_ranks(pricing, stages)),
+        timeline=None if stages is None or stages.num_actions > MOST_ACTIONS else timeline_of(pricing, stages),
+        terms=tuple(terms_of(best, pricing)),
+    )
+
+
+def _rates(best: Priced, pricing: Pricing, cluster: ClusterSpec, on: Machinery) -> Rates:
+    degrees, works = best.degrees, pricing.works
+    batch = (degrees.micro_batch or 1) * degrees.num_micro_batches * degrees.dp
+    model_flops, again_flops = pricing.flops(batch)
+    per_s, peak = batch * works.sequence / best.seconds, on.machine.peak_flops_per_s
+    reached = model_flops / (best.seconds * degrees.world_size * peak)
+    price = cluster.price_usd_per_hour
+    return Rates(
+        tokens_per_s=per_s,
+        mfu=reached,
+        hfu=reached * (1 + again_flops / model_flops if model_flops else 1.0),
+        peak_flops_per_s=peak,
+        usd_per_billion_tokens=None if price is None else price / SECONDS_PER_HOUR / per_s * 1e9,
+    )
+
+
+# ---- rank by rank ----
+
+
+def _ranks(pricing: Pricing, stages: Stages | None) -> Iterator[RankCost]:
+    layouts = layouts_of(pricing.works, pricing.question)
+    step, memory = pricing.step(layouts, every_rank=True), pricing.memory_of_ranks(layouts)
+    slowest = float(np.max(step.seconds))
+    for rank in range(memory.peak_bytes.size):
+        roles = pricing.works.calls if stages is None else stages.of_rank(rank)
+        parts = _of_rank(step.parts, rank)
+        yield RankCost(
+            rank=rank,
+            stages=(0,) if stages is None else tuple(s for s, own in enumerate(stages.ranks) if own == rank),
+            num_blocks=sum(bool(role) and role not in ENDS for role in roles),
+            has_first="first" in roles,
+            has_last="last" in roles,
+            seconds=parts | {WAITING: max(0.0, slowest - sum(parts.values()))},
+            bytes=_of_rank({name: memory.parts[name] for name in MEMORY}, rank),
+        )
+
+
+def _of_rank(parts: Mapping[str, NDArray[Any]], rank: int) -> dict[str, float]:
+    return {name: float(part[rank] if part.size > 1 else part.reshape(-1)[0]) for name, part in parts.items()}
+
+
+# ---- the time line ----
+
+
+def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Timeline:
+    """One run of the schedule, replayed with the seconds of the plan's blocks; where stages recompute in as many of
+    their blocks, those of a block are the mean of all of them."""
+    forward, backward, weight, message = _stage_seconds(pricing, stages)
+    orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
+    messages_are: Literal["overlapped", "blocking"] = (
+        "overlapped" if pricing.question.engine.messages == "overlapped" else "blocking"
+    )
+    found = simulate(orders, stage_seconds(forward, backward, weight, message), messages=messages_are)
+    passes = sorted(found.timeline(), key=lambda one: (one.start_s, one.rank))
+    messages = list(found.messages([0.0] * len(stages.roles), [0.0] * len(stages.roles)))
+    gap = None
+    if len(passes) > most:
+        gap = (passes[most // 2].start_s, passes[len(passes) - most // 2].start_s)
+        passes = [one for one in passes if _is_outside(one.start_s, gap)]
+        messages = [one for one in messages if _is_outside(one.start_s, gap)]
+    return Timeline(
+        num_ranks=stages.pp,
+        num_stages=len(stages.roles),
+        micro_batches=stages.micro_batches,
+        runs=stages.runs,
+        seconds=found.step_s,
+        passes=tuple(
+            (p.rank, p.action.kind, p.action.stage, p.action.micro_batch, _short(p.start_s), _short(p.end_s))
+            for p in passes
+        ),
+        messages=tuple(
+            (m.from_rank, m.to_rank, m.from_stage, m.micro_batch, _short(m.start_s), _short(m.end_s)) for m in messages
+        ),
+        left_out=_num_passes(found) - len(passes),
+        gap=gap,
+    )
+
+
+def _stage_seconds(pricing: Pricing, stages: Stages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], float]:
+    found, message = pricing.mean_passes_and_message()
+    forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(found))
+    return forward, backward, weight, message
+
+
+def _num_passes(found: Simulation) -> int:
+    return sum(len(order) for order in found.orders)
+
+
+def _is_outside(start: float, gap: tuple[float, float]) -> bool:
+    return not gap[0] <= start < gap[1]
+
+
+def _short(value: float) -> float:
+    """Six digits: what a picture can show, in a file of half the size."""
+    return float(f"{value:.6g}")
+
+
+# ---- candidates ----
+
+
+def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
+    """Candidates that fit: those priced exactly, and of the others as many as there is room for, evenly from the
+    fastest to the slowest. Bounds are those that the proof rests on."""
+    screened, candidates = found.screened, found.candidates
+    seconds = raised_seconds(found)
+    has_bound = np.isfinite(seconds)  # the others may be of a tensor degree without labels, of which nothing is known
+    share, whole, again = (x[has_bound] for x in (screened.share, screened.without_bytes, screened.recomputed_bytes))
+    needed = np.full(len(seconds), np.inf)
+    needed[has_bound] = (1 - share) * whole + share * again
+    needed = np.minimum(needed, _capacities(found))  # as many blocks are recomputed as let it fit
+    is_exact = np.zeros(len(seconds), dtype=bool)
+    for index, one in found.exact.items():
+        seconds[index] = one.seconds if one.fits else np.inf
+        needed[index], is_exact[index] = one.needed_bytes, True
+    fitting = np.flatnonzero(np.isfinite(seconds))
+    must = fitting[is_exact[fitting]]
+    others = np.setdiff1d(fitting, must)
+    others = others[np.argsort(seconds[others], kind="stable")]
+    room = max(0, most - len(must))
+    if len(others) > room:
+        others = others[np.unique(np.linspace(0, len(others) - 1, room).astype(int))] if room else others[:0]
+    chosen = np.concatenate([must, others])
+    chosen = chosen[np.argsort(seconds[chosen], kind="stable")]
+    columns: dict[str, tuple[Any, ...]] = {
+        "seconds": tuple(_short(float(value)) for value in seconds[chosen]),
+        "bytes": tuple(float(f"{value:.4g}") for value in needed[chosen]),
+        "exact": tuple(int(value) for value in is_exact[chosen]),
+        "schedule": tuple(NAMES[int(index)] for index in candidates.schedule[chosen]),
+    }
+    numbers = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual")
+    columns |= {name: tuple(int(value) for value in getattr(candidates, name)[chosen]) for name in numbers}
+    columns["devices"] = tuple(int(value) for value in candidates.num_devices[chosen])
+    return Points(fitting=len(fitting), columns=columns)
+
+
+def _capacities(found: Searched) -> NDArray[np.float64]:
+    """What a rank may hold on the devices that each candidate uses."""
+    capacities = np.zeros(len(found.candidates))
+    for count, part in found.goal.parts.items():
+        capacities[found.candidates.num_devices == count] = part.on.capacity_bytes
+    return capacities

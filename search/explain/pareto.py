@@ -1,0 +1,110 @@
+"""The Pareto front of a search: plans that no other beats in step time, memory and number of devices together.
+
+Of exactly priced plans those that none of them beats, and of screened candidates those whose lower bounds none of the
+former beats and none of the latter. A candidate stands for two points: with as little recomputation as it needs, and
+with all of it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.driver.search import Searched
+from autopar.search.pricing.exact import Priced
+from autopar.search.pricing.objective import Goal
+from autopar.search.result.result import FrontPoint, degrees_in_plain
+
+Floats = NDArray[np.float64]
+MOST_BOUNDS = 60  # screened points of the front that are told, spread evenly over it
+
+
+def front_of(found: Searched) -> tuple[FrontPoint, ...]:
+    """By step time."""
+    goal = found.goal
+    fitting = {index: one for index, one in found.exact.items() if one.fits}
+    plans = [*fitting.values(), *(one for one in (found.refined.best, found.kept) if one is not None)]
+    best = found.best
+    if best is None:
+        return ()
+    own = np.array([[one.seconds, one.needed_bytes, one.degrees.world_size] for one in plans])
+    exact = [plans[i] for i in not_beaten(own)]
+    points, which = _bounds(found, list(found.exact))
+    told = np.array([[one.seconds, one.needed_bytes, one.degrees.world_size] for one in exact])
+    left = np.flatnonzero(~_beaten_by(points, told))
+    kept = left[not_beaten(points[left])] if len(left) else left
+    if len(kept) > MOST_BOUNDS:
+        kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_BOUNDS).round().astype(int))]
+    rows = [_of_plan(goal, one) for one in exact]
+    rows += [_of_bound(found, points[i], int(which[i])) for i in kept]
+    return tuple(sorted(rows, key=lambda one: (one.step_s, one.needed_bytes, one.num_devices)))
+
+
+def not_beaten(points: Floats) -> NDArray[np.int64]:
+    """Rows that no other equals or beats in every column, by the first column; of equal ones the first.
+
+    >>> not_beaten(np.array([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0], [2.0, 2.0, 1.0], [3.0, 1.0, 1.0]])).tolist()
+    [1, 0]
+    """
+    kept: list[int] = []
+    # by the fewest devices first, so that a row can only be beaten by those before it
+    counts = np.unique(points[:, 2]) if len(points) else ()
+    for count in counts:
+        mine = np.flatnonzero(points[:, 2] == count)
+        mine = mine[np.lexsort((points[mine, 1], points[mine, 0]))]
+        least = np.minimum.accumulate(np.concatenate([[np.inf], points[mine, 1]]))[:-1]
+        mine = mine[points[mine, 1] < least]
+        mine = mine[~_beaten_by(points[mine], points[kept])] if kept else mine
+        kept += mine.tolist()
+    found = np.array(kept, dtype=np.int64)
+    return found[np.argsort(points[found, 0], kind="stable")] if kept else found
+
+
+def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
+    """Which points one of the others equals or beats in every column."""
+    found = np.zeros(len(points), dtype=bool)
+    for other in others:
+        found |= np.all(other <= points, axis=1)
+    return found
+
+
+def _bounds(found: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
+    """Points of screened candidates that were not priced, and whose they are."""
+    screened, devices = found.screened, found.candidates.num_devices
+    capacity = np.zeros(len(devices))
+    for count, part in found.goal.parts.items():
+        capacity[devices == count] = part.on.capacity_bytes
+    usable = screened.fits.copy()
+    usable[priced] = False
+    some = np.flatnonzero(usable)
+    held = np.where(screened.share > 0, np.minimum(capacity, screened.without_bytes), screened.without_bytes)
+    every = some[screened.recomputed_bytes[some] < held[some]]
+    rows = [
+        np.stack([screened.seconds[some], held[some], devices[some]], axis=1),
+        np.stack([screened.recomputed_seconds[every], screened.recomputed_bytes[every], devices[every]], axis=1),
+    ]
+    return np.concatenate(rows), np.concatenate([some, every])
+
+
+def _of_plan(goal: Goal, one: Priced) -> FrontPoint:
+    return FrontPoint(
+        degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
+        step_s=one.seconds,
+        needed_bytes=one.needed_bytes,
+        num_devices=one.degrees.world_size,
+        value=goal.value(one),
+        is_exact=True,
+    )
+
+
+def _of_bound(found: Searched, point: Floats, index: int) -> FrontPoint:
+    step_s, needed = float(point[0]), float(point[1])
+    degrees = found.candidates.degrees(index, recompute=step_s > found.screened.seconds[index])
+    return FrontPoint(
+        degrees=degrees_in_plain(degrees, ()),
+        step_s=step_s,
+        needed_bytes=needed,
+        num_devices=degrees.world_size,
+        value=found.goal.value_of(step_s, needed, degrees),
+        is_exact=False,
+    )

@@ -1,0 +1,224 @@
+"""What a step would take with one thing changed: devices, links, global batch or sequence length.
+
+Two figures each. The *plan* is the best one, changed as little as can be: its degrees but data parallelism, its
+micro-batch, schedule and ZeRO stage stay, data-parallel ranks and micro-batches follow; stages are cut anew, and as
+many blocks are recomputed as let it fit. It is priced as it would run. The *bound* is what no candidate of the space
+there can be below, by screening with the labels that the search has for tensor degree 1 and for the plan's own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import AutoparError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.ir.rank_order import ORDERS
+from autopar.ir.schedules import schedule_problems
+from autopar.search.bounds.lower_bounds import Machinery, screen
+from autopar.search.driver.search import Works
+from autopar.search.pricing.exact import BY_STAGE, Priced, priced
+from autopar.search.pricing.objective import Part
+from autopar.search.result.report_data import Curve, CurvePoint
+from autopar.search.space.candidates import Limits, Wishes, candidates, divisors
+from autopar.search.space.subcluster import device_counts, part_of
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The searched question: the plan's part of the cluster, what prices it, and how another cluster is priced.
+    `works_of` are of the plan, `every` of all plans that were searched."""
+
+    best: Priced
+    part: Part
+    machinery: Callable[[ClusterSpec], Machinery]
+    works_of: Works
+    every: tuple[Works, ...]
+    limits: Limits
+    wanted: Wishes
+    global_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changed:
+    """One setting of the thing that changes."""
+
+    value: float
+    cluster: ClusterSpec
+    on: Machinery
+    global_batch: int
+    sequence: int
+
+
+def what_if(base: Base, factors: Sequence[float] = FACTORS) -> tuple[Curve, ...]:
+    """A curve for each thing that can be changed."""
+    of_plan = "the plan's tensor and pipeline degrees, micro-batch, schedule and ZeRO stage"
+    one_host = base.part.cluster.num_hosts == 1
+    curves = (
+        ("devices", "", f"{of_plan}, global batch and sequence; data-parallel ranks follow", _devices),
+        (
+            f"bandwidth of links {'inside a host' if one_host else 'between hosts'}",
+            "B/s",
+            f"{of_plan}, devices, global batch and sequence",
+            _bandwidth,
+        ),
+        ("global batch", "sequences", f"{of_plan}, devices and sequence; the number of micro-batches follows", _batch),
+        ("sequence length", "tokens", f"{of_plan}, devices, global batch and the search's labels", _sequence),
+    )
+    found = []
+    for name, unit, held, change in curves:
+        points = tuple(_point(base, factor, one) for factor in factors if (one := change(base, factor)) is not None)
+        if len(points) > 1:
+            found.append(Curve(name=name, unit=unit, held=held, points=points))
+    return tuple(found)
+
+
+# ---- what changes ----
+
+
+def _devices(base: Base, factor: float) -> _Changed | None:
+    count = base.part.cluster.num_devices * factor
+    cluster = base.part.cluster
+    if factor < 1:
+        if count not in device_counts(cluster):
+            return None
+        cluster = part_of(cluster, int(count))
+    elif factor > 1:
+        if cluster.inter_host is None:
+            return None  # one host: nobody said what would link it to others
+        groups = tuple(replace(group, num_hosts=int(group.num_hosts * factor)) for group in cluster.groups)
+        cluster = replace(cluster, name=f"{count:g} devices like {cluster.name}", groups=groups)
+    on = base.part.on if factor == 1 else base.machinery(cluster)
+    return _changed(base, count, cluster=cluster, on=on)
+
+
+def _bandwidth(base: Base, factor: float) -> _Changed | None:
+    links = base.part.on.machine.machine.links
+    if base.part.cluster.num_devices == 1:
+        return None
+    if base.part.cluster.num_hosts == 1:
+        value = links.in_host_bytes_per_s * factor
+        calls = None if links.calls is None else replace(links.calls, bytes_per_s=links.calls.bytes_per_s * factor)
+        links = replace(links, in_host_bytes_per_s=value, calls=calls)
+    else:
+        value = links.inter_host_bytes_per_s * factor
+        links = replace(links, inter_host_bytes_per_s=value)
+    machine = replace(base.part.on.machine, machine=replace(base.part.on.machine.machine, links=links))
+    return _changed(base, value, on=replace(base.part.on, machine=machine))
+
+
+def _batch(base: Base, factor: float) -> _Changed | None:
+    count = base.global_batch * factor
+    return _changed(base, count, global_batch=int(count)) if count == int(count) else None
+
+
+def _sequence(base: Base, factor: float) -> _Changed | None:
+    tokens = base.works_of(base.best.degrees.tp).sequence * factor
+    return _changed(base, tokens, sequence=int(tokens)) if tokens == int(tokens) else None
+
+
+def _changed(
+    base: Base,
+    value: float,
+    *,
+    cluster: ClusterSpec | None = None,
+    on: Machinery | None = None,
+    global_batch: int | None = None,
+    sequence: int | None = None,
+) -> _Changed:
+    return _Changed(
+        value=float(value),
+        cluster=cluster or base.part.cluster,
+        on=on or base.part.on,
+        global_batch=global_batch or base.global_batch,
+        sequence=sequence or base.works_of(base.best.degrees.tp).sequence,
+    )
+
+
+# ---- what it makes of a step ----
+
+
+def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
+    degrees = adapted(base.best.degrees, changed.cluster.num_devices, changed.global_batch)
+    one = base.best if factor == 1 else None
+    if degrees is not None and one is None:
+        works = replace(base.works_of(degrees.tp), sequence=changed.sequence)
+        one = priced(works, degrees, changed.cluster, changed.on, cut=BY_STAGE)
+    tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
+    return CurvePoint(
+        factor=factor,
+        value=changed.value,
+        step_s=None if one is None else one.seconds,
+        tokens_per_s=None if one is None else tokens / one.seconds,
+        fits=one is not None and one.fits,
+        bound_s=bound,
+        bound_tokens_per_s=None if bound is None else tokens / bound,
+    )
+
+
+def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | None:
+    """The same plan on other devices and batches, recomputing nothing yet; None where it cannot be split so."""
+    dp, rest = divmod(num_devices, degrees.pp * degrees.tp)
+    micro_batch = degrees.micro_batch or 1
+    if rest or not dp or global_batch % (dp * micro_batch):
+        return None
+    shard = dp if degrees.dp_replicate == 1 else degrees.dp_shard
+    if dp % shard:
+        return None
+    count = global_batch // (dp * micro_batch)
+    if degrees.pp > 1 and schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, count):
+        return None
+    if count > 1 and micro_batch * dp == 1:
+        return None  # as in `autopar.search.space.candidates`
+    staged = degrees.pp > 1
+    return replace(
+        degrees,
+        dp_shard=shard,
+        dp_replicate=dp // shard,
+        zero=degrees.zero if dp > 1 else 0,
+        accumulate=1 if staged else count,
+        micro_batches=count if staged else 1,
+        recompute="none",
+        recompute_blocks=None,
+        order=degrees.order if dp > 1 else ORDERS[0],
+    )
+
+
+def _bound(base: Base, changed: _Changed) -> float | None:
+    """The least seconds that screening leaves any candidate."""
+    count = changed.cluster.num_devices
+    limits = replace(
+        base.limits,
+        num_devices=count,
+        fewer_devices=(),
+        global_batch=changed.global_batch,
+        local_batch=None,
+        tensor_degrees=tuple(tp for tp in divisors(count) if tp <= max(base.limits.tensor_degrees)),
+        devices_per_host=changed.on.machine.machine.links.devices_per_host,
+    )
+    every = candidates(limits, base.wanted)
+    least = np.inf
+    for tps, works in _labelled(base):
+        mine = np.isin(every.tp, tps) if tps else every.tp > 1
+        if np.any(mine):
+            screened = screen(replace(works, sequence=changed.sequence), every.at(mine), changed.on)
+            least = min(least, float(np.min(screened.seconds)))
+    return float(least) if np.isfinite(least) else None
+
+
+def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
+    """Works for tensor degree 1, and for all others those of the plan's own degree or of the smallest above 1."""
+    yield (1,), base.works_of(1)
+    own = base.best.degrees.tp
+    above = (own,) if own > 1 else tuple(tp for tp in base.limits.tensor_degrees if tp > 1)
+    for tp in above:
+        try:
+            found = [works_of(tp) for works_of in base.every]
+        except AutoparError:
+            continue
+        yield from (((), works) for works in found)
+        return

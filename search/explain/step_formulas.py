@@ -1,0 +1,187 @@
+"""The best plan's step as formulas with their numbers: what `autopar.cost_model.step.step` adds up, term by term.
+
+A term's formula, its values put in, gives its seconds; symbols mean the same in all terms.
+
+    n   micro-batches of a step         L   repeated blocks of the slowest rank       N   devices
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.cost_model.pipeline.stages import ENDS, recomputed, seconds_of_roles, seconds_of_stages
+from autopar.cost_model.pricing import Pricing, layouts_of
+from autopar.search.pricing.exact import Priced
+from autopar.search.result.report_data import Term, Value
+
+BACKWARD = 2  # products backward for one forward
+
+
+def terms_of(best: Priced, pricing: Pricing) -> Iterator[Term]:
+    """The terms that are not zero, in the order of `autopar.search.result.result.PARTS`."""
+    parts = {name: float(np.max(part)) for name, part in best.step.parts.items()}
+    found = _Terms(best, pricing, parts)
+    for term in (*found.blocks(), *found.pipeline(), *found.end_of_step()):
+        if term.seconds > 0:
+            yield term
+
+
+class _Terms:
+    """What the terms of one plan share."""
+
+    def __init__(self, best: Priced, pricing: Pricing, parts: dict[str, float]) -> None:
+        self.best, self.pricing, self.parts = best, pricing, parts
+        self.degrees, self.machine = best.degrees, pricing.machine
+        self.speeds, self.profile = pricing.machine.machine.speeds, pricing.machine.profile.name
+        self.passes, self.message_s = pricing.mean_passes_and_message()
+        self.num_micro_batches = float(self.degrees.num_micro_batches)
+        self.busy_s, self.num_blocks, self.share = self._slowest()
+
+    def _slowest(self) -> tuple[float, float, float]:
+        """Seconds of one micro-batch on the slowest rank, how many repeated blocks it has, and the part of them that it
+        recomputes: where stages do not differ in that, the part of all blocks."""
+        stages, works = self.pricing.stages(), self.pricing.works
+        if stages is None:
+            busy = sum(float(np.max(self.passes[role].both)) for role in works.calls if role)
+            blocks = sum(bool(role) and role not in ENDS for role in works.calls)
+            return busy, float(blocks), self.pricing.recomputed_share()
+        forward, backward, _, _ = seconds_of_stages(stages, seconds_of_roles(self.passes))
+        of_stages = zip(forward + backward, map(len, stages.repeated), map(len, recomputed(stages)), strict=True)
+        of_ranks = np.zeros((stages.pp, 3))
+        for rank, own in zip(stages.ranks, of_stages, strict=True):
+            of_ranks[rank] += own
+        own_s, own_blocks, again = max(of_ranks.tolist())
+        return own_s, own_blocks, self.pricing.recomputed_share() if stages.again is None else again / own_blocks
+
+    @property
+    def n(self) -> Value:
+        return Value(symbol="n", meaning="micro-batches of a step", value=self.num_micro_batches, unit="")
+
+    @property
+    def own_blocks(self) -> Value:
+        return Value(symbol="L", meaning="repeated blocks of the slowest rank", value=self.num_blocks, unit="")
+
+    def term(self, part: str, formula: str, values: tuple[Value, ...], source: str) -> Term:
+        return Term(part=part, formula=formula, values=values, seconds=self.parts[part], source=source)
+
+    # ---- blocks ----
+
+    def blocks(self) -> Iterator[Term]:
+        for part, kind in (("products", "matmul"), ("attention", "attention")):
+            yield self._computed(part, kind)
+        yield self._each_block("memory-bound", "memory-bound kernels of a block, both passes", "block_time.py")
+        yield self._each_block("host", "what a block waits for the host beside its kernels", "block_time.py")
+        yield self._recomputation()
+        sent = "a block's exposed collectives: bytes over bandwidth and latency of each, less what is hidden"
+        for part in ("tensor collectives", "context collectives", "expert collectives"):
+            yield self._each_block(part, sent, "step_blocks.py, collectives.py")
+        longer = "by how much gathering a block's weights and scattering its gradients takes longer than computing"
+        yield self._each_block("shard collectives", longer, "step_data.py")
+        ends = Value(
+            symbol="t",
+            meaning="embedding, head and loss of a micro-batch on the slowest rank",
+            value=self.parts["embedding, head, loss"] / self.num_micro_batches,
+            unit="s",
+        )
+        yield self.term("embedding, head, loss", "n * t", (self.n, ends), "cost_model/step/block_prices.py")
+
+    def _computed(self, part: str, kind: str) -> Term:
+        """FLOP over the rate that they reach."""
+        per_block = self.parts[part] / (self.num_micro_batches * self.num_blocks)
+        flops = self._flops(kind)
+        if not flops or not per_block:
+            return self._each_block(part, "of a block", "block_time.py")
+        rate, peak = flops / per_block, self.machine.peak_flops_per_s
+        reached = f"reached, {rate / peak:.0%} of the peak"
+        values = (
+            self.n,
+            self.own_blocks,
+            Value(symbol="F", meaning="work of a block and micro-batch, both passes", value=flops, unit="FLOP"),
+            Value(symbol="r", meaning=reached, value=rate, unit="FLOP/s"),
+        )
+        return self.term(part, "n * L * F / r", values, f"cost_model/step/block_time.py, profile {self.profile}")
+
+    def _flops(self, kind: str) -> float:
+        """Of one micro-batch in the mean repeated block of a rank, forward and backward."""
+        works = self.pricing.works
+        family = self.pricing.family(layouts_of(works, self.pricing.question))
+        total = sum(count for _, count in works.counts)
+        return (1 + BACKWARD) * sum(
+            count / total * float(np.max(one.flops))
+            for role, count in works.counts
+            for one in family.block(role, "tp").products
+            if one.kind == kind
+        )
+
+    def _each_block(self, part: str, meaning: str, file: str) -> Term:
+        each = self.parts[part] / (self.num_micro_batches * self.num_blocks)
+        values = (self.n, self.own_blocks, Value(symbol="t", meaning=meaning, value=each, unit="s"))
+        return self.term(part, "n * L * t", values, f"cost_model/{file}, profile {self.profile}")
+
+    def _recomputation(self) -> Term:
+        each = self.parts["recomputation"] / (self.num_micro_batches * self.num_blocks * (self.share or 1.0))
+        values = (
+            self.n,
+            self.own_blocks,
+            Value(symbol="c", meaning="part of the blocks that is computed again", value=self.share, unit=""),
+            Value(symbol="t", meaning="forward pass of a block", value=each, unit="s"),
+        )
+        return self.term("recomputation", "n * L * c * t", values, "cost_model/step/assembly.py")
+
+    # ---- pipeline ----
+
+    def pipeline(self) -> Iterator[Term]:
+        runs = self.degrees.accumulate if self.degrees.pp > 1 else 1
+        per_run = self.num_micro_batches / runs
+        waits = self.parts["messages"] / runs
+        whole = self.parts["bubble"] / runs + per_run * self.busy_s + waits
+        values = (
+            Value(symbol="R", meaning="runs of the schedule in a step", value=float(runs), unit=""),
+            Value(symbol="T", meaning=f"one run, its {self.degrees.schedule} list replayed", value=whole, unit="s"),
+            Value(symbol="m", meaning="micro-batches of a run", value=per_run, unit=""),
+            Value(symbol="u", meaning="a micro-batch on the slowest rank", value=self.busy_s, unit="s"),
+            Value(symbol="w", meaning="waiting for its own messages", value=waits, unit="s"),
+        )
+        yield self.term("bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, ir/schedules.py")
+        one = self.message_s or 1.0
+        sends = Value(symbol="k", meaning="messages waited for", value=self.parts["messages"] / one, unit="")
+        lasting = Value(symbol="q", meaning="one message", value=one, unit="s")
+        yield self.term("messages", "k * q", (sends, lasting), "cost_model/step/assembly.py, links.py")
+
+    # ---- the end of a step ----
+
+    def end_of_step(self) -> Iterator[Term]:
+        degrees, engine, constants = self.degrees, self.pricing.question.engine, self.pricing.constants
+        bandwidth = Value(symbol="W", meaning="bytes/s of device memory", value=self.speeds.bytes_per_s, unit="bytes/s")
+        sums = f"sums of gradients and gathers of parameters over {degrees.dp} ranks, what is not hidden"
+        yield self.term(
+            "data collectives",
+            "t",
+            (Value(symbol="t", meaning=sums, value=self.parts["data collectives"], unit="s"),),
+            "cost_model/step/data_parallel.py, step_assembly.py",
+        )
+        moved = self.parts["gradient accumulation"] * self.speeds.bytes_per_s / max(1.0, self.num_micro_batches - 1)
+        added = Value(symbol="g", meaning="bytes read and written to add a gradient", value=moved, unit="bytes")
+        yield self.term("gradient accumulation", "(n - 1) * g / W", (self.n, added, bandwidth), "step_assembly.py")
+        each = float(engine.optimizer_bytes)
+        updated = self.parts["optimizer"] * self.speeds.bytes_per_s / each
+        values = (
+            Value(symbol="o", meaning="bytes moved to update a parameter", value=each, unit="bytes"),
+            Value(symbol="P", meaning="parameters that the rank updates", value=updated, unit=""),
+            bandwidth,
+        )
+        yield self.term("optimizer", "o * P / W", values, f"cost_model/machine/engines/{engine.name}.yaml")
+        fixed = Value(symbol="s", meaning="a step beside everything else", value=constants.step_s, unit="s")
+        yield self.term("fixed", "s", (fixed,), "cost_model/machine/fitted_constants.yaml")
+        before = self.best.seconds - self.parts["stragglers"]
+        slow = (
+            Value(symbol="B", meaning="the step so far", value=before, unit="s"),
+            Value(symbol="d", meaning="deviation of one rank's step", value=constants.straggler, unit=""),
+            Value(symbol="N", meaning="devices", value=float(degrees.world_size), unit=""),
+        )
+        yield self.term(
+            "stragglers",
+            "B * d * sqrt(2 * log(N))",
+            slow,
+            "cost_model/machine/fitted_constants.yaml; Fisher, Tippett 1928",
+        )

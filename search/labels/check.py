@@ -1,0 +1,116 @@
+"""Verifies a labelling against the program alone, knowing nothing of how it was found."""
+
+from collections.abc import Mapping, Sequence
+
+from autopar.capture.analysis import Analysis
+from autopar.errors import PlanError, Problem
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block, Program
+from autopar.ir.sharding import Dims, Mesh, Type
+from autopar.rules.variants import Variant, by_label, rewrites_fit, variants
+
+Types = tuple[Type, ...]
+
+
+def check(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> None:
+    """Raise `PlanError` listing everything that is not legal.
+
+    Every operator has a legal label and no axis is split twice; every port and result has a type that divides its
+    value; what is bound to a port has the port's type, whichever block made it; the loss and its denominator are
+    invariant, parameters and values between blocks are not partial.
+    """
+    problems: list[Problem] = []
+    if len(labels) != len(program.blocks):
+        raise PlanError(f"labels of {len(labels)} blocks for a program of {len(program.blocks)}")
+    for index, (block, of_block) in enumerate(zip(program.blocks, labels, strict=True)):
+        problems += _block(analysis, block, index, of_block, mesh)
+    problems += _boundaries(program, analysis, labels, mesh)
+    if problems:
+        raise PlanError("the labels are not legal", problems)
+
+
+def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, mesh: Mesh) -> list[Problem]:
+    problems: list[Problem] = []
+    where = f"block {block.name}"
+    if labels.signature != block.signature:
+        problems.append(Problem(path=where, rule="labels of another block"))
+    for node in block.graph.nodes:
+        if node.op != "call_function":
+            continue
+        bound, key = analysis.bounds[index][node.name], node.meta["key"]
+        chosen = labels.labels.get(key, ())
+        if len(chosen) != len(mesh.degrees):
+            problems.append(Problem(path=f"{where}, {key}", rule="needs one label per mesh dimension", value=chosen))
+            continue
+        axes: list[int] = []
+        found: list[Variant] = []
+        for degree, label in zip(mesh.degrees, chosen, strict=True):
+            try:
+                variant = by_label(variants(bound, degree), label)
+            except KeyError as error:
+                problems.append(Problem(path=f"{where}, {key}", rule=str(error.args[0])))
+                continue
+            found.append(variant)
+            if variant.factor:
+                axes.append(bound.factors[variant.factor][variant.axis][0])
+        if len(set(axes)) < len(axes):
+            problems.append(Problem(path=f"{where}, {key}", rule="one axis is split twice", value=chosen))
+        if len(found) == len(chosen) and not rewrites_fit(bound, found, mesh.degrees):
+            problems.append(Problem(path=f"{where}, {key}", rule="a rewrite needs a contiguous range", value=chosen))
+    typed = {**labels.ports, **labels.results}
+    names = [p.name for p in block.ports if p.role != "scalar"] + list(block.outputs)
+    for name in names:
+        types, dims = typed.get(name, ()), analysis.dims[index][name]
+        problems += _type(f"{where}, {name}", types, dims, mesh, analysis.batch_axes)
+    return problems
+
+
+def _type(where: str, types: Types, dims: Dims, mesh: Mesh, batch: frozenset[int]) -> list[Problem]:
+    """A type per mesh dimension, none partial, each axis split once, the batch evenly."""
+    if len(types) != len(mesh.degrees):
+        return [Problem(path=where, rule="needs one type per mesh dimension", value=types)]
+    problems, taken = [], set()
+    for t, degree in zip(types, mesh.degrees, strict=True):
+        if t.kind == "P":
+            problems.append(Problem(path=where, rule="a value between blocks is partial", value=str(t)))
+        if t.kind != "S":
+            continue
+        if not (0 <= t.dim < len(dims.sizes) and 0 <= t.position < len(dims.sizes[t.dim])):
+            problems.append(Problem(path=where, rule=f"has no axis {t}", value=dims.sizes))
+        elif (t.dim, t.position) in taken:
+            problems.append(Problem(path=where, rule=f"axis {t} is split twice"))
+        elif dims.axes[t.dim][t.position] in batch and dims.sizes[t.dim][t.position] % degree:
+            rule = f"the batch of {dims.sizes[t.dim][t.position]} is not divisible by {degree}"
+            problems.append(Problem(path=where, rule=rule))
+        taken.add((t.dim, t.position))
+    return problems
+
+
+def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> list[Problem]:
+    """Walk the calls in order: every value has one type, that of each port it is bound to."""
+    problems: list[Problem] = []
+    types: dict[str, Types] = {}
+
+    def bind(name: str, found: Mapping[str, Types], port: str, path: str) -> None:
+        own = found.get(port, ())
+        known = types.setdefault(name, own)
+        if known != own:
+            problems.append(Problem(path=f"{path}, {port}", rule=f"{name} is {known} elsewhere", value=own))
+
+    for call in program.calls:
+        block, of_block = program.blocks[call.block], labels[call.block]
+        for port, argument in zip(block.ports, call.arguments, strict=True):
+            if isinstance(argument, str) and port.role != "scalar":
+                bind(argument, of_block.ports, port.name, call.path)
+        for output, result in zip(block.outputs, call.results, strict=True):
+            bind(result, of_block.results, output, call.path)
+    for name in sorted(program.invariant):
+        if any(t.kind != "I" for t in types.get(name, ())):
+            rule = "the loss, its denominator and new values of buffers are invariant"
+            problems.append(Problem(path=name, rule=rule, value=types[name]))
+    for info in program.inputs:
+        for mesh_dim, t in zip(mesh.names, types.get(info.name, ()), strict=False):
+            if t.kind != "I" and (mesh_dim != "dp" or (t.dim, t.position) != (info.batch_dim, 0)):
+                rule = "inputs are split along the batch by dp only"
+                problems.append(Problem(path=info.name, rule=rule, value=str(t)))
+    return problems

@@ -1,0 +1,311 @@
+"""What the labeller may choose on one mesh dimension: variants of operators, types of values that cross blocks.
+
+Values that are ever bound to the same port, or leave a block by the same result, must have one type: they form a
+*boundary class*. Tied parameters and the layers' shared ports fall out of that.
+
+A mesh dimension owns axes. `dp` owns the batch axes; every other mesh dimension owns all the rest but what an earlier
+one has split, the sequence axes only where sequence parallelism is allowed, and the residual stream's hidden axes
+only on request (they tie with better choices and slow the proof). No axis is split twice, so conversions on different
+mesh dimensions commute.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autopar.capture.analysis import Analysis
+from autopar.ir.program import Program
+from autopar.ir.sharding import DATA, Dims, I, Mesh, R, S, Type, chunk
+from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variants
+
+NodeKey = tuple[int, str]  # (block, node)
+MAX_PADDED = 1.25  # a padded axis over its own size; beyond, most of what a rank computes may be padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryClass:
+    """Outer names that share one type, and what they are.
+
+    `free` marks outputs that no block uses: training drops them, so whatever type they have is right. `shared` marks
+    values that several calls read at one port, as an encoder's output in every decoder layer: what each of them would
+    convert is better converted once, so sequence parallelism does not ask for a shard.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    role: str
+    dims: Dims
+    differentiable: bool
+    itemsize: int
+    fixed: bool  # loss, denominator, new values of buffers: invariant on every mesh dimension
+    free: bool
+    consumed: bool
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """All boundary classes, and to which one every port and result belongs."""
+
+    classes: Mapping[str, BoundaryClass]
+    ports: Mapping[NodeKey, str]
+    results: Mapping[NodeKey, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The choice on one mesh dimension: a variant for every operator, a type for every boundary class."""
+
+    index: int
+    name: str
+    degree: int
+    variants: Mapping[NodeKey, Variant]
+    types: Mapping[str, Type]
+
+    def type_of(self, boundary: Boundary, key: NodeKey) -> Type:
+        """The type in which a value is made: by its operator, or by what its port is bound to."""
+        return self.variants[key].output if key in self.variants else self.types[boundary.ports[key]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The candidates on one mesh dimension. `relaxed` ones include every axis that the degree does not divide, others
+    the `paddable` ones only."""
+
+    index: int
+    name: str
+    degree: int
+    axes: frozenset[int]
+    paddable: frozenset[int]
+    relaxed: bool
+    variants: Mapping[NodeKey, tuple[Variant, ...]]
+    types: Mapping[str, tuple[Type, ...]]
+
+
+def boundary_of(program: Program, analysis: Analysis) -> Boundary:
+    """Union-find over outer names, linked where calls bind them to one port or result."""
+    parent: dict[str, str] = {}
+    first: dict[NodeKey, str] = {}
+    roles: dict[str, str] = {}
+    infos = [{n.name: n.meta["info"] for n in b.graph.nodes if "info" in n.meta} for b in program.blocks]
+    made = {r for c in program.calls for r in c.results}
+    readers: Counter[tuple[int, str, str]] = Counter()
+
+    def find(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    for call in program.calls:
+        block = program.blocks[call.block]
+        for port, argument in zip(block.ports, call.arguments, strict=True):
+            if isinstance(argument, str) and port.role != "scalar":
+                link = call.block, port.name, argument
+                roles[argument] = str(port.role)
+                readers[link] += 1
+                if readers[link] == 1:
+                    parent[find(argument)] = find(first.setdefault(link[:2], argument))
+        for name, result in zip(block.outputs, call.results, strict=True):
+            parent[find(result)] = find(first.setdefault((call.block, name), result))
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in parent:
+        groups[find(name)].append(name)
+    keys: dict[str, list[NodeKey]] = defaultdict(list)
+    for key, name in first.items():
+        keys[find(name)].append(key)
+    fixed, outputs = program.invariant, set(program.outputs.values())
+    consumed = {argument for _, _, argument in readers}
+    shared = {argument for (_, _, argument), count in readers.items() if count > 1}
+    classes = {}
+    for root, members in groups.items():
+        used = not consumed.isdisjoint(members)
+        met = [infos[b][n] for b, n in keys[root]]
+        classes[root] = BoundaryClass(
+            name=root,
+            members=tuple(members),
+            role="value" if not made.isdisjoint(members) else next(roles[m] for m in members if m in roles),
+            dims=analysis.outer[members[0]],
+            differentiable=any(info.differentiable for info in met),
+            itemsize=met[0].dtype.itemsize,
+            fixed=not fixed.isdisjoint(members),
+            free=not used and fixed.isdisjoint(members) and not outputs.isdisjoint(members),
+            consumed=used,
+            shared=not shared.isdisjoint(members),
+        )
+    ports = {(i, p.name) for i, b in enumerate(program.blocks) for p in b.ports}
+    return Boundary(
+        classes=classes,
+        ports={key: find(name) for key, name in first.items() if key in ports},
+        results={key: find(name) for key, name in first.items() if key not in ports},
+    )
+
+
+def owned_axes(
+    analysis: Analysis,
+    boundary: Boundary,
+    mesh: Mesh,
+    index: int,
+    solved: list[Solved],
+    sequence: bool | None,
+    hidden: bool,
+) -> frozenset[int]:
+    """The axes that mesh dimension `index` may split."""
+    if mesh.names[index] == DATA:
+        return analysis.batch_axes
+    taken = set(analysis.batch_axes)
+    if sequence is False:
+        taken |= analysis.sequence_axes
+    if not hidden:
+        taken |= residual_axes(analysis, boundary)
+    for earlier in solved:
+        taken |= split_axes(analysis, boundary, earlier)
+    return all_axes(analysis) - taken
+
+
+def is_paddable(size: int, degree: int) -> bool:
+    """Whether parts of equal size leave every rank something, and not too much of it padding."""
+    held = chunk(size, degree)
+    return size % degree != 0 and (degree - 1) * held < size and degree * held <= MAX_PADDED * size
+
+
+def paddable_axes(program: Program, analysis: Analysis, degree: int) -> frozenset[int]:
+    """Axes of parameters that may be split although the degree does not divide them: the last ranks hold zeros.
+
+    Heads, widths and vocabularies; batch and sequence are the user's to choose.
+    """
+    pairs: set[tuple[int, int]] = set()
+    for dims in {analysis.outer[name] for name in program.parameters}:
+        for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
+            pairs.update(zip(axes, sizes, strict=True))
+    found = frozenset(axis for axis, size in pairs if is_paddable(size, degree))
+    return found - analysis.batch_axes - analysis.sequence_axes
+
+
+def all_axes(analysis: Analysis) -> frozenset[int]:
+    bounds = (bound for block in analysis.bounds for bound in block.values())
+    inner = {axis for bound in bounds for atoms in bound.factors.values() for axis, _ in atoms}
+    return frozenset(inner | {axis for dims in analysis.outer.values() for dim in dims.axes for axis in dim})
+
+
+def residual_axes(analysis: Analysis, boundary: Boundary) -> set[int]:
+    """Axes of values that one block hands to another, but for batch and sequence."""
+    crossing = [c for c in boundary.classes.values() if c.role == "value" and c.consumed]
+    found = {axis for c in crossing for dim in c.dims.axes for axis in dim}
+    return found - analysis.batch_axes - analysis.sequence_axes
+
+
+def split_axes(analysis: Analysis, boundary: Boundary, solved: Solved) -> set[int]:
+    """Axes that a mesh dimension has split anywhere."""
+    found = set()
+    for (block, node), variant in solved.variants.items():
+        if variant.factor:
+            found.add(analysis.bounds[block][node].factors[variant.factor][variant.axis][0])
+    for name, chosen in solved.types.items():
+        if chosen.kind == "S":
+            found.add(boundary.classes[name].dims.axes[chosen.dim][chosen.position])
+    return found
+
+
+def space_of(
+    program: Program,
+    analysis: Analysis,
+    boundary: Boundary,
+    mesh: Mesh,
+    index: int,
+    solved: list[Solved],
+    axes: frozenset[int],
+    require_sequence: bool,
+    relaxed: bool,
+    pinned: Mapping[str, tuple[Type, ...]],
+) -> Space:
+    """All candidates of mesh dimension `index`; `pinned` parameters have one of the types given for their class."""
+    name, degree = mesh.names[index], mesh.degrees[index]
+    paddable = paddable_axes(program, analysis, degree)
+    found: dict[NodeKey, tuple[Variant, ...]] = {}
+    for i, bounds in enumerate(analysis.bounds):
+        for node, bound in bounds.items():
+            call = analysis.calls[i][node]
+            flows = call.output.differentiable or any(o.differentiable for o in call.operands)
+            earlier = [s.variants[i, node] for s in solved]
+            degrees = [s.degree for s in solved]
+            kept = []
+            for variant in variants(bound, 1):
+                if variant.label == "R" and not flows:
+                    continue  # without a cotangent R is I
+                if variant.factor:
+                    axis, size = bound.factors[variant.factor][variant.axis]
+                    padded = axis in paddable and may_be_uneven(bound, variant.factor)
+                    if axis not in axes or not (relaxed or size % degree == 0 or padded):
+                        continue
+                    if not rewrites_fit(bound, [*earlier, variant], [*degrees, degree]):
+                        continue
+                kept.append(variant)
+            found[i, node] = tuple(kept)
+    types = {}
+    for c in boundary.classes.values():
+        fixed = frozenset(pinned[member][index] for member in c.members if member in pinned)
+        fitting = None if relaxed else paddable
+        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, fitting, require_sequence, fixed))
+    return Space(
+        index=index,
+        name=name,
+        degree=degree,
+        axes=axes,
+        paddable=paddable,
+        relaxed=relaxed,
+        variants=found,
+        types=types,
+    )
+
+
+def _types_of(
+    c: BoundaryClass,
+    analysis: Analysis,
+    mesh_dim: str,
+    degree: int,
+    axes: frozenset[int],
+    paddable: frozenset[int] | None,
+    require_sequence: bool,
+    pinned: frozenset[Type],
+) -> Iterator[Type]:
+    """Types that a boundary class may have; none for outputs that are dropped. Without `paddable` every axis fits."""
+    shards = [
+        (S(d, p), axis)
+        for d, (dim, sizes) in enumerate(zip(c.dims.axes, c.dims.sizes, strict=True))
+        for p, (axis, size) in enumerate(zip(dim, sizes, strict=True))
+        if axis in axes and (paddable is None or size % degree == 0 or axis in paddable)
+    ]
+    if c.free:
+        return
+    if c.role == "input":
+        # the batch is cut before the model sees it, along its outermost axis
+        yield from [t for t, _ in shards if t.position == 0][:1] if mesh_dim == DATA and shards else [I]
+    elif c.fixed or c.role not in ("parameter", "value"):
+        yield I
+    elif c.role == "parameter" and pinned:
+        yield from sorted(pinned)
+    elif c.role == "parameter":
+        yield from [R] if mesh_dim == DATA else [I, R, *(t for t, _ in shards)]
+    else:
+        sequence = [t for t, axis in shards if axis in analysis.sequence_axes]
+        asked = require_sequence and c.consumed and c.differentiable and not c.shared and mesh_dim != DATA
+        if asked and sequence:
+            yield from sequence
+        else:
+            yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]
+
+
+def share_of(solved: list[Solved], boundary: Boundary, key: NodeKey) -> float:
+    """The part of a value that one rank holds under the mesh dimensions already labelled."""
+    kinds = ((s.type_of(boundary, key), s.degree) for s in solved)
+    return 1 / prod(degree for kind, degree in kinds if kind.kind == "S")
+
+
+def parameter_values(program: Program, analysis: Analysis, block: int) -> set[str]:
+    """Parameters of a block, and views and casts of them."""
+    found = {port.name for port in program.blocks[block].ports if port.role == "parameter"}
+    for node, names in analysis.operands[block].items():
+        if names and all(name in found for name in names):
+            found.add(node)
+    return found

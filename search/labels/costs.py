@@ -1,0 +1,298 @@
+"""The network of one mesh dimension: what its variables, values and costs are.
+
+    minimise   Σ work(n, v) + Σ state(c, τ) + Σ wire(u, σ, τ) + Σ saved(u, k)
+
+over a variant v for every operator n (`_operators`) and a type τ for every boundary class c (`_classes`). A value u
+that its source yields as σ is converted to every other type τ that a use wants, once for all of them, and what is kept
+for the backward pass is kept once per form k; a gathered value is gathered again instead of kept (`_value`). Costs of a
+distinct block count as often as it is called. A value without a cotangent knows no difference between I and R.
+
+Ties are broken by tiny terms: fewer collectives first, then the order of variants and nodes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+import numpy as np
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.conversions import TABLE, Wire
+from autopar.cost_model.work.operator_cost import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
+from autopar.ir.program import Program
+from autopar.ir.sharding import DATA, I, Kind, Type, chunk
+from autopar.rules.rule import TensorInfo
+from autopar.rules.variants import Bound, Variant
+from autopar.search.labels.choices import (
+    Boundary,
+    BoundaryClass,
+    NodeKey,
+    Solved,
+    Space,
+    parameter_values,
+    share_of,
+)
+from autopar.search.labels.elimination import eliminated
+from autopar.search.labels.network import FloatArray, IntArray, Network, Solution, Use, Value
+from autopar.search.labels.prices import Prices
+
+PER_COLLECTIVE = 1e-3  # in units of the largest all-reduce
+SENT_TOGETHER = 0.5  # of it less where a neighbouring mesh dimension converts likewise
+PER_MOVE = 1e-4
+PER_RANK = 1e-5
+GATHERED_BATCH = 1.0  # gathering along the batch undoes data parallelism; only what has no other way does it
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One use of a value: the type that every choice of a variable wants, and whether the backward pass needs it."""
+
+    variable: int
+    wanted: list[Type]
+    kept: bool
+
+
+class DimProblem:
+    """Builds and solves the program of one mesh dimension."""
+
+    def __init__(
+        self,
+        program: Program,
+        analysis: Analysis,
+        boundary: Boundary,
+        space: Space,
+        solved: list[Solved],
+        prices: Prices,
+        *,
+        regather: bool,
+        accumulate: int,
+    ) -> None:
+        self.program, self.analysis, self.boundary, self.space = program, analysis, boundary, space
+        self.solved, self.prices, self.regather, self.accumulate = solved, prices, regather, accumulate
+        self.calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
+        self.operators: dict[NodeKey, int] = {}  # the variables of operators and of boundary classes
+        self.classes: dict[str, int] = {}
+        self.costs: list[FloatArray] = []
+        self.values: list[Value] = []
+        self.converted: dict[tuple[Kind, Kind, bool, str, float], float] = {}  # costs: values are of few sizes
+        self._classes()
+        for index in range(len(program.blocks)):
+            self._operators(index)
+            self._values(index)
+        self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
+
+    def solve(self, time_limit_s: float) -> tuple[Solved, Solution] | None:
+        """The best labels of this mesh dimension, None where there are none, or none was found in time."""
+        solution = eliminated(self.network)
+        if solution is None:
+            from autopar.search.labels.milp import solved  # HiGHS is rarely needed
+
+            solution = solved(self.network, time_limit_s)
+        if solution is None or solution.objective == inf:
+            return None
+        chosen = {key: self.space.variants[key][solution.choices[at]] for key, at in self.operators.items()}
+        types = {name: self.space.types[name][solution.choices[at]] for name, at in self.classes.items()}
+        for (block, node), name in self.boundary.results.items():
+            if self.boundary.classes[name].free:  # dropped in training: leaves as it is, but never partial
+                made = chosen[block, node].output
+                types[name] = I if made.kind == "P" else made
+        space = self.space
+        found = Solved(index=space.index, name=space.name, degree=space.degree, variants=chosen, types=types)
+        return found, solution
+
+    # ---- variables ----
+
+    def _variable(self, costs: list[float]) -> int:
+        self.costs.append(np.array(costs))
+        return len(self.costs) - 1
+
+    def _classes(self) -> None:
+        for name, candidates in self.space.types.items():
+            if not candidates:
+                continue
+            c = self.boundary.classes[name]
+            states = self._states(c, candidates) if c.role == "parameter" else [0.0] * len(candidates)
+            costs = [state / self.prices.unit_s + PER_RANK * k for k, state in enumerate(states)]
+            self.classes[name] = self._variable(costs)
+
+    def _states(self, c: BoundaryClass, candidates: Sequence[Type]) -> Iterator[float]:
+        """Memory of a parameter's state, and of its gradient's sum once per step where it is replicated."""
+        infos = [self.program.parameters[m] for m in c.members]
+        share = 1 / prod(s.degree for s in self.solved if s.types[c.name].kind == "S")
+        elements = share * sum(info.num_elements for info in infos)
+        held = elements * parameter_state_bytes([info.dtype for info in infos])
+        summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize, latency=False) / self.accumulate
+        for t in candidates:
+            is_summed = t.kind == "R" and c.differentiable
+            yield self.prices.state_byte_s * held * self._part(t) + is_summed * summed
+
+    def _part(self, t: Type) -> float:
+        return 1 / self.space.degree if t.kind == "S" else 1.0
+
+    def _operators(self, index: int) -> None:
+        calls = self.calls[index]
+        bounds = self.analysis.bounds[index]
+        for place, (node, bound) in enumerate(bounds.items()):
+            costs, moves_data = [], not is_view(self.analysis.calls[index][node])
+            for rank, variant in enumerate(self.space.variants[index, node]):
+                seconds, collectives = self._work((index, node), bound, variant, moves_data)
+                cost = calls * (seconds / self.prices.unit_s + PER_COLLECTIVE * collectives)
+                costs.append(cost + PER_RANK * rank * (1 + place / len(bounds)))
+            self.operators[index, node] = self._variable(costs)
+
+    def _work(self, key: NodeKey, bound: Bound, variant: Variant, moves_data: bool) -> tuple[float, int]:
+        """Seconds of an operator on one rank, forward and backward, and the collectives inside it."""
+        call = self.analysis.calls[key[0]][key[1]]
+        chosen = [(s.variants[key], s.degree) for s in self.solved] + [(variant, self.space.degree)]
+        degrees: dict[str, float] = {}
+        for v, degree in chosen:
+            if v.factor:
+                size = bound.factors[v.factor][v.axis][1]
+                degrees[v.factor] = degrees.get(v.factor, 1.0) * size / chunk(size, degree)
+        passes = PASSES if call.output.differentiable else 1.0
+        seconds = passes * local_flops(bound.rule, degrees) * self.prices.flop_s[str(call.output.dtype)]
+        if moves_data:
+            touched = 0.0
+            for k, info in enumerate((*call.operands, call.output)):
+                types = [(v.operands[k] if k < len(call.operands) else v.output, degree) for v, degree in chosen]
+                touched += prod(info.shape) * info.dtype.itemsize / prod(d for t, d in types if t.kind == "S")
+            seconds += passes * touched * self.prices.byte_s
+        if variant.factor not in bound.rule.invariant:
+            return seconds, 0
+        rest = prod(s for f, s in bound.rule.sizes.items() if f != variant.factor) * 4.0
+        rest /= prod(d for f, d in degrees.items() if f != variant.factor)
+        return seconds + self._wire_s(("all_reduce", "all_reduce"), rest, 1.5 * rest), 2
+
+    # ---- values ----
+
+    def _values(self, index: int) -> None:
+        block = self.program.blocks[index]
+        infos = {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}
+        uses: dict[str, list[_Use]] = {}
+        for node, bound in self.analysis.bounds[index].items():
+            call, variable = self.analysis.calls[index][node], self.operators[index, node]
+            kept = saved_operands(call, bound.rule)
+            for k, name in enumerate(self.analysis.operands[index][node]):
+                flows = call.operands[k].differentiable
+                wanted = [_plain(variant.operands[k], flows) for variant in self.space.variants[index, node]]
+                uses.setdefault(name, []).append(_Use(variable, wanted, k in kept))
+        for name in block.outputs:
+            leaves_as = self.boundary.results[index, name]
+            if leaves_as in self.classes:
+                wanted = [_plain(t, infos[name].differentiable) for t in self.space.types[leaves_as]]
+                uses.setdefault(name, []).append(_Use(self.classes[leaves_as], wanted, False))
+        roles = {port.name: str(port.role) for port in block.ports}
+        roles |= dict.fromkeys(parameter_values(self.program, self.analysis, index), "parameter")
+        for name, found in uses.items():
+            self.values.append(self._value(index, name, roles.get(name, "value"), infos[name], found))
+
+    def _source(self, index: int, name: str, flows: bool) -> tuple[int, list[Type]]:
+        """The variable that makes a value, and the type of each of its choices."""
+        if (index, name) in self.operators:
+            variants = self.space.variants[index, name]
+            return self.operators[index, name], [_plain(variant.output, flows) for variant in variants]
+        bound_to = self.boundary.ports[index, name]
+        return self.classes[bound_to], [_plain(t, flows) for t in self.space.types[bound_to]]
+
+    def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> Value:
+        """Conversions of one value, shared by all uses that want the same type, and what is kept of it."""
+        calls = self.calls[index]
+        whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
+        source, made = self._source(index, name, info.differentiable)
+        is_kept = any(use.kept for use in uses) and role not in ("parameter", "constant", "buffer")
+        types = tuple(dict.fromkeys((*made, *(t for use in uses for t in use.wanted), I)))
+        number = {t: k for k, t in enumerate(types)}
+        again = ("S", "R") if is_kept and self.regather else None
+        alike = self._conversions_of_neighbour(index, name)
+        convert = np.full((len(types), len(types)), inf)
+        np.fill_diagonal(convert, 0.0)
+        costs: dict[tuple[str, str], float] = {}  # by kinds: which axis a shard is of makes no difference
+        for start in dict.fromkeys(made):
+            if role == "parameter" and start.kind == "S":
+                continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
+            row = []
+            for target in types:
+                kinds = start.kind, target.kind
+                if kinds not in costs and start != target:
+                    size = whole / alike.get(kinds, 1)
+                    cost = self._convert(*kinds, info.differentiable, role, size)
+                    cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
+                    cost += self._saved(whole, start) * (kinds == again)
+                    costs[kinds] = calls * cost
+                row.append(costs[kinds] if start != target else 0.0)
+            convert[number[start]] = row
+        regathered = [[(start.kind, target.kind) == again for target in types] for start in types]
+        return Value(
+            source=source,
+            made=_numbers(number, made),
+            uses=tuple(
+                Use(variable=use.variable, wanted=_numbers(number, use.wanted), kept=use.kept and is_kept)
+                for use in uses
+            ),
+            convert=convert,
+            forms=_numbers(number, [I if t.kind == "R" else t for t in types]),
+            keep=np.array([calls * self._saved(whole, t) for t in types]),
+            regathered=np.array(regathered),
+        )
+
+    def _saved(self, whole: float, form: Type) -> float:
+        return self.prices.saved_byte_s / self.prices.unit_s * whole * self._part(form)
+
+    def _conversions_of_neighbour(self, index: int, name: str) -> dict[tuple[str, str], int]:
+        """Conversions of a value on the tensor mesh dimension before this one, and by how much they shrink it.
+
+        Equal ones send as one: what the second adds to the first is what it would send of the part that the first
+        leaves.
+        """
+        before = next((s for s in self.solved if s.index == self.space.index - 1 and s.name != DATA), None)
+        if before is None:
+            return {}
+        source = before.type_of(self.boundary, (index, name))
+        wanted = [
+            before.variants[index, node].operands[k]
+            for node, names in self.analysis.operands[index].items()
+            for k, operand in enumerate(names)
+            if operand == name
+        ]
+        if (index, name) in self.boundary.results:
+            wanted.append(before.types[self.boundary.results[index, name]])
+        # a shard is priced as a part already
+        return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
+
+    def _convert(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
+        """Cost of one conversion in units; the sum of a parameter's gradient has no latency of its own."""
+        asked = source, target, differentiable, role, whole
+        if asked not in self.converted:
+            self.converted[asked] = self._converted(*asked)
+        return self.converted[asked]
+
+    def _converted(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
+        forward, backward = TABLE[source, target]
+        sends = forward, backward if differentiable else None
+        if role in ("constant", "buffer") and sends == (None, None):
+            return PER_RANK
+        seconds = self._wire_s(sends, whole, whole, gradient_latency=role != "parameter")
+        if sends != (None, None):
+            if self.space.name == DATA and source == "S" and target != "S":
+                seconds += GATHERED_BATCH * self.prices.unit_s
+            return seconds / self.prices.unit_s + PER_COLLECTIVE * sum(kind is not None for kind in sends)
+        if {source, target} != {"I", "R"}:
+            seconds += 2 * whole * self.prices.byte_s  # zeros are written, or a slice is copied
+        return seconds / self.prices.unit_s + PER_MOVE
+
+    def _wire_s(self, sends: Wire, forward: float, backward: float, *, gradient_latency: bool = True) -> float:
+        ring, total = self.prices.ring, 0.0
+        for kind, size, latency in ((sends[0], forward, True), (sends[1], backward, gradient_latency)):
+            if kind is not None:
+                total += ring.seconds(kind, size, latency=False)
+                total += ring.latency_of(kind) * self.prices.latency_scale * latency
+        return total
+
+
+def _plain(t: Type, differentiable: bool) -> Type:
+    """Without a cotangent R is I."""
+    return I if t.kind == "R" and not differentiable else t
+
+
+def _numbers(number: Mapping[Type, int], types: Sequence[Type]) -> IntArray:
+    return np.array([number[t] for t in types], dtype=np.intp)

@@ -1,0 +1,166 @@
+"""The least cost of a network by eliminating one variable after the other (nonserial dynamic programming: Bertelè and
+Brioschi 1972; bucket elimination: Dechter 1999). Exact, and without a tolerance.
+
+The costs that a variable plays a part in are summed into one table over it and its neighbours; its least entry for
+every choice of the neighbours is a cost between those. A block of a model is nearly a chain: few variables are
+neighbours at a time, and the tables stay small. Where they would not, `eliminated` leaves the network to another
+method.
+"""
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf, log2, prod
+
+import numpy as np
+
+from autopar.search.labels.network import BoolArray, FloatArray, IntArray, Network, Solution, Value
+
+MOST_ENTRIES = 2**24  # of all tables of an elimination: a second
+LARGEST_OF_A_VALUE = 2**16  # entries of a table over a value's source and all its users; beyond, it is taken apart
+Table = tuple[tuple[int, ...], FloatArray]  # variables and the cost of their choices
+
+
+def eliminated(network: Network) -> Solution | None:
+    """The best choices; None where tables would have more than `MOST_ENTRIES` entries.
+
+    The objective is infinite where every choice asks for a conversion that there is none of.
+    """
+    sizes = [len(costs) for costs in network.costs]
+    tables: list[Table] = [((variable,), costs) for variable, costs in enumerate(network.costs)]
+    for value in network.values:
+        tables += _tables_of(value, sizes)
+    order, entries = elimination_order(sizes, [scope for scope, _ in tables])
+    if entries > MOST_ENTRIES:
+        return None
+    choices, objective = _eliminate(sizes, tables, order)
+    return Solution(choices=tuple(choices[: len(network.costs)]), objective=objective, gap=0.0)
+
+
+def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> tuple[list[int], float]:
+    """All variables, each time that with the smallest table; and how many entries all tables have."""
+    neighbours: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        for variable in scope:
+            neighbours[variable].update(scope)
+    bits = [log2(size) for size in sizes]
+    for variable, others in enumerate(neighbours):
+        others.discard(variable)
+    table_bits = [bits[v] + sum(bits[u] for u in sorted(others)) for v, others in enumerate(neighbours)]
+    smallest = [(size, variable) for variable, size in enumerate(table_bits)]
+    heapify(smallest)
+    order: list[int] = []
+    entries = 0.0
+    while len(order) < len(sizes):
+        size, variable = heappop(smallest)
+        if size != table_bits[variable]:
+            continue  # changed since: it is in the heap again
+        order.append(variable)
+        entries += 2 ** min(size, 64.0)
+        table_bits[variable] = inf
+        joined = neighbours[variable]
+        for other in joined:
+            neighbours[other] |= joined
+            neighbours[other] -= {variable, other}
+        for other in joined:
+            table_bits[other] = bits[other] + sum(bits[u] for u in sorted(neighbours[other]))
+            heappush(smallest, (table_bits[other], other))
+    return order, entries
+
+
+def _eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int]) -> tuple[list[int], float]:
+    """The best choice of every variable, and the cost of all. Tables are kept over places in the order, ascending, so
+    that the variable to eliminate is the first axis of every table it is in."""
+    place = {variable: k for k, variable in enumerate(order)}
+    waiting: list[list[Table]] = [[] for _ in order]
+    for variables, table in tables:
+        found = [place[variable] for variable in variables]
+        axes = sorted(range(len(found)), key=found.__getitem__)
+        waiting[min(found)].append((tuple(found[axis] for axis in axes), table.transpose(axes)))
+    best: list[tuple[tuple[int, ...], IntArray]] = []
+    objective = 0.0
+    for k in range(len(order)):
+        scope = tuple(sorted({p for places, _ in waiting[k] for p in places}))
+        total = np.zeros([sizes[order[p]] for p in scope])
+        for places, table in waiting[k]:
+            total += table.reshape([sizes[order[p]] if p in places else 1 for p in scope])
+        waiting[k] = []
+        best.append((scope[1:], total.argmin(axis=0)))
+        least = total.min(axis=0)
+        if scope[1:]:
+            waiting[scope[1]].append((scope[1:], least))
+        else:
+            objective += float(least)
+    chosen = [0] * len(order)
+    for k in reversed(range(len(order))):
+        places, choice = best[k]
+        chosen[k] = int(choice[tuple(chosen[p] for p in places)])
+    return [chosen[place[variable]] for variable in range(len(order))], objective
+
+
+def _tables_of(value: Value, sizes: list[int]) -> list[Table]:
+    """The costs of a value. Taken apart they are over further variables of two choices, which `sizes` get."""
+    scope = tuple(dict.fromkeys((value.source, *(use.variable for use in value.uses))))
+    if prod(sizes[variable] for variable in scope) <= LARGEST_OF_A_VALUE:
+        return [(scope, _whole_table(value, scope))]
+    return [*_conversions_apart(value, sizes), *_kept_apart(value, sizes)]
+
+
+def _whole_table(value: Value, scope: tuple[int, ...]) -> FloatArray:
+    def along(variable: int, choices: IntArray) -> IntArray:
+        return choices.reshape([-1 if other == variable else 1 for other in scope])
+
+    made = along(value.source, value.made)
+    wanted = [along(use.variable, use.wanted) for use in value.uses]
+    if len(wanted) == 1:
+        total = value.convert[made, wanted[0]]
+    else:
+        total = np.zeros([1] * len(scope))
+        for t in _types_wanted(value):
+            is_wanted = _any([each == t for each in wanted])
+            total = total + np.where(is_wanted, value.convert[made, t], 0.0)
+    forms = [
+        np.where(value.regathered[made, each], -1, value.forms[each])
+        for each, use in zip(wanted, value.uses, strict=True)
+        if use.kept
+    ]
+    for form, cost in enumerate(value.keep) if forms else ():
+        total = total + cost * _any([each == form for each in forms])
+    return total
+
+
+def _any(conditions: list[BoolArray]) -> BoolArray:
+    found = conditions[0]
+    for each in conditions[1:]:
+        found = found | each
+    return found
+
+
+def _types_wanted(value: Value) -> list[int]:
+    return sorted({int(t) for use in value.uses for t in use.wanted})
+
+
+def _conversions_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
+    """Whether the value is there in a type: at the cost of converting it, and as long as a use wants it."""
+    for t in _types_wanted(value):
+        variable = len(sizes)
+        sizes.append(2)
+        convert = value.convert[value.made, t]
+        yield (value.source, variable), np.stack([np.zeros_like(convert), convert], axis=1)
+        for use in value.uses:
+            if (use.wanted == t).any():
+                missing = np.where(use.wanted == t, np.inf, 0.0)
+                yield (use.variable, variable), np.stack([missing, np.zeros_like(missing)], axis=1)
+
+
+def _kept_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
+    """Whether a form is kept: at its cost, and as long as a use needs it."""
+    kept = [use for use in value.uses if use.kept]
+    for form, cost in enumerate(value.keep) if kept else ():
+        variable = len(sizes)
+        sizes.append(2)
+        yield (variable,), np.array([0.0, cost])
+        for use in kept:
+            needed = (value.forms[use.wanted] == form) & ~value.regathered[value.made[:, None], use.wanted]
+            if needed.any():
+                missing = np.where(needed, np.inf, 0.0)
+                yield (value.source, use.variable, variable), np.stack([missing, np.zeros_like(missing)], axis=2)

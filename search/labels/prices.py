@@ -1,0 +1,105 @@
+"""Prices of one mesh dimension, at a reference workload.
+
+The user has asked for a degree, so the question is how to split, not whether. Three prices are therefore taken at
+a workload at which splitting pays, which changes nothing for models of ordinary size:
+
+* latency counts as if the largest value between blocks had at least `REFERENCE_BYTES`: a two-layer test model gets
+  the labels of the same model at full width;
+* arithmetic counts at least `BALANCE` times the time that sending a product's activations would take, so that a slow
+  link, or a narrow model, does not leave everything whole;
+* a parameter's state costs `MEMORY_WEIGHT` times the arithmetic that its elements attract. This is the shadow price
+  of memory; it depends on neither layers nor device, and keeps a large batch from replicating the weights.
+
+Everything else is in seconds of the cluster at hand: bytes over the link, bytes over the memory bus.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.machine.collectives import Ring, ring_of
+from autopar.cost_model.work.operator_cost import memory_bytes_per_s, peak_flops_per_s
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.program import Program
+from autopar.ir.sharding import Mesh
+from autopar.search.labels.choices import Boundary, parameter_values
+
+REFERENCE_BYTES = 64 * 1024 * 1024  # 8192 tokens × 4096 × 2 bytes
+BALANCE = 2.0
+MEMORY_WEIGHT = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Seconds per unit of everything the objective counts. `unit_s` is what the solver's objective is divided by.
+
+    `compute_scale` and `latency_scale` say by how much the reference workload changed the cluster's own figures.
+    """
+
+    ring: Ring
+    flop_s: Mapping[str, float]
+    byte_s: float
+    state_byte_s: float
+    saved_byte_s: float
+    latency_scale: float
+    compute_scale: float
+    unit_s: float
+
+
+def intensity(program: Program, analysis: Analysis) -> tuple[float, float, float]:
+    """FLOP per activation element, FLOP per parameter element, and bytes per activation element, of all products.
+
+    Products with a parameter count, each distinct block once, so that the number of layers plays no part.
+    """
+    flops = activations = parameters = activation_bytes = 0.0
+    for i in range(len(program.blocks)):
+        from_parameter = parameter_values(program, analysis, i)
+        for node, bound in analysis.bounds[i].items():
+            names = analysis.operands[i][node]
+            work = bound.rule.factor_flops()
+            if not work or not any(name in from_parameter for name in names):
+                continue
+            call = analysis.calls[i][node]
+            flops += work
+            infos = list(zip(names, call.operands, strict=True))
+            parameters += sum(_elements(info.shape) for name, info in infos if name in from_parameter)
+            others = [info for name, info in infos if name not in from_parameter]
+            for info in (*others, call.output):
+                activations += _elements(info.shape)
+                activation_bytes += _elements(info.shape) * info.dtype.itemsize
+    if not flops:
+        return 0.0, 0.0, 4.0
+    return flops / activations, flops / parameters, activation_bytes / activations
+
+
+def _elements(shape: tuple[int, ...]) -> float:
+    return float(prod(shape))
+
+
+def prices_of(
+    program: Program, analysis: Analysis, boundary: Boundary, cluster: ClusterSpec, mesh: Mesh, index: int
+) -> Prices:
+    """Prices of mesh dimension `index`."""
+    ring = ring_of(cluster, mesh, index)
+    dtypes = {str(c.output.dtype): c.output.dtype for calls in analysis.calls for c in calls.values()}
+    peaks = {name: peak_flops_per_s(cluster, dtype) for name, dtype in dtypes.items()}
+    per_element, per_parameter, item = intensity(program, analysis)
+    held = {str(dtype) for dtype in {p.dtype for p in program.parameters.values()}}
+    peak = max((peaks[name] for name in held if name in peaks), default=1e12)
+    wanted = BALANCE * item * peak / ring.bytes_per_s
+    compute_scale = max(1.0, wanted / per_element) if per_element else 1.0
+    flop_s = {name: compute_scale / peak_ for name, peak_ in peaks.items()}
+    crossing = [c for c in boundary.classes.values() if c.role == "value" and c.differentiable]
+    largest = max((c.itemsize * _elements(c.dims.shape) for c in crossing), default=1.0)
+    state = MEMORY_WEIGHT * 3.0 * per_parameter * compute_scale / peak / 16.0
+    return Prices(
+        ring=ring,
+        flop_s=flop_s,
+        byte_s=1 / memory_bytes_per_s(cluster),
+        state_byte_s=state,
+        saved_byte_s=2 / memory_bytes_per_s(cluster),
+        latency_scale=min(1.0, largest / REFERENCE_BYTES),
+        compute_scale=compute_scale,
+        unit_s=ring.seconds("all_reduce", largest, latency=False) or 1e-9,
+    )

@@ -1,0 +1,233 @@
+"""The labeller: how to split a program over a mesh whose degrees are given.
+
+`label` solves one network of choices per mesh dimension of size > 1 over the *folded* program: each distinct block
+once, costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh
+dimensions are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels.choices`), so solving
+them in turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
+
+`check` verifies a labelling without looking at how it was found.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from autopar.capture.analysis import Analysis
+from autopar.errors import InfeasibleError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.program import Program
+from autopar.ir.sharding import DATA, I, Mesh, Type
+from autopar.search.labels import divisibility as legal
+from autopar.search.labels.choices import (
+    Boundary,
+    NodeKey,
+    Solved,
+    boundary_of,
+    owned_axes,
+    paddable_axes,
+    space_of,
+)
+from autopar.search.labels.costs import DimProblem
+from autopar.search.labels.network import Solution
+from autopar.search.labels.prices import prices_of
+from autopar.search.labels.result import Labelling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelOptions:
+    """`hidden_axes`: also split the residual stream's hidden axes. `regather`: gathered values are gathered again in
+    backward instead of kept. `pinned` gives parameters that are held already their types, one per mesh dimension.
+    `time_limit_s` bounds HiGHS on a mesh dimension that needs it."""
+
+    hidden_axes: bool = False
+    regather: bool = True
+    pinned: Mapping[str, tuple[Type, ...]] = field(default_factory=dict)
+    time_limit_s: float = 60.0
+
+
+Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
+
+
+class Known:
+    """What one labelling of a program leaves for the next, on another mesh: boundaries by analysis, and turns of mesh
+    dimensions that come first by all that they depend on."""
+
+    def __init__(self) -> None:
+        self.boundaries: dict[Analysis, Boundary] = {}
+        self.first: list[tuple[tuple[object, ...], Found]] = []
+
+    def boundary(self, program: Program, analysis: Analysis) -> Boundary:
+        if analysis not in self.boundaries:
+            self.boundaries[analysis] = boundary_of(program, analysis)
+        return self.boundaries[analysis]
+
+
+def label(
+    program: Program,
+    analysis: Analysis,
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    *,
+    mesh: Mesh | None = None,
+    options: LabelOptions | None = None,
+    known: Known | None = None,
+) -> Labelling:
+    """The best labels on the mesh of `degrees` (or on `mesh`, for which `analysis` was refined). `known` is what
+    earlier labellings of the same program have left.
+
+    Raises `PlanError`, naming every axis, where a degree does not divide what it has to split, and
+    `InfeasibleError` where the solver finds no labels in time.
+    """
+    started = time.perf_counter()
+    mesh, options = mesh or degrees.mesh, options or LabelOptions()
+    known = known or Known()
+    boundary = known.boundary(program, analysis)
+    problems = legal.batch_problems(program, mesh)
+    if degrees.sequence_parallel:
+        tensor = {name: degree for name, degree in mesh.as_dict().items() if name != DATA and degree > 1}
+        problems += legal.sequence_problems(program, " × ".join(tensor), prod(tensor.values())) if tensor else []
+    solved: list[Solved] = []
+    notes: list[str] = []
+    objective: dict[str, float] = {}
+    size: dict[str, tuple[int, int]] = {}
+    gap = 0.0
+    for index in _order(mesh):
+        if problems and mesh.names[index] == DATA:
+            continue  # reported below, with what else does not divide
+        turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options, known)
+        found, solution, size_of = turn.solve(relaxed=True)
+        paddable = paddable_axes(program, analysis, mesh.degrees[index])
+        if legal.indivisible(analysis, found, paddable) or legal.uneven_types(boundary, found, paddable):
+            relaxed = found
+            found, solution, size_of = turn.solve(relaxed=False)
+            more, remarks = legal.violations(program, analysis, boundary, relaxed, found, paddable)
+            problems, notes = problems + more, notes + remarks
+        notes += legal.padding_notes(program, analysis, boundary, found)
+        solved.append(found)
+        name = mesh.names[index]
+        objective[name], size[name] = solution.objective, size_of
+        gap = max(gap, solution.gap)
+        notes += turn.notes()
+    legal.refuse(problems, mesh)
+    return Labelling(
+        mesh=mesh,
+        blocks=_blocks(program, boundary, mesh, solved),
+        objective=objective,
+        size=size,
+        gap=gap,
+        notes=tuple(notes),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _order(mesh: Mesh) -> list[int]:
+    """Mesh dimensions of size > 1, `dp` first."""
+    return sorted((i for i, d in enumerate(mesh.degrees) if d > 1), key=lambda i: (mesh.names[i] != DATA, i))
+
+
+class _Turn:
+    """One mesh dimension's turn."""
+
+    def __init__(
+        self,
+        program: Program,
+        analysis: Analysis,
+        boundary: Boundary,
+        degrees: Degrees,
+        cluster: ClusterSpec,
+        mesh: Mesh,
+        index: int,
+        solved: list[Solved],
+        options: LabelOptions,
+        known: Known,
+    ) -> None:
+        self.program, self.analysis, self.boundary, self.degrees = program, analysis, boundary, degrees
+        self.mesh, self.index, self.solved, self.options, self.known = mesh, index, list(solved), options, known
+        self.prices = prices_of(program, analysis, boundary, cluster, mesh, index)
+        self.axes = owned_axes(
+            analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, options.hidden_axes
+        )
+
+    def solve(self, *, relaxed: bool) -> Found:
+        """The best labels of this mesh dimension. Raises `InfeasibleError` where none are found in time."""
+        if self.solved:
+            return self._solve(relaxed)
+        mesh = self.mesh.names[self.index], self.mesh.degrees[self.index], self.index
+        asked = (self.analysis, mesh, self.axes, self.prices, self.options, *self._wanted, relaxed)
+        found = next((found for known, found in self.known.first if known == asked), None)
+        if found is None:
+            found = self._solve(relaxed)
+            self.known.first.append((asked, found))
+        return found
+
+    @property
+    def _wanted(self) -> tuple[bool, int]:
+        """Whether sequences must be split, and the micro-batches of a step."""
+        return self.degrees.sequence_parallel is True, self.degrees.num_micro_batches
+
+    def _solve(self, relaxed: bool) -> Found:
+        required, accumulate = self._wanted
+        space = space_of(
+            self.program,
+            self.analysis,
+            self.boundary,
+            self.mesh,
+            self.index,
+            self.solved,
+            self.axes,
+            required,
+            relaxed,
+            self.options.pinned,
+        )
+        problem = DimProblem(
+            self.program,
+            self.analysis,
+            self.boundary,
+            space,
+            self.solved,
+            self.prices,
+            regather=self.options.regather,
+            accumulate=accumulate,
+        )
+        found = problem.solve(self.options.time_limit_s)
+        if found is None:
+            name = self.mesh.names[self.index]
+            raise InfeasibleError(
+                f"no labels for {name}={self.mesh.degrees[self.index]} within {self.options.time_limit_s:g} s; "
+                f"allow more time or another degree"
+            )
+        return *found, (problem.network.num_choices, len(problem.network.values))
+
+    def notes(self) -> list[str]:
+        name, prices = self.mesh.names[self.index], self.prices
+        scaled = []
+        if prices.compute_scale > 1:
+            scaled.append(f"arithmetic × {prices.compute_scale:.3g}")
+        if prices.latency_scale < 1:
+            scaled.append(f"latency × {prices.latency_scale:.3g}")
+        return [f"{name}: labels chosen at a reference workload ({', '.join(scaled)})"] if scaled else []
+
+
+def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Solved]) -> tuple[BlockLabels, ...]:
+    """Labels by node key, types by port and result; mesh dimensions of size 1 are invariant."""
+    by_index = {s.index: s for s in solved}
+    turns = [by_index.get(k) for k in range(len(mesh.degrees))]
+
+    def types(name: str) -> tuple[Type, ...]:
+        return tuple(turn.types[name] if turn else I for turn in turns)
+
+    def labels(key: NodeKey) -> tuple[str, ...]:
+        return tuple(turn.variants[key].label if turn else "I" for turn in turns)
+
+    return tuple(
+        BlockLabels(
+            name=block.name,
+            signature=block.signature,
+            ports={p.name: types(boundary.ports[i, p.name]) for p in block.ports if p.role != "scalar"},
+            labels={n.meta["key"]: labels((i, n.name)) for n in block.graph.nodes if n.op == "call_function"},
+            results={name: types(boundary.results[i, name]) for name in block.outputs},
+        )
+        for i, block in enumerate(program.blocks)
+    )

@@ -1,0 +1,363 @@
+"""Candidates, priced as they would run: their stages cut by the seconds of their blocks, their action lists replayed.
+
+Cuts make the slowest stage fastest. Recomputation covers the fewest blocks of every stage that let the plan fit: one
+number for all stages, which bounds know too, or each stage's own, with cuts that follow
+(`autopar.search.pricing.per_stage_recompute`). What is priced is what `autopar.estimate` prints for the plan.
+Candidates of one tensor degree are prepared together: all but cuts, stages and their memory is arithmetic on arrays.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.cost_model.memory.formula import StepMemory
+from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
+from autopar.cost_model.pipeline.stages import Known, Stages, pipelines_of, stages_at
+from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between, ranks_per_core
+from autopar.cost_model.step.context import Floats
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.step import StepSeconds, step_of
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.ir.schedules import SCHEDULES
+from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
+from autopar.search.pricing.per_stage_recompute import CallCosts, costs_of, cuts_by_stage, fewest_blocks
+from autopar.search.pricing.shared import SharedPrices
+from autopar.search.pricing.stage_partition import partition
+
+LEVELS = (0, 2)  # of recomputation: none and full
+
+
+class Cut(NamedTuple):
+    """How many blocks are moved out of a pipeline's first and last stage, and whether stages that must recompute have
+    each a number of blocks of their own."""
+
+    out_of_first: int = 0
+    out_of_last: int = 0
+    by_stage: bool = False
+
+
+AS_IT_IS, BY_STAGE = Cut(), Cut(by_stage=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits. `pipelines` are
+    seconds of its pipeline without recomputation and, if it recomputes, with all of it; none with one stage. `regather`
+    is that of its plan."""
+
+    degrees: Degrees
+    cuts: tuple[int, ...]
+    seconds: float
+    needed_bytes: float
+    fits: bool
+    step: StepSeconds
+    memory: StepMemory
+    pipelines: tuple[float, ...] = ()
+    regather: bool = True
+
+
+def priced(
+    works: ProgramWorks,
+    degrees: Degrees,
+    cluster: ClusterSpec,
+    on: Machinery,
+    *,
+    cut: Cut = AS_IT_IS,
+    least_memory: bool = False,
+) -> Priced:
+    """Price `degrees`, which recompute nothing, with as much recomputation as they need, or with none or all of it
+    where what counts is the `least_memory`. `works` are those of labels for their tensor degree."""
+    beyond = on.beyond
+    layouts = layouts_of_degrees(works, [degrees], recompute=0, cp=beyond.cp, ep=beyond.ep)
+    return Prepared(works, layouts, lambda _: degrees, cluster, on, least_memory=least_memory).priced([(0, cut)])[0]
+
+
+class Prepared:
+    """Candidates of one tensor degree on the same devices, by their positions in `layouts`, which recompute nothing.
+
+    What they share is priced once, whichever of them are asked for.
+    """
+
+    def __init__(
+        self,
+        works: ProgramWorks,
+        layouts: Layouts,
+        degrees: Callable[[int], Degrees],
+        cluster: ClusterSpec,
+        on: Machinery,
+        *,
+        least_memory: bool = False,
+    ) -> None:
+        self.works, self.degrees, self.on, self.least_memory = works, degrees, on, least_memory
+        self.sharing = ranks_per_core(on.machine, cluster)
+        self.shared = SharedPrices(works, layouts, on)
+        self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
+        self.num_blocks = sum(count for _, count in works.counts)
+        self.can_be_alone = [bool(role) for role in works.calls]
+        self.runs: Known = {}
+
+    def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[Priced]:
+        """The prices of candidates with a cut each, all with several stages or all with one."""
+        plans = [self._with_stages(index, cut) for index, cut in wanted if self.degrees(index).num_stages > 1]
+        plans = plans or self._without_stages([index for index, _ in wanted])
+        return [
+            Priced(
+                degrees=plan.degrees,
+                cuts=plan.cuts,
+                seconds=float(np.max(step.seconds)),
+                needed_bytes=plan.needed_bytes,
+                fits=plan.fits,
+                step=step,
+                memory=plan.memory,
+                pipelines=pipelines,
+                regather=self.works.regather,
+            )
+            for plan, (step, pipelines) in zip(plans, self._steps(plans), strict=True)
+        ]
+
+    def _without_stages(self, index: Sequence[int]) -> "list[_Plan]":
+        layouts, positions = self.shared.layouts.at(index), np.array(index)
+        found = []
+        for level in LEVELS:
+            again = replace(layouts, recompute=np.full(len(index), float(level)))
+            parts = self.shared.unstaged_memory(again, positions).parts
+            columns = [np.broadcast_to(part, len(index)).tolist() for part in parts.values()]
+            found.append([dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)])
+        return [
+            self._recomputing(i, self.degrees(i), (), None, lambda level, at=at: found[level][at])  # type: ignore[misc]
+            for at, i in enumerate(index)
+        ]
+
+    def _with_stages(self, index: int, cut: Cut) -> "_Plan":
+        degrees = self.degrees(index)
+        cuts = self._cuts(index, cut, degrees.num_stages)
+        stages = stages_at(self.works.calls, cuts, degrees)
+        held = self._held(index, stages)
+
+        @cache
+        def parts(level: int) -> dict[str, float]:
+            memory = fullest(held.memory(level * held.calls))
+            return {name: float(part[0]) for name, part in memory.parts.items()}
+
+        if self._is_by_stage(cut, lambda: not self._fits(index, _needed(parts(0)))):
+            return self._by_stage(index, cut, cuts, held)
+        return self._recomputing(index, degrees, cuts, stages, parts)
+
+    def _fits(self, index: int, needed_bytes: float) -> bool:
+        return needed_bytes <= self.on.capacity_bytes and bool(self.allowed[index])
+
+    def _cuts(self, index: int, cut: Cut, num_stages: int) -> tuple[int, ...]:
+        """The calls before which stages begin: the slowest stage is as fast as can be; or those that are pinned."""
+        if (cuts := self.on.pinned.cuts) is not None:
+            return cuts
+        return partition(self._weights(index, cut), num_stages, can_be_alone=self.can_be_alone)
+
+    def _passes(self, index: int) -> Mapping[str, tuple[float, float]]:
+        """Seconds of one micro-batch in every role, forward and both ways."""
+        return self.shared.passes[int(self.shared.row[index])]
+
+    def _weights(self, index: int, cut: Cut) -> list[float]:
+        """Seconds of every call, the ends taken to be slower by as many blocks as are moved out of them."""
+        seconds = {role: both for role, (_, both) in self._passes(index).items()}
+        weights = [seconds[role] if role else 0.0 for role in self.works.calls]
+        block = sum(count * seconds[role] for role, count in self.works.counts) / self.num_blocks
+        weights[0] += cut.out_of_first * block
+        weights[-1] += cut.out_of_last * block
+        return weights
+
+    def _held(self, index: int, stages: Stages) -> HeldByRanks:
+        shared, row = self.shared, int(self.shared.row[index])
+        shape, layout, given = shared.basis.shape, shared.layouts.at([index]), shared.memory_options
+        return held_by_ranks(stages, shared.bytes_of_roles, row, shape, layout, self.on.engine, **given)
+
+    def _is_by_stage(self, cut: Cut, must_recompute: Callable[[], bool]) -> bool:
+        if isinstance(self.on.pinned.recompute_blocks, tuple):
+            return True
+        is_open = self.on.pinned.recompute_blocks is None and not self.least_memory
+        return cut.by_stage and is_open and must_recompute()
+
+    def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Plan":
+        """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned; `even` are
+        the cuts of stages that recompute as many blocks each, which hold what is `held`."""
+        capacity, pinned, cuts, stages = self.on.capacity_bytes, self.on.pinned, even, held.stages
+        room = capacity - self.on.machine.profile.reserve_bytes
+        if pinned.cuts is None and pinned.recompute_blocks is None:
+            cuts = cuts_by_stage(self.works.calls, self._costs(index, cut), stages, room_bytes=room) or even
+            if cuts != even:
+                stages = stages_at(self.works.calls, cuts, self.degrees(index))
+                held = self._held(index, stages)
+
+        def memory(again: tuple[int, ...]) -> StepMemory:
+            return held.memory(held.first_blocks(again))
+
+        again = pinned.recompute_blocks
+        if not isinstance(again, tuple):
+            again = fewest_blocks(stages, lambda counts: memory(counts).needed_bytes, capacity)
+        found = memory(again)
+        needed, degrees = float(np.max(found.needed_bytes)), self.degrees(index)
+        return _Plan(
+            index=index,
+            degrees=replace(degrees, recompute="full", recompute_blocks=again) if any(again) else degrees,
+            cuts=cuts,
+            stages=replace(stages, again=again),
+            blocks=max(again),
+            share=0.0,
+            memory=fullest(found),
+            needed_bytes=needed,
+            fits=self._fits(index, needed),
+        )
+
+    def _costs(self, index: int, cut: Cut) -> CallCosts:
+        shared, row = self.shared, int(self.shared.row[index])
+        layout, shape = shared.layouts.at([index]), shared.basis.shape
+        held = bytes_of_roles(shared.bytes_of_roles, row, shape, layout, self.on.engine)
+        forward = {role: one for role, (one, _) in self._passes(index).items()}
+        return costs_of(self.works.calls, self._weights(index, cut), forward, *held)
+
+    def _recomputing(
+        self,
+        index: int,
+        degrees: Degrees,
+        cuts: tuple[int, ...],
+        stages: Stages | None,
+        parts_at: Callable[[int], dict[str, float]],
+    ) -> "_Plan":
+        """The fewest blocks of every stage that let a candidate fit, or all where none do; none or all of them where
+        what counts is the least memory; or as many as are pinned. `parts_at` are bytes of its memory at a position in
+        `LEVELS`."""
+
+        def recomputing(blocks: int) -> tuple[float, dict[str, float]]:
+            every = blocks * degrees.num_stages >= self.num_blocks
+            share = 1.0 if every else blocks * degrees.num_stages / self.num_blocks
+            levels = (0,) if not blocks else (1,) if every else (0, 1)
+            return share, parts_between(share, [parts_at(level) for level in levels])
+
+        def needed_with(blocks: int) -> float:
+            return _needed(recomputing(blocks)[1])
+
+        def fits_with(blocks: int) -> bool:
+            return self._fits(index, needed_with(blocks))
+
+        most = -(-self.num_blocks // degrees.num_stages)
+        if isinstance(self.on.pinned.recompute_blocks, int):
+            blocks = min(self.on.pinned.recompute_blocks, most)
+        elif self.least_memory:
+            blocks = min((0, most), key=needed_with)
+        else:
+            blocks = 0 if fits_with(0) else most
+            least = 0 if blocks and fits_with(most) else blocks
+            while blocks - least > 1:
+                middle = (blocks + least) // 2
+                blocks, least = (middle, least) if fits_with(middle) else (blocks, middle)
+        share, parts = recomputing(blocks)
+        again = replace(degrees, recompute="full", recompute_blocks=None if share == 1 else blocks)
+        return _Plan(
+            index=index,
+            degrees=again if blocks else degrees,
+            cuts=cuts,
+            stages=stages if stages is None else replace(stages, recomputes=blocks > 0),
+            blocks=blocks,
+            share=share,
+            memory=StepMemory(
+                peak_bytes=np.array([sum(parts.values())]),
+                parts={name: np.array([part]) for name, part in parts.items()},
+            ),
+            needed_bytes=_needed(parts),
+            fits=self._fits(index, _needed(parts)),
+        )
+
+    def _steps(self, plans: "Sequence[_Plan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
+        """The step of every plan, of steps without recomputation and with all of it, and with stages the seconds of
+        their pipelines; without stages only those of the two that it needs are priced."""
+        ones = [(k, level) for k, plan in enumerate(plans) for level in _levels(plan)]
+        index = np.array([plans[k].index for k, _ in ones])
+        layouts, blocks = self.shared.at(index, np.array([float(level) for _, level in ones]))
+        stages, pipeline = [plans[k].stages for k, _ in ones], None
+        if stages[0] is not None:
+            each = [one for one in stages if one is not None]
+            pipeline = pipelines_of(each, self.on.engine, self.on.mechanisms.message_exposed, self.sharing, self.runs)
+        steps = step_of(self.shared.basis, layouts, blocks, pipeline)
+        of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
+        for k, seconds in self._in_parts(plans).items():
+            of_pipelines[next(at for at, one in enumerate(ones) if one[0] == k)] = seconds
+        # of every plan the first and the last of its steps, which may be one
+        first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
+        last = np.append(first[1:], len(ones)) - 1
+        share = np.array([plan.share for plan in plans])
+        rows = np.array([np.broadcast_to(row, len(ones)) for row in (steps.seconds, *_each(steps))])
+        both = (1 - share) * rows[:, first] + share * rows[:, last]
+        found = np.where(first == last, rows[:, first], both)
+        return [
+            (_step(steps, found[:, k : k + 1]), tuple(of_pipelines[a : b + 1]) if plan.cuts else ())
+            for k, (plan, a, b) in enumerate(zip(plans, first.tolist(), last.tolist(), strict=True))
+        ]
+
+    def _in_parts(self, plans: "Sequence[_Plan]") -> dict[int, float]:
+        """Seconds of the pipelines of plans that recompute if they did not, where backward passes would run in parts:
+        what others of their class are compared with."""
+        found = {
+            k: replace(plan.stages, recomputes=False)
+            for k, plan in enumerate(plans)
+            if plan.stages is not None and plan.stages.recomputes and SCHEDULES[plan.stages.schedule].splits_backward
+        }
+        if not found:
+            return {}
+        layouts, blocks = self.shared.at(np.array([plans[k].index for k in found]), np.zeros(len(found)))
+        exposed = self.on.mechanisms.message_exposed
+        pipeline = pipelines_of([*found.values()], self.on.engine, exposed, self.sharing, self.runs)
+        seconds = pipeline_seconds(step_of(self.shared.basis, layouts, blocks, pipeline))
+        return dict(zip(found, np.broadcast_to(seconds, len(found)).tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """A candidate with its stages, and what it recomputes: in `blocks` of every stage at most, `share` of all blocks
+    where that is between none and all in every stage."""
+
+    index: int
+    degrees: Degrees
+    cuts: tuple[int, ...]
+    stages: Stages | None
+    blocks: int
+    share: float
+    memory: StepMemory
+    needed_bytes: float
+    fits: bool
+
+
+def _needed(parts: Mapping[str, float]) -> float:
+    """All parts of memory without the cache, which the allocator gives back before it fails."""
+    return sum(part for name, part in parts.items() if name != "cache")
+
+
+def _levels(plan: _Plan) -> tuple[int, ...]:
+    """Of which steps that of a plan is made, and its pipeline compared with."""
+    none, full = LEVELS
+    if not plan.share:
+        return (none,)
+    return (full,) if plan.share == 1 and plan.stages is None else LEVELS
+
+
+def _each(step: StepSeconds) -> tuple[Floats, ...]:
+    return (*step.parts.values(), *step.hidden.values())
+
+
+def _step(like: StepSeconds, values: Floats) -> StepSeconds:
+    """A step of values in the order of `_each`, behind its seconds."""
+    at = 1 + len(like.parts)
+    return StepSeconds(
+        seconds=values[0],
+        parts=dict(zip(like.parts, values[1:at], strict=True)),
+        hidden=dict(zip(like.hidden, values[at:], strict=True)),
+    )
+
+
+def pricing_of(works: ProgramWorks, plan: Priced, cluster: ClusterSpec, on: Machinery) -> Pricing:
+    """A priced plan's question, for what a report asks beside its price."""
+    question = Question(cluster=cluster, degrees=plan.degrees, engine=on.engine, precision=on.precision, cuts=plan.cuts)
+    return Pricing(works, question, on.machine, on.mechanisms, on.precision)

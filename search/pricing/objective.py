@@ -1,0 +1,168 @@
+"""What a search makes small: the value of a plan, and a lower bound of it for every candidate.
+
+    time      seconds of a step
+    cost      seconds · US dollars a second of the devices used
+    energy    seconds · watts of the devices used (not those of hosts, switches and cooling)
+    memory    bytes of the fullest rank, as little as recomputation can make it
+
+With a fixed batch of every data-parallel rank the first three are of one sequence, because plans of more such ranks
+train more sequences in a step. For cost and energy fewer devices than the cluster has may be better, so that every part
+of it (`autopar.search.space.subcluster`) is a `Part` with links, memory and a price of its own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InputError, Problem, did_you_mean
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.search.bounds.lower_bounds import Machinery, Screened
+from autopar.search.pricing.exact import Priced
+from autopar.search.result.result import ON_FEWER_DEVICES, UNITS, why_fuller, why_slower
+from autopar.search.space.candidates import Candidates
+from autopar.search.space.subcluster import device_counts, part_of
+
+Floats = NDArray[np.float64]
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Devices that a plan may use, what it is priced on there, and what a second there costs: 1, dollars, or joules."""
+
+    cluster: ClusterSpec
+    on: Machinery
+    weight: float
+
+
+def sequences_of(degrees: Degrees) -> int:
+    """Sequences of a step."""
+    return degrees.dp * (degrees.micro_batch or 1) * degrees.num_micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """An objective over parts of a cluster, by their numbers of devices."""
+
+    objective: str
+    parts: Mapping[int, Part]
+    per_sequence: bool = False
+
+    @property
+    def unit(self) -> str:
+        """Of a value: SI units, or US dollars."""
+        return UNITS[self.objective] + (" per sequence" if self.per_sequence and self.objective != "memory" else "")
+
+    @property
+    def is_memory(self) -> bool:
+        return self.objective == "memory"
+
+    def part(self, one: Priced) -> Part:
+        return self.parts[one.degrees.world_size]
+
+    def value(self, one: Priced) -> float:
+        """What a priced plan costs, whether it fits or not."""
+        return self.value_of(one.seconds, one.needed_bytes, one.degrees)
+
+    def value_of(self, step_s: float, needed_bytes: float, degrees: Degrees) -> float:
+        """What a step of `degrees` costs."""
+        if self.is_memory:
+            return needed_bytes
+        return step_s * self.parts[degrees.world_size].weight / (sequences_of(degrees) if self.per_sequence else 1)
+
+    def bounds(self, found: Candidates, screened: Screened) -> Floats:
+        """What every candidate costs at least; infinite where it cannot fit."""
+        if self.is_memory:
+            least = np.minimum(screened.without_bytes, screened.recomputed_bytes)
+            return np.where(screened.fits, least, np.inf)
+        weights = np.zeros(len(found))
+        for count, part in self.parts.items():
+            weights[found.num_devices == count] = part.weight
+        sequences: Any = found.dp * found.micro_batch * found.micro_batches if self.per_sequence else 1
+        return np.asarray(screened.seconds * weights / sequences)
+
+
+def goal_of(
+    objective: str,
+    cluster: ClusterSpec,
+    machinery: Callable[[ClusterSpec], Machinery],
+    *,
+    per_sequence: bool = False,
+) -> Goal:
+    """The goal on a cluster, whose parts are priced by `machinery`.
+
+    Raises `InputError` for an unknown objective, and where the cluster does not say what its devices cost or draw.
+    """
+    if objective not in UNITS:
+        raise InputError(f"unknown objective {objective[:80]!r}; {did_you_mean(objective, tuple(UNITS))}")
+    _weight(objective, cluster)
+    counts = device_counts(cluster) if objective in ON_FEWER_DEVICES else (cluster.num_devices,)
+    # parts with the same links and devices share what they are priced on, which is how screening takes them together
+    known: list[Machinery] = []
+    parts = {}
+    for part in (part_of(cluster, count) for count in counts):
+        on = machinery(part)
+        if on in known:
+            on = known[known.index(on)]
+        else:
+            known.append(on)
+        parts[part.num_devices] = Part(cluster=part, on=on, weight=_weight(objective, part))
+    return Goal(objective=objective, parts=parts, per_sequence=per_sequence)
+
+
+def _weight(objective: str, cluster: ClusterSpec) -> float:
+    """What a second of all devices costs."""
+    if objective == "cost":
+        if cluster.price_usd_per_hour is None:
+            raise _unknown(objective, cluster, "price_usd_per_device_hour", "US dollars per device and hour")
+        return cluster.price_usd_per_hour / SECONDS_PER_HOUR
+    if objective == "energy":
+        if cluster.power_w is None:
+            raise _unknown(objective, cluster, "device.power_w", "watts per device")
+        return cluster.power_w
+    return 1.0
+
+
+def _unknown(objective: str, cluster: ClusterSpec, name: str, meaning: str) -> InputError:
+    stated = [g.price_usd_per_device_hour if objective == "cost" else g.device.power_w for g in cluster.groups]
+    return InputError(
+        f"objective {objective!r} needs what cluster {cluster.name!r} does not say",
+        [
+            Problem(
+                path=f"groups[{i}].{name}",
+                rule="is missing",
+                suggestion=f"give it in a cluster file, in {meaning}",
+            )
+            for i, figure in enumerate(stated)
+            if figure is None
+        ],
+    )
+
+
+def why_worse(goal: Goal, best: Priced, other: Priced) -> str:
+    """What makes a plan's value larger than the best one's."""
+    ours, theirs = best.degrees.world_size, other.degrees.world_size
+    if goal.is_memory:
+        return why_fuller(parts_of(best.memory.parts), parts_of(other.memory.parts))
+    scale = [sequences_of(one.degrees) if goal.per_sequence else 1 for one in (best, other)]
+    seconds = [one.seconds / many for one, many in zip((best, other), scale, strict=True)]
+    if ours != theirs:
+        per_second = goal.parts[theirs].weight / goal.parts[ours].weight
+        return (
+            f"{theirs:,} devices instead of {ours:,} take {per_second:.2f} times the {goal.objective} a second "
+            f"and {seconds[1] / seconds[0]:.2f} times the time"
+        )
+    times = [
+        {name: value / many for name, value in parts_of(one.step.parts).items()}
+        for one, many in zip((best, other), scale, strict=True)
+    ]
+    return why_slower(times[0], times[1])
+
+
+def parts_of(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Parts of one plan as numbers."""
+    return {name: float(np.max(value)) for name, value in parts.items()}

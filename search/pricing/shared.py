@@ -1,0 +1,141 @@
+"""What candidates of one tensor degree share, priced once for all of them, however few of them are asked for.
+
+Blocks depend on the micro-batch and few other fields, gathers of ZeRO on where data-parallel ranks stand. Both are
+priced for every combination that occurs, and spread over the candidates that a price is asked of.
+"""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.memory.formula import (
+    BlockBytes,
+    RankElements,
+    StepMemory,
+    block_bytes,
+    memory_of_ends,
+    rank_elements,
+)
+from autopar.cost_model.memory.per_stage import RoleBytes, role_bytes
+from autopar.cost_model.screened_model import model_of_program
+from autopar.cost_model.screening import RANK_FIELDS
+from autopar.cost_model.step.assembly import StepPrices
+from autopar.cost_model.step.block_prices import block_prices, end_passes
+from autopar.cost_model.step.context import Floats, Passes, repeated_roles
+from autopar.cost_model.step.data_parallel import Gathers, data_prices, end_gathers, gather_prices, gathers_blocks
+from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.step import PricedBlocks
+from autopar.cost_model.step.unique_rows import distinct, numbered, spread
+from autopar.cost_model.work.block_work import VARIANTS, Family
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.search.bounds.lower_bounds import Machinery, basis_of
+
+Index = NDArray[np.intp]
+
+
+class SharedPrices:
+    """Prices of candidates in the order of `layouts`, which recompute nothing."""
+
+    def __init__(self, works: ProgramWorks, layouts: Layouts, on: Machinery) -> None:
+        self.basis, self.layouts, self.on = basis_of(works, on), layouts, on
+        model, size = model_of_program(works), len(layouts.tp)
+        names = dict.fromkeys((*model.block_fields, "ep"))
+        columns = {name: numbered(getattr(layouts, name)) for name in {*names, *RANK_FIELDS}}
+        found = distinct([columns[name] for name in names], size)
+        self.row = np.zeros(size, dtype=np.intp) if found.index is None else found.index  # of a candidate's blocks
+        self.few = layouts.only(tuple(names), found.rows)
+        of_ranks = distinct([columns[name] for name in RANK_FIELDS], size)
+        self.place = np.zeros(size, dtype=np.intp) if of_ranks.index is None else of_ranks.index
+        self.places, self.row_of_place = layouts.only(RANK_FIELDS, of_ranks.rows), self.row[of_ranks.rows]
+        self.family = with_experts(model.blocks(self.few), self.few, on.mechanisms)
+        self.blocks = {
+            role: block_prices(self.basis, self.family, self.few, role) for role in repeated_roles(self.basis.shape)
+        }
+        self.ends = {role: end_passes(self.basis, self.family, self.few, role) for role in ("first", "last")}
+
+    def at(self, index: Index, recompute: Floats) -> tuple[Layouts, PricedBlocks]:
+        """Candidates with so much recomputation each (a position in `RECOMPUTE`), and what a step of them is put
+        together from."""
+        layouts, row = replace(self.layouts.at(index), recompute=recompute), self.row[index]
+        first, last = (replace(one.at(row), weight=spread(np.asarray(one.weight), row)) for one in self.ends.values())
+        place, family = self.place[index], self._parameters(row)
+        has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
+        prices = StepPrices(
+            blocks={role: one.at(row) for role, (one, _) in self.blocks.items()},
+            first=first,
+            last=last,
+            gathers={role: one.at(place) for role, one in self._gathers.items()} if has_gathers else {},
+            end_gathers=spread(self._end_gathers, place) if has_end_gathers else np.zeros(1),
+            data=lambda per_rank: data_prices(self.basis, family, layouts, per_rank),
+        )
+        return layouts, PricedBlocks(prices=prices, parts={role: one.at(row) for role, (_, one) in self.blocks.items()})
+
+    def unstaged_memory(self, layouts: Layouts, index: Index) -> StepMemory:
+        """Memory of candidates without stages, whose layouts these are."""
+        basis = self.basis
+        blocks, elements = self._bytes_of_blocks.at(self.row[index]), self._elements.at(self.place[index])
+        return memory_of_ends(basis.shape, layouts, basis.engine, blocks, elements, **self.memory_options)
+
+    @property
+    def memory_options(self) -> dict[str, float]:
+        """What memory is counted with."""
+        return {
+            "reserve_bytes": self.on.machine.profile.reserve_bytes,
+            "cache": self.on.mechanisms.allocator_cache,
+        }
+
+    @cached_property
+    def bytes_of_roles(self) -> RoleBytes:
+        """What every role keeps and holds, by a candidate's row."""
+        return role_bytes(self.family, self.basis.shape, self.few, self.basis.engine, fused=self.basis.fused)
+
+    @cached_property
+    def passes(self) -> list[dict[str, tuple[float, float]]]:
+        """Seconds of one micro-batch in every role of a staged candidate, forward and both ways, by its row."""
+        size = len(self.few.tp)
+        found: list[dict[str, tuple[float, float]]] = [{} for _ in range(size)]
+        blocks = {role: Passes(forward=one.forward, backward=one.backward) for role, (one, _) in self.blocks.items()}
+        for role, one in (blocks | self.ends).items():
+            columns = (np.broadcast_to(values, size).tolist() for values in (one.forward, one.both))
+            for row, seconds in zip(found, zip(*columns, strict=True), strict=True):
+                row[role] = seconds
+        return found
+
+    @cached_property
+    def _gathers(self) -> dict[str, Gathers]:
+        family = self._parameters(self.row_of_place)
+        return {role: gather_prices(self.basis, family, self.places, role) for role in self.blocks}
+
+    @cached_property
+    def _end_gathers(self) -> Floats:
+        return end_gathers(self.basis, self._parameters(self.row_of_place), self.places)
+
+    @cached_property
+    def _bytes_of_blocks(self) -> BlockBytes:
+        return block_bytes(self.family, self.basis.shape, self.few, self.basis.engine, fused=self.basis.fused)
+
+    @cached_property
+    def _elements(self) -> RankElements:
+        return rank_elements(self._parameters(self.row_of_place), self.basis.shape, self.places)
+
+    def _parameters(self, row: Index) -> Family[Any]:
+        """The blocks of rows with no numbers but those of their parameters."""
+        blocks = []
+        for role in self.family.roles:
+            work = self.family.block(role, VARIANTS[0])
+            bare = replace(
+                work,
+                products=(),
+                eager=(),
+                fused=(),
+                sent=(),
+                parameters_split=spread(np.asarray(work.parameters_split), row),
+                parameters_whole=spread(np.asarray(work.parameters_whole), row),
+                parameters_expert=spread(np.asarray(work.parameters_expert), row),
+            )
+            blocks.append((role, tuple((variant, bare) for variant in VARIANTS)))
+        return replace(self.family, blocks=tuple(blocks))

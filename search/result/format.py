@@ -1,0 +1,94 @@
+"""What a search found, in a line of words, as tables, messages and reports say it."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autopar.cost_model.estimate import MEMORY
+from autopar.ir.explanation import blocks_in_words, readable_bytes, readable_seconds
+from autopar.ir.rank_order import ORDERS
+
+if TYPE_CHECKING:
+    from autopar.search.result.result import Counted, SearchResult
+
+
+def plan_in_words(degrees: Mapping[str, Any]) -> str:
+    """Degrees as they stand in a result, in words.
+
+    >>> plan_in_words({"tp": 8, "dp_shard": 4, "zero": 1, "micro_batch": 2, "accumulate": 8})
+    'tp 8 × dp 4 ZeRO-1, micro-batch 2 × 8'
+    >>> plan_in_words({"pp": 2, "dp_shard": 4, "zero": 3, "micro_batch": 1, "micro_batches": 4, "schedule": "1f1b"})
+    'pp 2 × dp 4 ZeRO-3, micro-batch 1 × 4, 1f1b'
+    """
+    parts = [_mesh(degrees), _batch(degrees)]
+    if degrees.get("pp", 1) > 1:
+        stages = degrees.get("virtual_stages", 1)
+        parts.append(f"{degrees['schedule']} with {stages} stages a rank" if stages > 1 else str(degrees["schedule"]))
+    if degrees.get("order", ORDERS[0]) != ORDERS[0]:
+        parts.append(f"ranks {degrees['order']}")
+    if degrees.get("recompute", "none") != "none":
+        blocks = degrees.get("recompute_blocks")
+        parts.append(f"recomputing {'all blocks' if blocks is None else blocks_in_words(blocks, degrees.get('pp', 1))}")
+    if not degrees.get("regather", True):
+        parts.append("keeping gathered values")
+    if degrees.get("offload"):
+        parts.append("optimizer on the host")
+    return ", ".join(parts)
+
+
+def _mesh(degrees: Mapping[str, Any]) -> str:
+    shard, replicate = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1)
+    named = [f"{name} {degrees[name]}" for name in ("pp", "tp", "cp", "ep") if degrees.get(name, 1) > 1]
+    if shard * replicate > 1:
+        held = f"dp {shard}" if replicate == 1 else f"dp {shard} sharded × {replicate} replicas"
+        named.append(f"{held} ZeRO-{degrees.get('zero', 3)}")
+    return " × ".join(named) or "one device"
+
+
+def _batch(degrees: Mapping[str, Any]) -> str:
+    count = degrees.get("micro_batches", 1) * degrees.get("accumulate", 1)
+    return f"micro-batch {degrees.get('micro_batch') or 1} × {count}"
+
+
+def readable_value(value: float, unit: str) -> str:
+    """A value of an objective, three digits.
+
+    >>> readable_value(0.0123, "s per sequence"), readable_value(2.5e9, "B"), readable_value(1234.0, "J")
+    ('12.3 ms per sequence', '2.5 GB', '1.23 kJ')
+    """
+    name, _, rest = unit.partition(" ")
+    if name == "s":
+        text = readable_seconds(value)
+    elif name == "B":
+        text = readable_bytes(value)
+    elif name == "J":
+        size, prefix = (value / 1e3, "k") if value >= 1e3 else (value, "")
+        text = f"{size:.3g} {prefix}J"
+    else:
+        text = f"{value:.3g} {name}"
+    return f"{text} {rest}".strip()
+
+
+def nothing_fits(found: "SearchResult") -> str:
+    """By how much the closest plan misses, and what would help."""
+    one, more = found.closest, found.beyond
+    what_if = "" if more is None else f". What if: {plan_in_words(more.degrees)} fits ({'; '.join(more.formula_only)})"
+    if one is None:
+        return f"no plan fits: {what_does_not_fit(found.counted)}{what_if}"
+    parts = sorted(one.parts.items(), key=lambda part: -part[1])[:3]
+    made_of = ", ".join(f"{MEMORY[name]} {readable_bytes(size)}" for name, size in parts)
+    return (
+        f"no plan fits: {what_does_not_fit(found.counted)}. "
+        f"The closest, {plan_in_words(one.degrees)}, needs {readable_bytes(one.needed_bytes)} ({made_of}) where a plan "
+        f"may fill {readable_bytes(one.needed_bytes - one.missing_bytes)} of a device that has "
+        f"{readable_bytes(found.device_bytes)}: {readable_bytes(one.missing_bytes)} too much. "
+        f"What would help: {one.remedy}{what_if}"
+    )
+
+
+def what_does_not_fit(counted: "Counted") -> str:
+    """How many candidates do not fit, and of how many which part of memory is the largest."""
+    total = sum(counted.largest.values())
+    if not total:
+        return "all candidates fit"
+    parts = ", ".join(f"{MEMORY[name]} {many / total:.0%}" for name, many in counted.largest.items())
+    return f"{total:,} of {counted.candidates:,} candidates do not fit; what takes most of their memory: {parts}"

@@ -1,0 +1,90 @@
+"""Kept labels: what is read back prices every candidate as what was chosen."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar.cache.captures import captured_model
+from autopar.cache.labels import kept_labels, labels_file
+from autopar.ir.cluster import ClusterSpec
+from autopar.planning.fixed import program_for
+from autopar.planning.labels import LABELLED, SearchLabels
+from autopar.planning.machine import machinery_of
+from autopar.search.bounds.lower_bounds import screen
+from autopar.search.space.candidates import Limits, candidates, wishes
+
+pytest.importorskip("transformers")
+CLUSTER = ClusterSpec.preset("8xh100")
+
+
+@pytest.fixture(scope="module", params=("llama3-8b", "mixtral-8x7b"))
+def program(request: pytest.FixtureRequest) -> Any:
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "seq_len": 16, "dtype": "bfloat16"}
+    return program_for(captured_model(request.param, folder=None, **sizes).capture, LABELLED)
+
+
+def test_what_is_read_is_what_was_kept(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SearchLabels(program, CLUSTER, folder=tmp_path)
+    chosen = {tp: first.works(tp) for tp in (1, 2)}
+    assert len(list(tmp_path.iterdir())) == 2
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("chosen again")
+
+    monkeypatch.setattr("autopar.planning.labels.choose_labels", fail)
+    again = SearchLabels(program, CLUSTER, folder=tmp_path)
+    for tp, works in chosen.items():
+        read = again.works(tp)
+        names = [name for name in works.__dataclass_fields__ if name != "family"]
+        assert [getattr(read, name) for name in names] == [getattr(works, name) for name in names]
+        assert read.family == works.family
+        assert again.chosen[tp][0] == first.chosen[tp][0]
+        assert again.chosen[tp][1] == first.chosen[tp][1]
+        on = machinery_of(CLUSTER, None, "bf16")
+        every = candidates(Limits(num_devices=8, global_batch=16, most_stages=2, tensor_degrees=(tp,)), wishes())
+        assert np.array_equal(screen(read, every, on).seconds, screen(works, every, on).seconds)
+    with pytest.raises(AssertionError, match="chosen again"):
+        SearchLabels(program, CLUSTER, False, folder=tmp_path).works(1)
+    with pytest.raises(AssertionError, match="chosen again"):
+        SearchLabels(program, ClusterSpec.preset("8xa100-80gb"), folder=tmp_path).works(1)
+
+
+def test_a_tensor_degree_in_two_mesh_dimensions(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "seq_len": 16, "dtype": "bfloat16"}
+    llama = program_for(captured_model("llama3-8b", folder=None, **sizes).capture, LABELLED)
+    works = SearchLabels(llama, CLUSTER, folder=tmp_path).works(8)
+    assert works.mesh.names == ("dp", "tp0", "tp1")
+    read = kept_labels(next(tmp_path.iterdir()))
+    assert read is not None
+    assert read[2].family == works.family
+
+
+def test_a_damaged_file_is_passed_over(program: Any, tmp_path: Path) -> None:
+    path = labels_file(tmp_path, program, CLUSTER, LABELLED)
+    SearchLabels(program, CLUSTER, folder=tmp_path).works(1)
+    text = path.read_text()
+    for damaged in ("", "[]", "{}", text[:-50], text.replace('"gap"', '"gaps"'), text.replace('"products"', '"p"')):
+        path.write_text(damaged)
+        assert kept_labels(path) is None
+    SearchLabels(program, CLUSTER, folder=tmp_path).works(1)
+    assert kept_labels(path) is not None
+
+
+def test_what_blocks_cost_that_keep_what_they_gather(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path)
+    again, kept = first.works(2), first.works_kept(2)
+    assert again.regathers and not kept.regathers and not kept.regather
+    assert first.works_kept(1).family == first.works(1).family  # gathers nothing
+    assert len(list(tmp_path.iterdir())) == 3
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr("autopar.planning.labels.choose_labels", fail)
+    monkeypatch.setattr("autopar.planning.labels.merged_works", fail)
+    read = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path).works_kept(2)
+    assert read.family == kept.family and read.regather is False

@@ -1,0 +1,129 @@
+"""Capture: from a module to one flat graph, with errors that name module and source line."""
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from autopar.capture.export.export import capture_flat, input_names, named_outputs
+from autopar.capture.program import capture_program
+from autopar.errors import CaptureError
+
+X = {"x": torch.zeros(4, 6)}
+
+
+class Model(nn.Module):
+    """A linear layer whose output a function turns into what the model returns."""
+
+    def __init__(self, finish: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.finish = finish
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.finish(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("finish", "outputs"),
+    [
+        (lambda y: y.sum(), set()),
+        (lambda y: (y.sum(), y), {"output_1"}),
+        (lambda y: (y, y.sum()), {"output_0"}),
+        (lambda y: {"loss": y.sum(), "y": y}, {"y"}),
+        (lambda y: {"loss": y.sum(), "other": y.mean(), "none": None}, {"other"}),
+    ],
+)
+def test_the_loss_is_found(finish: Any, outputs: set[str]) -> None:
+    program = capture_program(Model(finish), X)
+    assert set(program.outputs) == outputs
+    assert program.loss not in program.outputs.values()
+
+
+@pytest.mark.parametrize("finish", [lambda y: y, lambda y: (y.sum(), y.mean()), lambda y: {"y": y}])
+def test_a_model_without_a_loss_is_refused(finish: Any) -> None:
+    with pytest.raises(CaptureError, match="no loss"):
+        capture_program(Model(finish), X)
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_what_does_not_export_is_named() -> None:
+    model = Model(lambda y: y.sum())
+    model.layer = nn.Sequential(nn.Linear(6, 6), Branches())
+    with pytest.raises(CaptureError, match=r"layer\.1.*Branches.*test_capture\.py:\d+"):
+        capture_program(model, X)
+
+
+def test_no_tensor_and_only_scalars_are_refused() -> None:
+    with pytest.raises(CaptureError, match="example_inputs"):
+        capture_program(Model(lambda y: y.sum()), {})
+    with pytest.raises(CaptureError, match="batch"):
+        capture_program(Model(lambda y: y.sum()), {"x": torch.zeros(())})
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, inputs = tiny_models.llama(2)
+    model.eval()
+    model.config.use_cache = True  # type: ignore[union-attr]
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    capture_program(model, inputs)
+    assert model.config.use_cache is True  # type: ignore[union-attr]
+    assert not any(m.training for m in model.modules())
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_positional_inputs_are_named_by_forward() -> None:
+    model, inputs = tiny_models.mlp(2)
+    assert list(input_names(model, tuple(inputs.values()))) == ["x", "target"]
+    by_name, by_position = capture_program(model, inputs), capture_program(model, tuple(inputs.values()))
+    assert by_name.fingerprint == by_position.fingerprint
+
+
+def test_meta_and_cpu_give_the_same_program() -> None:
+    model, inputs = tiny_models.gpt2(2)
+    on_cpu = capture_program(model, inputs)
+    model.to("meta").tie_weights()  # type: ignore[operator]  # `to` unties what it makes anew
+    on_meta = capture_program(model, {n: t.to("meta") for n, t in inputs.items()})
+    assert on_cpu.fingerprint == on_meta.fingerprint
+
+
+def test_a_plain_model_on_meta_takes_inputs_on_cpu() -> None:
+    """Its products would meet tensors of two devices; transformers models move their labels, plain ones do not."""
+    model, inputs = tiny_models.mlp(2)
+    on_cpu = capture_program(model, inputs)
+    assert on_cpu.fingerprint == capture_program(model.to("meta"), inputs).fingerprint
+
+
+def test_tied_parameters_are_one() -> None:
+    model, inputs = tiny_models.gpt2(2)
+    program = capture_program(model, inputs)
+    assert "lm_head.weight" not in program.parameters
+    assert program.parameters["transformer.wte.weight"].aliases == ("lm_head.weight",)
+    assert sum("transformer.wte.weight" in c.arguments for c in program.calls) == 2
+
+
+def test_a_batch_size_can_be_given() -> None:
+    model, inputs = tiny_models.llama(2)
+    program = capture_program(model, inputs, batch=12)
+    assert {i.name: i.shape[0] for i in program.inputs} == {"input_ids": 12, "labels": 12}
+    assert program.batch == 12
+
+
+def test_outputs_by_name() -> None:
+    scalar, matrix = torch.zeros(()), torch.zeros(2, 2)
+    assert list(named_outputs((matrix, scalar))) == ["output_0", "loss"]
+    assert list(named_outputs({"loss": scalar, "cache": object()})) == ["loss"]
+
+
+def test_placeholders_know_what_they_are() -> None:
+    model, inputs = tiny_models.mlp(2)
+    flat = capture_flat(model, inputs)
+    assert ("parameter", "up.weight") in flat.placeholders.values()
+    assert ("input", "target") in flat.placeholders.values()
+    assert flat.outputs[0] == "loss" or "loss" in flat.outputs

@@ -1,0 +1,88 @@
+"""Folding: equal layers are one block called several times; what differs makes another block or an argument."""
+
+from typing import Any
+
+import tiny_models
+import torch
+from torch import nn
+
+from autopar.capture.program import capture_program
+
+
+def layers(program: Any) -> list[Any]:
+    return [c for c in program.calls if ".layers." in f".{c.path}" or ".h." in c.path]
+
+
+def test_equal_layers_are_one_block() -> None:
+    for count in (2, 5):
+        program = capture_program(*tiny_models.llama(2, layers=count))
+        assert len(program.blocks) == 4  # denominator, prologue, layer, epilogue
+        assert [c.path for c in layers(program)] == [f"model.layers.{i}" for i in range(count)]
+        assert len({c.block for c in layers(program)}) == 1
+
+
+def test_a_scalar_that_differs_is_an_argument() -> None:
+    """GPT-2 divides attention by the number of the layer."""
+    program = capture_program(*tiny_models.gpt2(2, layers=3))
+    calls = layers(program)
+    assert len({c.block for c in calls}) == 1
+    block = program.blocks[calls[0].block]
+    position = [i for i, p in enumerate(block.ports) if p.role == "scalar"]
+    assert len(position) == 1
+    scales = [c.arguments[position[0]] for c in calls]
+    assert len(set(scales)) == 3
+    assert all(isinstance(s, float) for s in scales)
+
+
+class Uneven(nn.Module):
+    """Layers of two widths, alternating."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, w), nn.Tanh(), nn.Linear(w, 4)) for w in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_layers_that_differ_are_blocks_of_their_own() -> None:
+    program = capture_program(Uneven((8, 6, 8, 6)), {"x": torch.zeros(2, 4)})
+    blocks = [c.block for c in layers(program)]
+    assert blocks == [blocks[0], blocks[1]] * 2
+    assert blocks[0] != blocks[1]
+
+
+def test_every_argument_is_made_before_it_is_used() -> None:
+    for model in (tiny_models.llama, tiny_models.gpt2, tiny_models.megatron):
+        program = capture_program(*model(2))
+        known = {i.name for i in program.inputs} | set(program.parameters) | set(program.constants.results)
+        for call in program.calls:
+            block = program.blocks[call.block]
+            assert len(call.arguments) == len(block.ports)
+            assert len(call.results) == len(block.outputs)
+            assert {a for a in call.arguments if isinstance(a, str)} <= known
+            known |= set(call.results)
+        assert {program.loss, *program.outputs.values()} <= known
+
+
+def test_operator_keys_are_unique_and_survive_a_second_trace() -> None:
+    first, second = (capture_program(*tiny_models.gpt2(2)) for _ in range(2))
+    for a, b in zip(first.blocks, second.blocks, strict=True):
+        keys = [n.meta["key"] for n in a.graph.nodes if n.op == "call_function"]
+        assert len(set(keys)) == len(keys)
+        assert keys == [n.meta["key"] for n in b.graph.nodes if n.op == "call_function"]
+    assert first.fingerprint == second.fingerprint
+
+
+def test_another_model_has_another_fingerprint() -> None:
+    prints = {
+        capture_program(*tiny_models.llama(2)).fingerprint,
+        capture_program(*tiny_models.llama(2, layers=3)).fingerprint,
+        capture_program(*tiny_models.llama(4)).fingerprint,
+        capture_program(*tiny_models.gpt2(2)).fingerprint,
+    }
+    assert len(prints) == 4

@@ -1,0 +1,119 @@
+"""Normal form: functional ATen operators with one output each; every pass keeps what is computed."""
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import fx, nn
+
+from autopar.capture.passes.normalize import IDENTITY
+from autopar.capture.program import capture_program
+from autopar.runtime.codegen.execute import run_reference
+from autopar.runtime.parameters.packed import joined, with_pieces
+
+aten = torch.ops.aten
+
+
+class Model(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.layer(x)).square().sum()
+
+
+def no_grad_scale(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = y.abs().amax()
+    return y / scale
+
+
+def in_place(y: torch.Tensor) -> torch.Tensor:
+    z = y * 2
+    z.add_(1)
+    return z.relu_()
+
+
+BODIES = {
+    "split": lambda y: torch.cat([2 * p for p in y.split([1, 2, 3], -1)], -1),
+    "chunk": lambda y: y.chunk(3, 1)[1] + y.chunk(3, dim=1)[0],
+    "unbind": lambda y: y.unbind(1)[2] * y.unbind()[0].sum(),
+    "no_grad": no_grad_scale,
+    "in_place": in_place,
+    "views": lambda y: y.view(-1).view(4, 3, 2).contiguous().permute(1, 0, 2).reshape(-1, 2),
+    "casts": lambda y: y.to(torch.float64).type_as(y).float().double(),
+    "flat addmm": lambda y: torch.addmm(y[0], y.view(-1, 6), y.t() @ y).view(2, 2, 6),
+    "broadcast": lambda y: torch.nn.functional.mse_loss(y, y.detach() * 0.5, reduction="none"),
+    "writing into a view": lambda y: y.transpose(0, 1).add_(1).transpose(0, 1) + y[0],
+    "writing into a piece": lambda y: y[0].mul_(2) + y[0],
+    "autocast": lambda y: y.exp().detach() * y,
+    "dropout in eval": lambda y: torch.nn.functional.dropout(y, 0.0) + torch.nn.functional.dropout(y, 0.5, False),
+}
+
+
+def shifted(y: torch.Tensor) -> torch.Tensor:
+    """As encoder-decoder models shift their targets to the right."""
+    out = y.new_zeros(y.shape)
+    out[..., 1:] = y[..., :-1].clone()
+    return out + y.new_full((6,), 0.5) + y.new_ones(len(y), 1)
+
+
+BODIES["new tensors"] = shifted
+
+
+def operators(graph: fx.Graph) -> list[Any]:
+    return [n.target for n in graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_program_computes_what_the_module_computes(body: str) -> None:
+    model = tiny_models.randomise(Model(BODIES[body]).double())
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    program = capture_program(model, {"x": x})
+    source = with_pieces(program, dict(model.named_parameters()).__getitem__)
+    parameters = {n: source(n).detach().clone().requires_grad_() for n in program.parameters}
+    loss = run_reference(program, parameters, {"x": x}, {})[program.loss]
+    loss.backward()
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    gradients = joined(program, {n: p.grad for n, p in parameters.items() if p.grad is not None})
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    for block in program.blocks:
+        found = operators(block.graph)
+        assert not [t for t in found if t in IDENTITY]
+        assert not [t for t in found if t._schema.is_mutable]
+        assert all(len(t._schema.returns) == 1 for t in found)
+        assert all("info" in n.meta for n in block.graph.nodes if n.op == "call_function")
+
+
+def test_without_a_cotangent() -> None:
+    """What `no_grad` yields, integers and detached values take no gradient."""
+    program = capture_program(Model(no_grad_scale), {"x": torch.zeros(4, 6)})
+    nodes = {n.target: n for n in program.blocks[0].graph.nodes}
+    assert not nodes[aten.amax.default].meta["info"].differentiable
+    assert nodes[aten.div.Tensor].meta["info"].differentiable
+
+
+@pytest.mark.parametrize("ignored", [0, 5])
+def test_a_mean_loss_is_a_sum_over_a_count(ignored: int) -> None:
+    model, inputs = tiny_models.llama(2)
+    inputs["labels"].flatten()[:ignored] = -100
+    program = capture_program(model, inputs)
+    assert program.denominator is not None
+    assert next(c for c in program.calls if c.phase == "denominator").results == (program.denominator,)
+    losses = [n for b in program.blocks for n in b.graph.nodes if n.target is aten.cross_entropy_loss.default]
+    assert [n.args[3] for n in losses] == [2]  # a sum
+    buffers = dict(model.named_buffers())
+    values = run_reference(program, dict(model.named_parameters()), inputs, buffers)
+    torch.testing.assert_close(values[program.loss].double(), model(**inputs).loss.double(), rtol=1e-5, atol=1e-5)
+    assert int(values[program.denominator]) == int((inputs["labels"][:, 1:] != -100).sum())
+
+
+def test_new_tensors_do_not_couple_samples() -> None:
+    program = capture_program(Model(shifted), {"x": torch.zeros(4, 6)})
+    assert program.mixes_batch is None

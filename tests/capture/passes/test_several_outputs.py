@@ -1,0 +1,108 @@
+"""Operators with several outputs: each output is an operator of its own, gradients included."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.capture.program import capture_program
+from autopar.errors import CaptureError
+from autopar.rules.operators import output_of
+from autopar.runtime.codegen.execute import run_reference
+
+aten = torch.ops.aten
+Body = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.layer(x)).square().sum()
+
+
+def _with_indices(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return values * (1 + indices)
+
+
+BODIES: dict[str, Body] = {
+    "topk": lambda y: _with_indices(*y.topk(2, -1)),
+    "topk values": lambda y: y.topk(2, 1, largest=False).values,
+    "sort": lambda y: _with_indices(*y.sort(1, descending=True)),
+    "stable sort": lambda y: _with_indices(*torch.sort(y, dim=0, stable=True)),
+    "max": lambda y: _with_indices(*y.max(1)),
+    "max kept": lambda y: y.max(-1, keepdim=True).values,
+    "min": lambda y: _with_indices(*y.min(0, keepdim=True)),
+    "kthvalue": lambda y: _with_indices(*y.kthvalue(2, 1)),
+    "median": lambda y: _with_indices(*y.median(-1)),
+    "nanmedian": lambda y: _with_indices(*y.nanmedian(-1)),
+    "mode": lambda y: _with_indices(*y.round().mode(1)) + y.sum(1),
+    "cummax": lambda y: _with_indices(*y.cummax(1)),
+    "cummin": lambda y: y.cummin(-1)[0],
+    "var_mean": lambda y: torch.mul(*torch.var_mean(y, (0, 1))),
+    "var_mean kept": lambda y: torch.mul(*torch.var_mean(y, -1, correction=0, keepdim=True)),
+    "std_mean": lambda y: torch.mul(*torch.std_mean(y)),
+    "aminmax": lambda y: torch.sub(*torch.aminmax(y, dim=1)),
+    "qr": lambda y: torch.linalg.qr(y[0] + 3 * torch.eye(2, 6)).R,
+    "slogdet": lambda y: torch.linalg.slogdet(y[:, :, :2].transpose(1, 2) @ y[:, :, :2] + torch.eye(2)).logabsdet,
+    "pooling": lambda y: torch.nn.functional.adaptive_max_pool1d(y, 3, return_indices=True)[0],
+    "hsplit": lambda y: y.hsplit(2)[1] * y.tensor_split((1, 3), -1)[2].sum(),
+    "meshgrid": lambda y: torch.mul(*torch.meshgrid(y[0, 0], y[1, 1], indexing="ij")),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_values_and_gradients_are_those_of_the_operator(body: str) -> None:
+    torch.manual_seed(0)
+    model = Model(BODIES[body]).double()
+    x = torch.randn(4, 2, 6, dtype=torch.float64)
+    program = capture_program(model, {"x": x})
+    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    loss = run_reference(program, parameters, {"x": x}, {})[program.loss]
+    loss.backward()
+    expected = model(x)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-13)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameters[name].grad, parameter.grad, rtol=1e-11, atol=1e-13), name
+
+
+def test_only_the_indices_are_computed_by_the_operator() -> None:
+    program = capture_program(Model(BODIES["topk"]), {"x": torch.zeros(4, 2, 6)})
+    targets = [n.target for n in program.blocks[0].graph.nodes]
+    assert targets.count(output_of(aten.topk.default, 1)) == targets.count(aten.gather.default) == 1
+    assert aten.topk.default not in targets
+
+
+def test_an_output_has_the_name_of_its_operator() -> None:
+    operator = output_of(aten.linalg_qr.default, 1)
+    assert str(operator) == "autopar.linalg_qr.default_1"
+    assert operator is output_of(aten.linalg_qr.default, 1)
+    matrix = torch.randn(3, 3)
+    assert torch.equal(operator(matrix), torch.linalg.qr(matrix).R)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks(kind: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.cells = kind(6, 4, 2, batch_first=True, bidirectional=True, dropout=dropout)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sequence, state = self.cells(x)
+            last = state[1] if isinstance(state, tuple) else state
+            return sequence.square().mean() + last.square().mean()
+
+    x = torch.randn(4, 3, 6, dtype=torch.float64)
+    model = Recurrent(0.0).double()
+    program = capture_program(model, {"x": x})
+    loss = run_reference(program, dict(model.named_parameters()), {"x": x}, {})[program.loss]
+    assert torch.allclose(loss, model(x), rtol=1e-13)
+    with pytest.raises(CaptureError, match="draws random numbers and has several outputs; set its dropout to 0"):
+        capture_program(Recurrent(0.5), {"x": x.float()})

@@ -1,0 +1,102 @@
+"""A capture as a file: what is read is what was written, and nothing else is read."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from same_program import differences
+from torch import nn
+
+from autopar.capture.any_size import Capture, capture
+from autopar.capture.program import capture_program
+from autopar.capture.record.file import load_capture, save_capture
+from autopar.errors import CaptureError, InputError
+
+
+class Literals(nn.Module):
+    """Uses tensors that its own code makes, of several dtypes, and a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        y = self.layer(x) + torch.tensor([0.1, -0.0, 1e-30, math.pi, 2.0, 3.0])
+        y = y.masked_fill(torch.tensor([True, False, False, True, False, False]), float("-inf")).clamp(min=-1e4)
+        return (y * torch.tensor([3, 1, 4, 1, 5, 9])).to(torch.float64).sum()
+
+
+MODELS: dict[str, Any] = {
+    "llama": lambda: tiny_models.llama(2),
+    "gpt2": lambda: tiny_models.gpt2(2),
+    "literals": lambda: (Literals(), {"x": torch.zeros(4, 10, 6)}),
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "capture.json"
+    save_capture(capture(*tiny_models.mlp(2)), path, about={"model": "mlp"}, notes=("a note",))
+    return path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_read_is_what_was_written(name: str, tmp_path: Path) -> None:
+    model, inputs = MODELS[name]()
+    made = capture(model, inputs)
+    save_capture(made, tmp_path / "capture.json", about={})
+    read, _ = load_capture(tmp_path / "capture.json")
+    assert read.record == made.record
+    assert differences(read.at(batch=9), capture_program(model, inputs, batch=9)) == []
+    with pytest.raises(CaptureError, match="batch 1"):
+        read.at(batch=1)
+
+
+def test_the_header_is_kept(written: Path) -> None:
+    _, header = load_capture(written)
+    assert (header.about, header.notes) == ({"model": "mlp"}, ("a note",))
+    assert [path.name for path in written.parent.iterdir()] == ["capture.json"]  # no draft is left
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: "", "cannot be read"),
+        (lambda text: "{}", "cannot be read"),
+        (lambda text: text[: len(text) // 2], "damaged"),
+        (lambda text: text.replace('"loss":"', '"loss":"x'), "damaged"),
+        (lambda text: text.replace('"version":1', '"version":99'), "version 99"),
+        (lambda text: text.replace('"version":1', '"version":1,"more":2'), "cannot be read"),
+        (lambda text: "\0" + text, "cannot be read"),
+    ],
+    ids=["empty", "foreign", "cut off", "changed", "newer", "unknown key", "bytes"],
+)
+def test_other_content_is_refused(written: Path, change: Any, message: str) -> None:
+    written.write_text(change(written.read_text()))
+    with pytest.raises(InputError, match=message):
+        load_capture(written)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        load_capture(tmp_path / "none.json")
+
+
+def test_operators_that_are_not_known_are_refused(written: Path) -> None:
+    read, _ = load_capture(written)
+    assert read.record is not None
+    text = read.record.model_dump_json().replace("aten.linear.default", "os.system.default")
+    strange = Capture(record=type(read.record).model_validate_json(text), unknown=None, again=None, sequence=None)
+    with pytest.raises(CaptureError, match=r"no operator 'os\.system\.default'"):
+        strange.at(batch=4)
+
+
+def test_a_capture_that_is_known_at_no_other_size_is_not_written(tmp_path: Path) -> None:
+    nothing = Capture(record=None, unknown="for a reason", again=None, sequence=None)
+    with pytest.raises(InputError, match="for a reason"):
+        save_capture(nothing, tmp_path / "capture.json", about={})

@@ -1,0 +1,64 @@
+"""Engine profiles: strict files, and the engine of a published row."""
+
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model.machine.engine import Engine, engine_named, engine_of_framework, engines
+from autopar.errors import InputError
+from autopar.files.strict_model import validate
+from autopar.files.strict_yaml import read_yaml
+
+FOLDER = Path(__file__).parents[3] / "cost_model" / "machine" / "engines"
+
+
+def test_every_file_is_an_engine() -> None:
+    assert sorted(engines()) == sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted(engines()))
+def test_sources_name_fields(name: str) -> None:
+    engine = engine_named(name)
+    assert set(engine.sources) <= set(Engine.model_fields)
+    assert engine.sharded_state_bytes <= engine.state_bytes
+
+
+def test_no_framework_stands_twice() -> None:
+    starts = [start.lower() for engine in engines().values() for start in engine.frameworks]
+    assert len(starts) == len(set(starts))
+
+
+@pytest.mark.parametrize(
+    "framework, name",
+    [
+        ("NeMo/Megatron-Core", "megatron"),
+        ("NeMo/Megatron-Core (MLPerf)", "megatron-mlperf"),
+        ("Megatron-LM 2021", "megatron-2021"),
+        ("Megatron-LM 2022", "megatron-2022"),
+        ("Megatron-DeepSpeed style", "megatron-deepspeed"),
+        ("DeepSpeed", "deepspeed-zero3"),
+        ("torchtitan FSDP2", "fsdp"),
+        ("MaxText (JAX)", "jax"),
+    ],
+)
+def test_longest_beginning_decides(framework: str, name: str) -> None:
+    found = engine_of_framework(framework)
+    assert found is not None
+    assert found.name == name
+
+
+def test_unknown_framework_has_none() -> None:
+    assert engine_of_framework("something else") is None
+    assert engine_of_framework(None) is None
+
+
+def test_unknown_name_says_the_nearest() -> None:
+    with pytest.raises(InputError, match="megatron"):
+        engine_named("megatrn")
+
+
+def test_a_factor_is_no_mechanism() -> None:
+    content, _ = read_yaml(FOLDER / "megatron.yaml")
+    assert isinstance(content, dict)
+    _, problems = validate(Engine, content | {"speedup": 1.1, "gradient_bytes": 3})
+    assert sorted(problem.path for problem in problems) == ["gradient_bytes", "speedup"]

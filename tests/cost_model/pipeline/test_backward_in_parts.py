@@ -1,0 +1,46 @@
+"""A backward pass in parts sends what a whole one sends, each of it once; where blocks recompute it is whole."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from autopar.capture.analysis import analyse
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.stage_run import run_stage
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees, Plan
+from autopar.models.load import resolve_model
+from autopar.planning.fixed import capture_for, label_plan
+
+CLUSTER = ClusterSpec.preset("4xh100")
+
+
+def recomputing(plan: Plan) -> Plan:
+    return replace(plan, degrees=replace(plan.degrees, recompute="full"))
+
+
+@pytest.mark.parametrize("regather", (True, False))
+@pytest.mark.parametrize(
+    ("model", "wish"),
+    (
+        ("llama3-8b", {"schedule": "interleaved-zero-bubble"}),
+        ("gpt2", {"schedule": "zbv-zero-bubble", "micro_batches": 4}),
+        ("llama3-8b", {"schedule": "dualpipev", "micro_batches": 4}),
+    ),
+)
+def test_sends_once(model: str, wish: dict[str, Any], regather: bool) -> None:
+    degrees = Degrees(**{"pp": 2, "tp": 2, "micro_batches": 2, "micro_batch": 2, "sequence_parallel": True, **wish})
+    resolved = resolve_model(model, layers=6, hidden=64, seq_len=16, batch=2, dtype="float32")
+    program = capture_for(resolved.model, resolved.example_inputs, degrees)
+    plan = replace(label_plan(program, CLUSTER, degrees, model), regather=regather)
+    setting = Setting(program, analyse(program, plan.mesh), plan, 2)  # of the last pipeline rank
+    in_parts = [stage for stage in setting.own_stages if setting.splits_backward(stage)]
+    assert in_parts
+    for stage in in_parts:
+        assert not Setting(program, setting.analysis, recomputing(plan), 2).splits_backward(stage)
+        run = run_stage(setting, stage)
+        assert run.backward
+        assert run.backward_in_parts == run.backward

@@ -1,0 +1,284 @@
+"""Replayed pipelines: equal to closed forms where these are exact, bounded by them elsewhere; deadlocks are named."""
+
+import random
+from typing import Literal
+
+import numpy as np
+import pytest
+from work import lines_run
+
+from autopar.cost_model.pipeline.closed_forms import (
+    blocking_message_s,
+    bubble_s,
+    exposed_messages,
+    live_stage_micro_batches,
+    step_s,
+    unequal_1f1b_lower_s,
+    unequal_step_s,
+    warm_up_passes,
+)
+from autopar.cost_model.pipeline.simulator import (
+    Orders,
+    StageSeconds,
+    equal_stages,
+    peak_held_bytes,
+    replay_of,
+    replayed,
+    run_seconds,
+    simulate,
+)
+from autopar.errors import PlanError
+from autopar.ir.schedules import SCHEDULES, Action, actions, rank_of_stage, schedule_problems
+
+ONE_STAGE = [(s, p, 1, n) for s in ("gpipe", "1f1b") for p in range(2, 17) for n in (1, 2, p - 1, p, p + 1, 3 * p)]
+SEVERAL = [
+    (schedule, p, v, n)
+    for schedule, kind in SCHEDULES.items()
+    if kind.most_stages != 1
+    for p in (2, 3, 4, 6, 8, 16)
+    for v in ((2,) if kind.most_stages else (1, 2, 4))
+    for n in (1, 2, p - 1, p, 2 * p - 1, 2 * p, 2 * p + 1, 4 * p)
+    if p * v * n <= 512 and v >= kind.least_stages and not schedule_problems(schedule, p, v, n)
+]
+CASES = sorted({*ONE_STAGE, *SEVERAL})
+SECONDS = [(1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (1.0, 0.6, 1.4), (1.7, 1.0, 0.8), (0.4, 1.0, 1.0), (1.0, 2.0, 0.0)]
+
+
+def closed_form_is_exact(schedule: str, p: int, v: int, n: int, balanced: bool) -> bool:
+    if schedule == "interleaved-zero-bubble":
+        return n >= p or v == 1
+    return schedule != "zbv-zero-bubble" or n >= 2 * p - 1 or balanced
+
+
+@pytest.mark.parametrize("messages", ["overlapped", "blocking"])
+@pytest.mark.parametrize("schedule, p, v, n", CASES[::7])
+def test_seconds_alone_are_those_of_the_replay(
+    schedule: str, p: int, v: int, n: int, messages: Literal["overlapped", "blocking"]
+) -> None:
+    draw = random.Random(p * v * n)
+    passes, messages_s = ([[draw.random() for _ in range(p * v - less)] for _ in range(4)] for less in (0, 1))
+    given = StageSeconds(
+        forward_s=passes[0], backward_s=passes[1], input_s=passes[2], weight_s=passes[3],
+        forward_message_s=messages_s[0], backward_message_s=messages_s[1],
+    )  # fmt: skip
+    replay = replay_of(schedule, p, v, n)
+    whole, sending = run_seconds(replay, given, messages=messages)
+    found = replayed(replay, given, messages=messages)
+    assert (whole, sending.tolist()) == (found.step_s, found.sending_s.tolist())
+
+
+@pytest.mark.parametrize("schedule, p, v, n", CASES)
+def test_agrees_with_the_closed_form(schedule: str, p: int, v: int, n: int) -> None:
+    orders = actions(schedule, p, v, n)
+    for forward, inputs, weights in SECONDS:
+        whole = {"forward_s": v * forward, "backward_s": v * (inputs + weights), "weight_s": v * weights}
+        closed = step_s(schedule, pp=p, virtual_stages=v, micro_batches=n, **whole)
+        found = simulate(orders, equal_stages(p * v, forward_s=forward, backward_s=inputs + weights, weight_s=weights))
+        assert found.busy_s == pytest.approx(np.full(p, n * v * (forward + inputs + weights)))
+        if closed_form_is_exact(schedule, p, v, n, forward == inputs == weights):
+            assert found.step_s == pytest.approx(closed, rel=1e-12)
+        else:
+            one_after_another = n * v * p * (forward + inputs + weights)
+            assert closed * (1 - 1e-12) <= found.step_s <= one_after_another
+    live = live_stage_micro_batches(schedule, pp=p, virtual_stages=v, micro_batches=n, rank=np.arange(p))
+    assert found.live == tuple(np.broadcast_to(live, p).tolist())
+    warm_up = warm_up_passes(schedule, pp=p, virtual_stages=v, micro_batches=n, rank=np.arange(p))
+    assert warm_up.tolist() == [next(i for i, a in enumerate(order) if a.kind != "F") for order in orders]
+
+
+@pytest.mark.parametrize("p, n", [(2, 4), (3, 6), (4, 8), (8, 16)])
+def test_critical_paths_of_any_seconds(p: int, n: int) -> None:
+    """The sums of the closed forms are all critical paths that there are, whatever F, I and W."""
+    some = random.Random(p)
+    for schedule in ("interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev"):
+        orders = actions(schedule, p, 2, n)
+        for _ in range(20):
+            forward, inputs, weights = (some.expovariate(1) ** some.choice((0.3, 1, 2)) for _ in range(3))
+            found = simulate(
+                orders, equal_stages(2 * p, forward_s=forward, backward_s=inputs + weights, weight_s=weights)
+            )
+            whole = {"forward_s": 2 * forward, "backward_s": 2 * (inputs + weights), "weight_s": 2 * weights}
+            assert found.step_s == pytest.approx(
+                step_s(schedule, pp=p, virtual_stages=2, micro_batches=n, **whole), rel=1e-12
+            )
+
+
+@pytest.mark.parametrize("p, n", [(2, 3), (4, 7), (4, 16), (8, 16)])
+def test_zbv_has_no_gap_when_balanced(p: int, n: int) -> None:
+    """Qi et al. 2024, section 6: no rank is idle between its first and its last pass where F = I = W."""
+    found = simulate(actions("zbv-zero-bubble", p, 2, n), equal_stages(2 * p, forward_s=1, backward_s=2, weight_s=1))
+    assert found.gaps_s == pytest.approx(np.zeros(p))
+    assert found.idle_s == pytest.approx(np.full(p, p - 1.0))
+    unequal = simulate(actions("zbv-zero-bubble", p, 2, n), equal_stages(2 * p, forward_s=1, backward_s=3, weight_s=1))
+    assert unequal.gaps_s.max() > 0
+
+
+@pytest.mark.parametrize("schedule, p, v, n", [case for case in CASES if case[1] in (2, 3, 4, 8)])
+def test_messages(schedule: str, p: int, v: int, n: int) -> None:
+    """Messages much shorter than a pass: as many are waited for as the closed form says."""
+    orders, message = actions(schedule, p, v, n), 1e-3
+    without = simulate(orders, equal_stages(p * v, forward_s=1.0, backward_s=2.0, weight_s=1.0)).step_s
+    seconds = equal_stages(p * v, forward_s=1.0, backward_s=2.0, weight_s=1.0, message_s=message)
+    waited = (simulate(orders, seconds).step_s - without) / message
+    count = exposed_messages(schedule, pp=p, virtual_stages=v, micro_batches=n)
+    if schedule in ("gpipe", "1f1b") or (schedule == "interleaved-1f1b" and n % p == 0):
+        assert waited == pytest.approx(count, abs=1e-6)
+    assert waited <= 2 * n * v * p
+    blocking = simulate(orders, seconds, messages="blocking")
+    assert blocking.step_s >= without + waited * message - 1e-9
+    most = blocking_message_s(pp=p, virtual_stages=v, micro_batches=n, message_s=message)
+    assert blocking.sending_s.max() <= most + 1e-9
+    if p > 2 and SCHEDULES[schedule].order == "loop":
+        assert blocking.sending_s[1] == pytest.approx(most)
+    every = list(blocking.messages([3.0] * (p * v), [5.0] * (p * v)))
+    crossing = sum(rank_of_stage(schedule, p, s) != rank_of_stage(schedule, p, s + 1) for s in range(p * v - 1))
+    assert sum(m.num_bytes for m in every) == 8.0 * n * crossing
+    assert all(m.end_s - m.start_s == pytest.approx(message) and m.from_rank != m.to_rank for m in every)
+
+
+def unequal_stages(forward: list[float], backward: list[float], messages: float = 0.0) -> StageSeconds:
+    inputs = [0.6 * b for b in backward]
+    return StageSeconds(
+        forward_s=forward,
+        backward_s=backward,
+        input_s=inputs,
+        weight_s=[b - i for b, i in zip(backward, inputs, strict=True)],
+        forward_message_s=[messages] * (len(forward) - 1),
+        backward_message_s=[messages] * (len(forward) - 1),
+    )
+
+
+@pytest.mark.parametrize("p, n", [(2, 1), (2, 5), (3, 8), (4, 2), (4, 12), (8, 24)])
+def test_unequal_stages(p: int, n: int) -> None:
+    """gpipe is exact; 1f1b lies between its bounds, and on the upper where the last stage is the slowest."""
+    some = random.Random(17 * p + n)
+    for _ in range(10):
+        forward, backward = ([some.uniform(0.5, 2.0) for _ in range(p)] for _ in range(2))
+        seconds = unequal_stages(forward, backward)
+        given = {"micro_batches": n, "forward_s": np.array(forward), "backward_s": np.array(backward)}
+        assert simulate(actions("gpipe", p, 1, n), seconds).step_s == pytest.approx(unequal_step_s("gpipe", **given))
+        found = simulate(actions("1f1b", p, 1, n), seconds).step_s
+        assert unequal_1f1b_lower_s(**given) * (1 - 1e-12) <= found <= unequal_step_s("1f1b", **given) * (1 + 1e-12)
+        forward[-1] = backward[-1] = 2.5
+        given |= {"forward_s": np.array(forward), "backward_s": np.array(backward)}
+        last = simulate(actions("1f1b", p, 1, n), unequal_stages(forward, backward)).step_s
+        assert last == pytest.approx(unequal_step_s("1f1b", **given))
+
+
+@pytest.mark.parametrize("schedule, p, v, n", [case for case in CASES if case[1] == 4])
+def test_longer_passes_or_messages_never_end_sooner(schedule: str, p: int, v: int, n: int) -> None:
+    some, orders = random.Random(n), actions(schedule, p, v, n)
+    forward, backward = ([some.uniform(0.5, 2.0) for _ in range(p * v)] for _ in range(2))
+    base = simulate(orders, unequal_stages(forward, backward, 0.01))
+    longest = max(sum(forward) + sum(backward), base.busy_s.max())
+    assert base.step_s >= longest - 1e-9 or SCHEDULES[schedule].splits_backward
+    for stage in range(p * v):
+        slower = [*forward[:stage], forward[stage] + 0.1, *forward[stage + 1 :]]
+        assert simulate(orders, unequal_stages(slower, backward, 0.01)).step_s >= base.step_s
+    assert simulate(orders, unequal_stages(forward, backward, 0.3)).step_s >= base.step_s
+
+
+@pytest.mark.parametrize("schedule, p, v, n", [case for case in CASES if case[1] == 4])
+def test_the_time_line_is_one_that_can_be(schedule: str, p: int, v: int, n: int) -> None:
+    """Passes of a rank do not overlap, and begin after what they need, messages included."""
+    found = simulate(
+        actions(schedule, p, v, n),
+        equal_stages(p * v, forward_s=1.0, backward_s=1.9, weight_s=0.8, message_s=0.05),
+    )
+    ends: dict[tuple[int, str, int], float] = {}
+    intervals = list(found.timeline())
+    for one in intervals:
+        kind = {"F": "F", "W": "W"}.get(one.action.kind, "I")
+        ends[one.action.stage, kind, one.action.micro_batch] = one.end_s
+    assert len(intervals) == sum(len(order) for order in found.orders)
+    free = [0.0] * p
+    for one in intervals:
+        a = one.action
+        assert one.start_s >= free[one.rank]
+        free[one.rank] = one.end_s
+        needed = []
+        if a.kind == "F" and a.stage > 0:
+            needed = [(a.stage - 1, "F", a.micro_batch)]
+        elif a.kind == "W":
+            needed = [(a.stage, "I", a.micro_batch)]
+        elif a.kind in "BI":
+            needed = [(a.stage, "F", a.micro_batch)]
+            needed += [(a.stage + 1, "I", a.micro_batch)] if a.stage < p * v - 1 else []
+        for stage, kind, micro_batch in needed:
+            message = 0.05 * (rank_of_stage(schedule, p, stage) != one.rank)
+            assert one.start_s >= ends[stage, kind, micro_batch] + message - 1e-9
+    assert max(one.end_s for one in intervals) == found.step_s
+
+
+def test_one_sender_sends_one_message_after_another() -> None:
+    """Where messages last longer than passes the link is the bottleneck: n forward messages, one backward pass."""
+    n = 6
+    found = simulate(actions("gpipe", 2, 1, n), equal_stages(2, forward_s=1.0, backward_s=1.0, message_s=5.0))
+    starts = [m.start_s for m in found.messages([1.0], [1.0]) if m.from_rank == 0]
+    assert starts == [1.0 + 5.0 * i for i in range(n)]
+    assert found.step_s == 1.0 + 5.0 * n + 1.0 + 1.0 + 5.0 * n + 1.0
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_bytes_over_a_boundary_of_ranks(v: int) -> None:
+    """One tensor per boundary, micro-batch and direction, v times interleaved."""
+    p, n, size = 4, 8, 7.0
+    found = simulate(
+        actions("interleaved-1f1b" if v > 1 else "1f1b", p, v, n), equal_stages(p * v, forward_s=1.0, backward_s=2.0)
+    )
+    crossing = [(m.from_rank, m.to_rank) for m in found.messages([size] * p * v, [size] * p * v)]
+    for rank in range(p - 1):
+        assert crossing.count((rank, rank + 1)) == crossing.count((rank + 1, rank)) == v * n
+    around = (v - 1) * n
+    assert crossing.count((p - 1, 0)) == crossing.count((0, p - 1)) == around
+    assert sum(m.num_bytes for m in found.messages([size] * p * v, [size] * p * v)) == size * len(crossing)
+
+
+def test_bytes_held() -> None:
+    """1f1b holds min(n, p - i) micro-batches of stage i; what only I needs is freed before W."""
+    held = [8.0, 4.0, 2.0, 1.0]
+    assert peak_held_bytes(actions("1f1b", 4, 1, 8), held).tolist() == [32.0, 12.0, 4.0, 1.0]
+    orders = [[Action(0, "F", 0), Action(0, "I", 0), Action(0, "F", 1), Action(0, "I", 1), Action(0, "W", 0)]]
+    assert peak_held_bytes(orders, [10.0]).tolist() == [20.0]
+    assert peak_held_bytes(orders, [10.0], [4.0]).tolist() == [14.0]
+
+
+def orders_of(*texts: str) -> Orders:
+    return [[Action(int(word[0]), word[1], int(word[2:])) for word in text.split()] for text in texts]  # type: ignore[arg-type]
+
+
+def test_a_deadlock_is_named() -> None:
+    """Rank 0 wants micro-batch 0's gradient before it runs micro-batch 1, rank 1 the reverse."""
+    orders = orders_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+    with pytest.raises(PlanError) as caught:
+        simulate(orders, equal_stages(2, forward_s=1.0, backward_s=1.0))
+    text = str(caught.value)
+    assert "deadlock in the pipeline: rank 0 → rank 1 → rank 0" in text
+    assert "rank 0: waits for 1B0, which rank 1 would run after 1F1; got '0B0'" in text
+    assert "rank 1: waits for 0F1, which rank 0 would run after 0B0; got '1F1'" in text
+
+
+def test_a_pass_that_is_missing_is_named() -> None:
+    with pytest.raises(PlanError, match=r"miss passes(.|\n)*waits for 0F1, which is not in the list of rank 0"):
+        simulate(orders_of("0F0 0B0", "1F0 1B0 1F1 1B1"), equal_stages(2, forward_s=1.0, backward_s=1.0))
+    with pytest.raises(PlanError, match="stage 1 is also on rank 0"):
+        simulate(orders_of("0F0 1F0 1B0 0B0", "1F1 1B1"), equal_stages(2, forward_s=1.0, backward_s=1.0))
+    with pytest.raises(PlanError, match="must hold the stages 0 to 2"):
+        simulate(orders_of("0F0 0B0", "1F0 1B0"), equal_stages(3, forward_s=1.0, backward_s=1.0))
+
+
+def test_the_bubble_is_what_no_rank_of_1f1b_works() -> None:
+    found = simulate(actions("1f1b", 4, 1, 8), equal_stages(4, forward_s=1.0, backward_s=2.0))
+    assert found.idle_s == pytest.approx(np.full(4, bubble_s("1f1b", pp=4, micro_batches=8, forward_s=1, backward_s=2)))
+
+
+def test_work_of_a_replay_grows_with_its_actions_alone() -> None:
+    """16 times the actions, on four times the ranks: each is visited once, with as much to do."""
+    found, work = [], []
+    for pp, micro_batches in ((16, 128), (64, 512)):
+        orders = actions("1f1b", pp, 1, micro_batches)
+        seconds = equal_stages(pp, forward_s=1.0, backward_s=2.0, message_s=1e-3)
+        lines = lines_run(lambda: found.append(simulate(orders, seconds)))  # noqa: B023
+        work.append(lines / sum(map(len, orders)))
+    assert work[1] < 1.1 * work[0] and work[0] < 100
+    assert found[1].step_s > (512 + 63) * 3.0

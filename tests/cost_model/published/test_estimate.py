@@ -1,0 +1,149 @@
+"""Published rows priced: what they leave open is settled by rules, and the shipped collection stays predicted."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar.cost_model.published.estimate import estimate_rows, prepare
+from autopar.cost_model.published.families import family_name, numbers_of
+from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled, read_rows
+from autopar.cost_model.published.validation import validate_rows
+
+DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "published_runs.csv"
+LLAMA = Row(
+    id="llama",
+    model="Llama 3.1 8B",
+    layers=32,
+    hidden=4096,
+    ffn_hidden=14336,
+    n_heads=32,
+    n_kv_heads=8,
+    vocab=128256,
+    gated_mlp=True,
+    attention_type="gqa",
+    seq_len=8192,
+    gpu_type="H100-SXM",
+    num_gpus=8,
+    gpus_per_node=8,
+    tp=1,
+    pp=1,
+    dp=8,
+    micro_batch=1,
+    global_batch=16,
+    precision="bf16",
+    framework="torchtitan FSDP2",
+)
+
+
+def settled(**changes: Any) -> Any:
+    (group,), _ = prepare([replace(LLAMA, **changes)])
+    return group.layouts
+
+
+def test_unstated_stage_of_zero_is_the_framework_s() -> None:
+    assert settled().zero == 3
+    assert settled(framework="NeMo/Megatron-Core").zero == 0
+    assert settled(framework="NeMo/Megatron-Core", optimizer="Adam (distributed)").zero == 1
+    assert settled(zero=2).zero == 2
+
+
+def test_unstated_virtual_stages_are_the_framework_s() -> None:
+    assert settled(pp=4, dp=2, framework="NeMo/Megatron-Core").virtual == 8
+    assert settled(pp=4, dp=2, framework="Megatron-LM 2021").virtual == 1
+    assert settled(pp=4, dp=2, framework="NeMo/Megatron-Core", vpp=2).virtual == 2
+
+
+def test_state_is_divided_where_a_row_says() -> None:
+    assert settled().shard == 8
+    assert settled(dp=64, num_gpus=64, zero_detail="ZeRO-1 sharded within groups of 8").shard == 8
+    assert settled(dp=64, num_gpus=64, zero_detail="HSDP (shard within node)").shard == 8
+    assert settled(dp=64, num_gpus=64, zero_detail="FSDP=32, DP=2").shard == 32
+
+
+def test_recomputation_that_is_not_stated_is_the_least_that_fits() -> None:
+    assert settled().recompute == 0
+    assert settled(micro_batch=16, global_batch=256).recompute == 2
+    assert settled(micro_batch=16, global_batch=256, recompute="none").recompute == 0
+
+
+def test_results_are_not_seen() -> None:
+    rows = [row for row in read_rows(DATA) if row.tier == "core"][::7]
+    seen, unseen = estimate_rows(rows), estimate_rows([row.without_result() for row in rows])
+    assert seen == unseen
+
+
+def test_a_row_that_states_too_little_says_what() -> None:
+    (found,) = estimate_rows([replace(LLAMA, hidden=None)])
+    assert isinstance(found, Unmodelled)
+    assert "hidden" in found.reason
+    (found,) = estimate_rows([replace(LLAMA, gpu_type="TPUv4")])
+    assert isinstance(found, Unmodelled)
+    assert "TPUv4" in found.reason
+
+
+@pytest.mark.parametrize(
+    "changes, family",
+    [
+        ({}, "llama"),
+        ({"gated_mlp": False, "n_kv_heads": 32, "model": "GPT 3"}, "gpt2"),
+        ({"gated_mlp": False, "model": "Nemotron4 15B"}, "nemotron"),
+        ({"moe_experts": 8, "model": "Mixtral 8x7B"}, "mixtral"),
+        ({"moe_experts": 64, "moe_shared_ffn": 2048, "model": "Some MoE"}, "qwen2-moe"),
+        ({"moe_experts": 256, "attention_type": "mla", "model": "DeepSeek-V3"}, "deepseek-v3"),
+        ({"moe_experts": 128, "model": "Qwen3 30B-A3B"}, "qwen3-moe"),
+        ({"n_kv_heads": 32, "model": "Llama 2 7B"}, "llama-mha"),
+        ({"n_kv_heads": None}, "llama-mha"),
+        ({"n_kv_heads": 32, "model": "Phi-3-mini", "attention_type": "swa"}, "phi3-mha-window"),
+        ({"model": "Mistral-7B", "attention_type": "swa"}, "mistral-window"),
+        ({"gated_mlp": False, "model": "Falcon-7B", "n_kv_heads": 1}, "falcon-mqa"),
+        ({"gated_mlp": False, "model": "Falcon-40B"}, "falcon"),
+        ({"gated_mlp": False, "model": "MPT-7B", "n_kv_heads": 32}, "mpt"),
+        ({"gated_mlp": False, "model": "MPT-7B", "n_kv_heads": 32, "attn_impl": "torch"}, "mpt-torch"),
+    ],
+)
+def test_family(changes: dict[str, Any], family: str) -> None:
+    assert family_name(replace(LLAMA, **changes)) == family
+
+
+def test_latent_ranks_are_in_proportion_to_a_head() -> None:
+    row = replace(LLAMA, attention_type="mla", head_dim=None)
+    assert {name: numbers_of(row)[name] for name in "eqcru"} == {"e": 128, "q": 1536, "c": 512, "r": 64, "u": 128}
+    assert numbers_of(replace(row, head_dim=64))["c"] == 256
+    assert "q" not in numbers_of(LLAMA)
+
+
+def test_expert_parallelism_divides_state_not_work() -> None:
+    row = replace(
+        LLAMA,
+        moe_experts=8,
+        moe_topk=2,
+        moe_ffn_hidden=14336,
+        framework="NeMo/Megatron-Core",
+        num_gpus=64,
+        dp=64,
+        global_batch=64,
+        model="Mixtral 8x7B",
+        attn_impl="flash",
+    )
+    whole, split = estimate_rows([row, replace(row, ep=8)])
+    assert isinstance(whole, RowEstimate)
+    assert isinstance(split, RowEstimate)
+    assert split.peak_bytes < whole.peak_bytes / 2
+    assert split.parts["expert collectives"] > 0 == whole.parts["expert collectives"]
+    assert split.parts["products"] == pytest.approx(whole.parts["products"], rel=0.2)
+
+
+def test_the_shipped_collection_is_predicted() -> None:
+    """What docs/validation.md says, as bounds: a change of the model that loses this is seen here."""
+    rows = [row for row in read_rows(DATA) if row.tier == "core"]
+    overall = validate_rows(rows, estimate_rows, by="source_key").to_dict()["overall"]
+    assert overall["modelled"] == overall["rows"] == len(rows)
+    assert overall["step_time"]["median"] <= 0.09
+    assert overall["step_time"]["p90"] <= 0.25
+    assert abs(overall["memory"]["bias"]) <= 0.10
+    assert overall["ranking"]["correlation_median"] >= 0.8
+    assert overall["ranking"]["regret_median"] <= 0.025
+    assert np.isfinite(overall["step_time"]["max"])

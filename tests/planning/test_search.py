@@ -1,0 +1,171 @@
+"""`autopar.plan`, from a module to a plan that runs, and what it says where nothing fits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from searched_models import BATCH, LAYERS, model, small, tokens
+
+import autopar
+from autopar.errors import InputError, PlanError
+from autopar.ir.cluster import ClusterSpec
+from autopar.planning.fixed import capture_for, check_plan
+from autopar.search.result.result import SearchResult
+
+
+def searched(cluster: Any = "8xh100", **options: Any) -> SearchResult:
+    return autopar.plan(model(), cluster, example_inputs=tokens(), global_batch=BATCH, **options)
+
+
+def test_a_float32_model_is_priced_as_it_runs_and_that_is_said() -> None:
+    fix = {"tp": 2, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4}
+    found = autopar.plan(model().float(), "8xh100", example_inputs=tokens(), global_batch=BATCH, fix=fix)
+    assert found.precision == "fp32" and any("float32" in one and "TF32" in one for one in found.assumptions)
+    usual = searched(fix=fix)
+    assert usual.precision == "bf16" and not any("the model is" in one for one in usual.assumptions)
+
+
+@pytest.fixture(scope="module")
+def found() -> SearchResult:
+    return searched(fix={"pp": (1, 2)}, forbid={"zero": 0})
+
+
+def test_the_plan_is_what_was_priced(found: SearchResult) -> None:
+    assert found.plan is not None
+    assert found.best is not None
+    degrees = found.plan.degrees
+    assert degrees.world_size == 8
+    assert degrees.dp * (degrees.micro_batch or 0) * degrees.num_micro_batches == BATCH
+    assert degrees.pp in (1, 2)
+    program = capture_for(model(), tokens(), degrees)
+    check_plan(found.plan, program, 8)
+    estimate = autopar.estimate(program, "8xh100", found.plan)
+    assert estimate.step_s == pytest.approx(found.best.step_s, rel=0.02)
+
+
+def test_others_are_slower_and_say_why(found: SearchResult) -> None:
+    assert found.best is not None
+    assert found.is_proven
+    assert found.gap == 0
+    assert found.others
+    for one in (*found.others, *found.baselines):
+        assert one.step_s >= found.best.step_s
+        assert one.reason or one.slower == 0
+    assert {one.name for one in found.baselines} >= {"FSDP", "tensor in host + FSDP"}
+
+
+def test_parts_add_up(found: SearchResult) -> None:
+    assert found.best is not None
+    assert sum(found.best.parts.values()) == pytest.approx(found.best.step_s)
+
+
+def test_json(found: SearchResult) -> None:
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["best"]["degrees"]["pp"] in (1, 2)
+    assert data["plan"]["degrees"]["zero"] != 0
+    assert data["counted"]["candidates"] > 50
+
+
+def test_the_same_search_gives_the_same_plan(found: SearchResult) -> None:
+    again = searched(fix={"pp": (1, 2)}, forbid={"zero": 0})
+    assert again.plan is not None
+    assert found.plan is not None
+    assert again.plan.to_json() == found.plan.to_json()
+
+
+def test_words_that_are_none_are_refused() -> None:
+    with pytest.raises(InputError, match="tpp"):
+        searched(fix={"tpp": 2})
+    with pytest.raises(InputError, match="global_batch"):
+        autopar.plan(model(), "8xh100", example_inputs=tokens(), global_batch=0)
+
+
+def test_where_nothing_fits_the_closest_plan_is_told() -> None:
+    found = searched(small(1.001e9))
+    assert found.plan is None
+    assert found.best is None
+    assert found.closest is not None
+    assert found.closest.missing_bytes > 0
+    assert found.closest.remedy
+    counted = found.counted
+    assert counted.no_room_for_state + counted.no_room_for_activations == counted.candidates > 0
+
+
+def test_recomputation_only_where_memory_forces_it() -> None:
+    roomy = searched(small(80e9), fix={"tp": 1, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4})
+    assert roomy.best is not None
+    assert roomy.best.degrees["recompute"] == "none"
+    needed = roomy.best.needed_bytes
+    tight = searched(small((needed - 0.5e6) / 0.96), fix={"tp": 1, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4})
+    assert tight.best is not None
+    assert tight.best.degrees["recompute"] == "full"
+    assert tight.best.degrees["recompute_blocks"] < LAYERS
+    assert tight.best.needed_bytes < needed
+
+
+def test_what_leaves_no_plan_is_an_error() -> None:
+    with pytest.raises(PlanError, match="16 sequences over 8 devices"):
+        searched(fix={"dp": 3})
+    with pytest.raises(PlanError, match="tensor degree 3"):
+        searched(ClusterSpec.preset("3xh100"), fix={"tp": 3})
+
+
+def test_out_of_time_there_is_still_a_plan() -> None:
+    found = searched(fix={"tp": 1, "pp": 1}, timeout_s=0.0)
+    assert found.plan is not None
+    assert found.best is not None
+
+
+def test_a_study_keeps_the_trials(tmp_path: Path) -> None:
+    kept = tmp_path / "plan.log"
+    narrow = {"pp": 2, "tp": 1, "micro_batch": 1}
+    first = searched(fix=narrow, study=kept, trials=6)
+    again = searched(fix=narrow, study=kept, trials=6)
+    assert [one.params for one in again.trials] == [one.params for one in first.trials]
+    assert {one.source for one in again.trials} == {"resumed"}
+    assert first.plan is not None
+    assert again.plan is not None
+    assert again.plan.to_json() == first.plan.to_json()
+    with pytest.raises(InputError, match=r"another question(.|\n)*fix: is .*2.* in the study, here"):
+        searched(fix={"pp": 4}, study=kept)
+
+
+def test_the_front_holds_what_nothing_beats(found: SearchResult) -> None:
+    assert found.best is not None
+    points = [(one.step_s, one.needed_bytes, one.num_devices) for one in found.front if one.is_exact]
+    assert (found.best.step_s, found.best.needed_bytes, 8) in points
+    for one in found.front:
+        beats = [p for p in points if p != (one.step_s, one.needed_bytes, one.num_devices)]
+        assert not any(s <= one.step_s and m <= one.needed_bytes for s, m, _ in beats)
+    assert any(one.needed_bytes < found.best.needed_bytes for one in found.front)
+
+
+def test_the_cheapest_plan_runs_on_the_devices_that_it_uses() -> None:
+    whole = ClusterSpec.preset("16xh100")
+    priced = replace(whole, groups=tuple(replace(one, price_usd_per_device_hour=3.6) for one in whole.groups))
+    found = searched(priced, objective="cost", fix={"tp": 1, "pp": 1}, forbid={"zero": (1, 2)})
+    assert found.plan is not None
+    assert found.best is not None
+    assert (found.objective, found.unit) == ("cost", "USD")
+    assert found.best.num_devices == found.plan.degrees.world_size < 16
+    assert found.best.value == pytest.approx(found.best.step_s * found.best.num_devices * 3.6 / 3600)
+    assert all(one.value >= found.best.value and one.reason for one in found.others)
+    assert len({one.num_devices for one in found.others}) > 1
+    estimate = autopar.estimate(
+        capture_for(model(), tokens(), found.plan.degrees), f"{found.best.num_devices}xh100", found.plan
+    )
+    assert estimate.step_s == pytest.approx(found.best.step_s, rel=0.02)
+
+
+def test_a_batch_of_every_rank() -> None:
+    found = autopar.plan(model(), "4xh100", example_inputs=tokens(), local_batch=4, fix={"pp": 1, "zero": (0, 3)})
+    assert found.plan is not None
+    assert found.best is not None
+    degrees = found.plan.degrees
+    assert found.global_batch == 4 * degrees.dp
+    assert found.unit == "s per sequence"
+    assert found.best.value == pytest.approx(found.best.step_s / found.global_batch)
+    with pytest.raises(InputError, match="keep one"):
+        autopar.plan(model(), "4xh100", example_inputs=tokens(), local_batch=4, global_batch=8)

@@ -1,0 +1,106 @@
+"""Where nothing fits: what is counted, what is closest, and whether what is said to help does help."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from search_cases import Case, machinery_with
+
+from autopar.ir.cluster import ClusterSpec
+from autopar.search.bounds.memory import PARTS
+from autopar.search.driver.infeasible import Asked, closest, counted, with_hosts
+from autopar.search.driver.search import search_degrees
+from autopar.search.pricing.exact import priced
+from autopar.search.result.result import Closest
+from autopar.search.space.candidates import Wishes, candidates, limits_on, wishes
+
+CASE = Case(model="llama", cluster="2xh100", global_batch=4, tokens=128, memory_bytes=4e6)
+
+
+def asked(case: Case = CASE, wanted: Wishes | None = None) -> Asked:
+    return Asked(
+        works_of=case.works,
+        cluster=case.spec,
+        limits=case.limits,
+        wanted=wanted or wishes(),
+        machinery=lambda cluster: machinery_with(cluster, case.memory_bytes),
+    )
+
+
+def fits(case: Case, cluster: ClusterSpec, wanted: Wishes | None = None) -> bool:
+    on, limits = machinery_with(cluster, case.memory_bytes), limits_on(case.limits, cluster.num_devices)
+    found = search_degrees(case.works, cluster, limits, wanted or wishes(), on, most_exact=10_000)
+    return found.best is not None
+
+
+def told(one: Closest | None) -> str:
+    assert one is not None
+    return one.remedy
+
+
+def test_the_closest_is_the_plan_with_least_memory() -> None:
+    found, every, on = closest(asked()), candidates(CASE.limits, wishes()), CASE.on
+    assert found is not None
+    least = min(
+        priced(CASE.works(int(every.tp[i])), every.degrees(i), CASE.spec, on, least_memory=True).needed_bytes
+        for i in range(len(every))
+    )
+    assert found.needed_bytes == pytest.approx(least)
+    assert found.missing_bytes == pytest.approx(least - on.capacity_bytes)
+    assert sum(found.parts.values()) == pytest.approx(least)
+
+
+def test_the_least_number_of_more_devices() -> None:
+    words = re.search(r"on (\d+) such devices", told(closest(asked())))
+    assert words is not None
+    hosts = int(words[1]) // 2
+    assert fits(CASE, with_hosts(CASE.spec, hosts))
+    # fewer hosts are left out only because state alone fills them, or were tried
+    assert not any(fits(CASE, with_hosts(CASE.spec, fewer)) for fewer in range(1, hosts))
+
+
+def test_a_sequence_that_fits() -> None:
+    case = replace(CASE, tokens=512, memory_bytes=6.5e6)
+    words = re.search(r"sequences of ([\d,]+) tokens", told(closest(asked(case))))
+    assert words is not None
+    tokens = int(words[1].replace(",", ""))
+    assert fits(replace(case, tokens=tokens), case.spec)
+    assert not fits(replace(case, tokens=2 * tokens), case.spec)
+
+
+def test_a_wish_that_stands_in_the_way_comes_first() -> None:
+    case = replace(CASE, memory_bytes=1e7)
+    wanted = wishes(fix={"zero": 0, "tp": 1, "pp": 1}, forbid={"schedule": "gpipe"})
+    assert not fits(case, case.spec, wanted)
+    assert told(closest(asked(case, wanted))).startswith("without fix zero = 0 ")
+    assert fits(case, case.spec, replace(wanted, fix={"tp": (1,), "pp": (1,)}))
+
+
+def test_what_is_counted() -> None:
+    for tokens, largest in ((4096, "activations"), (16, "optimizer state")):
+        case = replace(CASE, tokens=tokens, memory_bytes=1e6)
+        found = search_degrees(case.works, case.spec, case.limits, wishes(), case.on, most_exact=100)
+        count = counted(found, case.on.capacity_bytes)
+        assert sum(count.largest.values()) == count.candidates
+        assert set(count.largest) <= set(PARTS)
+        assert next(iter(count.largest)) == largest
+
+
+def test_without_room_for_the_framework_nothing_helps() -> None:
+    case = replace(CASE, memory_bytes=-1e6)
+    assert told(closest(asked(case))).startswith("no wish less")
+
+
+def test_a_loss_of_every_micro_batch_where_the_batch_cannot_be_split() -> None:
+    case = replace(CASE, global_batch=64, tokens=512, memory_bytes=2e7)
+    whole = replace(asked(case), limits=replace(case.limits, accumulates=False))
+    assert fits(case, case.spec)
+    assert told(closest(whole)).startswith("with the loss of every micro-batch by itself (per_micro_batch) ")
+    assert "per_micro_batch" not in told(closest(asked(replace(case, memory_bytes=1e6))))
+
+
+def test_out_of_time_only_the_closest_is_told() -> None:
+    found = closest(asked(), lambda: False)
+    assert found is not None
+    assert found.missing_bytes > 0
+    assert found.remedy.startswith("no wish less")

@@ -1,0 +1,133 @@
+"""The search against full enumeration, its bounds against exact prices, and what it says of what does not fit."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from search_cases import Case
+
+from autopar.ir.rank_order import ORDERS
+from autopar.search.bounds.lower_bounds import screen
+from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.pricing.exact import Priced, priced
+from autopar.search.space.candidates import candidates, wishes
+
+CLUSTERS = (("4xh100", 4), ("2xv100-32gb", 4), ("3xh100", 6))
+MEMORIES = (80e9, 20e6, 10e6, 5e6)  # from room for everything to none for any
+CASES = tuple(
+    Case(model=model, cluster=cluster, global_batch=batch, tokens=tokens, memory_bytes=memory)
+    for (cluster, batch), memory, (model, tokens) in product(
+        CLUSTERS, MEMORIES, (("llama", 16), ("llama", 512), ("gpt2", 128))
+    )
+)
+
+# hosts linked slowly, beside stages that recompute: where pipeline ranks inside data-parallel ones are faster
+IN_HOSTS = (
+    Case(model="gpt2", cluster="4xh100", per_host=2, gigabits=4, global_batch=8, tokens=512, memory_bytes=20e6),
+    Case(model="gpt2", cluster="6xh100", per_host=2, gigabits=200, global_batch=6, tokens=2048),
+)
+LARGER_IN_HOSTS = (
+    Case(model="gpt2", cluster="8xh100", per_host=4, gigabits=20, global_batch=16, tokens=128, memory_bytes=10e6),
+    Case(model="llama", cluster="8xh100", per_host=2, gigabits=2, global_batch=16, tokens=512, memory_bytes=20e6),
+    Case(model="llama", cluster="6xh100", per_host=3, gigabits=40, global_batch=6, tokens=128),
+)
+
+LARGER = tuple(
+    replace(case, cluster=cluster, global_batch=batch)
+    for case, (cluster, batch) in product(CASES[:12], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("7xh100", 14)))
+)
+
+
+def enumerated(case: Case) -> list[Priced]:
+    """Every candidate, priced exactly."""
+    found, on = candidates(case.limits, wishes()), case.on
+    return [priced(case.works(int(found.tp[i])), found.degrees(i), case.spec, on) for i in range(len(found))]
+
+
+def searched(case: Case, most: int = 10_000) -> Searched:
+    return search_degrees(case.works, case.spec, case.limits, wishes(), case.on, most_exact=most)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
+    found = searched(case)
+    assert found.proof.is_proven
+    fits = [one.seconds for one in enumerated(case) if one.fits]
+    if not fits:
+        assert found.best is None
+        return
+    assert found.best is not None
+    assert found.best.fits
+    assert found.best.seconds == min(fits)
+    assert len(found.exact) < len(found.candidates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LARGER, ids=str)
+def test_no_plan_is_better_on_more_devices(case: Case) -> None:
+    test_no_plan_is_better_than_the_one_found(case)
+
+
+def both_orders(case: Case) -> tuple[list[Priced], list[Priced]]:
+    """Every candidate in the default order, and each in the other one, listed or not, or as it is where that is it."""
+    found, on = candidates(case.limits, wishes({"order": ORDERS[0]})), case.on
+    sides: tuple[list[Priced], list[Priced]] = ([], [])
+    for i in range(len(found)):
+        degrees = found.degrees(i)
+        other = replace(degrees, order=ORDERS[1]) if degrees.pp > 1 and degrees.dp > 1 else degrees
+        for side, one in zip(sides, (degrees, other), strict=True):
+            side.append(priced(case.works(degrees.tp), one, case.spec, on))
+    return sides
+
+
+@pytest.mark.parametrize("case", IN_HOSTS, ids=str)
+def test_no_order_of_ranks_is_better_than_the_one_found(case: Case) -> None:
+    """Whether candidates of the other order are listed or not."""
+    found = searched(case)
+    assert found.proof.is_proven
+    assert found.best is not None and found.best.degrees.order == ORDERS[1]
+    sides = both_orders(case)
+    default, other = ([one.seconds for one in side if one.fits] for side in sides)
+    assert found.best.seconds == min(other) < min(default)
+    check_not_listed(case, *sides)
+
+
+def check_not_listed(case: Case, default: list[Priced], other: list[Priced]) -> None:
+    """What is not listed is no faster, and needs as much memory."""
+    listed = candidates(case.limits, wishes())
+    known = {listed.degrees(i) for i in range(len(listed))}
+    left_out = 0
+    for one, moved in zip(default, other, strict=True):
+        assert one.needed_bytes == moved.needed_bytes
+        if replace(moved.degrees, recompute="none", recompute_blocks=None) not in known:
+            left_out += 1
+            assert moved.seconds >= one.seconds
+    assert left_out or case.spec.num_hosts == 2  # in whose hosts every pipeline beside another fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LARGER_IN_HOSTS, ids=str)
+def test_orders_of_ranks_on_more_devices(case: Case) -> None:
+    found, sides = searched(case), both_orders(case)
+    assert found.best is not None
+    assert found.best.seconds == min(one.seconds for side in sides for one in side if one.fits)
+    check_not_listed(case, *sides)
+    test_bounds_are_bounds(case)
+
+
+SHARED = replace(CASES[1], ranks_per_core=2.0)
+
+
+@pytest.mark.parametrize("case", (*CASES[::3], *IN_HOSTS, SHARED), ids=str)
+def test_bounds_are_bounds(case: Case) -> None:
+    found = candidates(case.limits, wishes())
+    for tp in set(found.tp.tolist()):
+        mine = found.at(found.tp == tp)
+        bounds = screen(case.works(tp), mine, case.on)
+        for i in range(0, len(mine), 5):
+            one = priced(case.works(tp), mine.degrees(i), case.spec, case.on)
+            if one.fits:
+                assert bounds.seconds[i] <= one.seconds * (1 + 1e-9), mine.degrees(i)
+            least = priced(case.works(tp), mine.degrees(i), case.spec, case.on, least_memory=True)
+            held = min(bounds.without_bytes[i], bounds.recomputed_bytes[i])
+            assert held <= least.needed_bytes * (1 + 1e-9), mine.degrees(i)

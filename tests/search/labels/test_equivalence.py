@@ -1,0 +1,55 @@
+"""What the labeller finds computes what one device computes, forward and backward, in float64."""
+
+from functools import cache
+
+import pytest
+import tiny_models
+from equivalence import Case, case_of, check
+from torch import fx
+
+from autopar.cost_model.work.conversions import conversions
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Degrees
+from autopar.ir.sharding import Mesh
+from autopar.runtime.codegen.generate import generate
+from autopar.search.labels.result import Labelling
+from autopar.search.labels.solve import label
+
+MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2, "mlp": tiny_models.mlp}
+MESHES = [
+    (Mesh.of(tp=2), 2), (Mesh.of(tp=3), 3), (Mesh.of(dp=2, tp=2), 2), (Mesh.of(dp=4, tp=1), 2),
+    (Mesh.of(tp=2, tq=2), 4), (Mesh.of(dp=2, tp=2, tq=2), 4),
+]  # fmt: skip
+
+
+@cache
+def the_case(model: str, degree: int) -> Case:
+    return case_of(MODELS[model](degree))
+
+
+def labels_of(case: Case, mesh: Mesh, sequence: bool | None) -> Labelling:
+    degrees, cluster = Degrees(sequence_parallel=sequence), ClusterSpec.preset("8xcpu")
+    return label(case.program, case.analysis(mesh), degrees, cluster, mesh=mesh)
+
+
+@pytest.mark.parametrize("sequence", [None, False])
+@pytest.mark.parametrize(("mesh", "degree"), MESHES, ids=str)
+@pytest.mark.parametrize("model", list(MODELS))
+def test_equal_to_one_device(model: str, mesh: Mesh, degree: int, sequence: bool | None) -> None:
+    case = the_case(model, degree)
+    check(case, labels_of(case, mesh, sequence).blocks, mesh, regather=sequence is None)
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(dp=2, tp=2), Mesh.of(tp=2, tq=2)], ids=str)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_listed_conversions_are_those_of_the_generated_code(model: str, mesh: Mesh) -> None:
+    case = the_case(model, 4)
+    found = labels_of(case, mesh, None)
+    listed = conversions(case.program, case.analysis(mesh), found.blocks, mesh)
+    for index, block in enumerate(case.program.blocks):
+        code = generate(case.analysis(mesh), block, index, found.blocks[index], mesh).graph
+        assert sum(c.block == index for c in listed) == len(conversion_calls(code))
+
+
+def conversion_calls(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if getattr(n.target, "__module__", "") == "autopar.runtime.codegen.conversions"]
