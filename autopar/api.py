@@ -38,7 +38,7 @@ from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.parameters.placement import Held
 from autopar.search.result.format import nothing_fits
 
-TIMEOUT_S = 300
+_TIMEOUT_S = 300
 DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128
 NUM_COMPARED = 256  # elements per tensor, to tell whether ranks hold the same weights
 
@@ -93,7 +93,7 @@ def parallelize(
     return ParallelModel(program, decided, mesh, source, device, seed=seed, replan=again, buffers=buffers)
 
 
-def start_process_group(cluster: ClusterSpec, *, timeout_s: float = TIMEOUT_S) -> torch.device:
+def start_process_group(cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S) -> torch.device:
     """Join the process group of this job if it has not been joined, and pick this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(cluster.device_type if cluster.device_type == "cpu" else f"cuda:{local_rank}")
@@ -165,7 +165,7 @@ def _searched(
     captured = capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn)
 
     def search() -> Plan:
-        asked = SearchRequest(local_batch=local_batch, timeout_s=TIMEOUT_S / 2)  # the other ranks wait in a collective
+        asked = SearchRequest(local_batch=local_batch, timeout_s=_TIMEOUT_S / 2)  # the other ranks wait in a collective
         found = search_captured(captured, cluster, asked, name=type(model).__name__, say=lambda _: None)
         if found.plan is None:
             raise InfeasibleError(nothing_fits(found))

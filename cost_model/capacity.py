@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -22,13 +21,14 @@ from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
 from autopar.cost_model.work import block_work as expressions
 from autopar.errors import InputError
 
-Floats = NDArray[np.float64]
 WAYS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "best plan")
 ASPECT, HEAD, KEY_HEADS, FEED_FORWARD, VOCABULARY = 128, 128, 8, 3.5, 128256
 MAX_BLOCKS = 4096
-MAX_DEVICES = 1_000_000
+_MAX_DEVICES = 1_000_000
 MAX_TENSOR = 64
-SIZES = np.unique(np.round(np.geomspace(1, MAX_BLOCKS, 700)))  # blocks; within 1.2 % of each other, 2.4 % of parameters
+_SIZES = np.unique(
+    np.round(np.geomspace(1, MAX_BLOCKS, 700))
+)  # blocks; within 1.2 % of each other, 2.4 % of parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ def capacity(
     Raises InputError for a number of devices or a sequence that is none.
     """
     for what, value in (*(("number of devices", n) for n in devices), ("sequence", sequence)):
-        if not 1 <= value <= MAX_DEVICES:
-            raise InputError(f"{what} {value:,} must be from 1 to {MAX_DEVICES:,}")
+        if not 1 <= value <= _MAX_DEVICES:
+            raise InputError(f"{what} {value:,} must be from 1 to {_MAX_DEVICES:,}")
     found = []
     for count in devices:
         for way in WAYS:
@@ -99,7 +99,7 @@ def _largest(
     reserve_bytes: float,
 ) -> Largest:
     """Every size under every plan at once: sizes are rows, plans columns."""
-    blocks = SIZES[:, None]
+    blocks = _SIZES[:, None]
     tp, pp, dp, zero = (np.array(column, dtype=float)[None, :] for column in zip(*plans, strict=True))
     layouts = Layouts(
         tp=tp,
@@ -141,7 +141,7 @@ def _largest(
     row = int(np.flatnonzero(fits.any(axis=1))[-1])
     columns = np.flatnonzero(fits[row])
     column = int(columns[np.argmin(needed[row, columns])])
-    size = int(SIZES[row])
+    size = int(_SIZES[row])
     return Largest(
         way=way,
         devices=devices,

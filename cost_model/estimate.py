@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -28,12 +27,12 @@ from autopar.cost_model.pricing import Pricing, Question, layouts_of, without_da
 from autopar.cost_model.published.estimate import FULL
 from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
+from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.program_costs import ProgramWorks
 
-Floats = NDArray[Any]
 HOURS_PER_DAY, SECONDS_PER_HOUR = 24.0, 3600.0
 
 COMPUTE = {

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.cluster import ClusterMachine
 from autopar.cost_model.machine.engine import Engine
@@ -25,6 +24,7 @@ from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, Shape, strides
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import VARIANTS, Family, evaluate
+from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.rank_order import ORDERS
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from autopar.cost_model.machine.profile import DeviceProfile
     from autopar.cost_model.work.program_costs import ProgramWorks
 
-Floats = NDArray[Any]
 V = TypeVar("V", float, Floats)
-PASSES = 3  # a product forward, for its input's gradient, for its weight's
+_PASSES = 3  # a product forward, for its input's gradient, for its weight's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +187,7 @@ class Pricing:
         repeated = sum(count * forward[role] for role, count in self.works.counts)
         whole = repeated + forward["first"] + forward["last"]
         again = repeated * self.recomputed_share() if self.question.degrees.recompute == "full" else 0.0
-        return PASSES * float(whole) * sequences, float(again) * sequences
+        return _PASSES * float(whole) * sequences, float(again) * sequences
 
     def _step(self, layouts: Layouts, pipeline: Pipeline | None) -> StepSeconds:
         return step_seconds(

@@ -36,7 +36,7 @@ from autopar.cost_model.published.estimate import FULL
 from autopar.cost_model.screened_model import ScreenedModel
 from autopar.cost_model.step.assembly import StepPrices, assembled, blocks_per_rank
 from autopar.cost_model.step.block_prices import BlockPrices, block_prices, end_passes
-from autopar.cost_model.step.context import Basis, Floats, Machine, Passes, repeated_roles
+from autopar.cost_model.step.context import Basis, Machine, Passes, repeated_roles
 from autopar.cost_model.step.data_parallel import (
     DataPrices,
     Gathers,
@@ -49,6 +49,7 @@ from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import Distinct, Numbered, distinct, numbered, spread
 from autopar.errors import InputError
+from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 
 RANK_FIELDS = ("tp", "pp", "cp", "ep", "dp", "shard", "data_stride")

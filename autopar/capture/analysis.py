@@ -15,7 +15,7 @@ from autopar.rules.rule import Call, Rule, Slot, Spec, whole_rule
 from autopar.rules.variants import Bound
 
 NodeName = str
-Key = tuple[int, NodeName]  # (block, node)
+_Key = tuple[int, NodeName]  # (block, node)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

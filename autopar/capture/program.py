@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
 from autopar.capture.export.export import Flat, Inputs, LossFunction, capture_flat, input_names, resize_inputs
 from autopar.capture.layers import blocks as folding
@@ -42,7 +43,6 @@ from autopar.ir.program import (
     Role,
 )
 
-aten = torch.ops.aten
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
 
 

@@ -9,15 +9,14 @@ padded with what is ignored or with weight zero. Found on the graph, never by na
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import output_nodes
 from autopar.ir.program import CallSite, Program
 
-aten = torch.ops.aten
-VIEWS = (
+_VIEWS = (
     aten.reshape.default,
     aten.slice.Tensor,
     aten.select.int,
@@ -92,7 +91,7 @@ def _readers(program: Program, name: str) -> set[fx.Node]:
         for node in block.graph.nodes:
             if node.op == "output" or views.isdisjoint(node.all_input_nodes):
                 continue
-            if node.target not in VIEWS:
+            if node.target not in _VIEWS:
                 found.add(node)
             else:
                 views.add(node)
@@ -124,7 +123,7 @@ def _target(value: object, ignored: object) -> list[_Mask]:
 
 
 def _behind_views(node: object) -> fx.Node | None:
-    while isinstance(node, fx.Node) and node.op == "call_function" and node.target in VIEWS:
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.target in _VIEWS:
         node = node.args[0]
     return node if isinstance(node, fx.Node) else None
 
@@ -140,7 +139,7 @@ def _input_of(program: Program, call_index: int, mask: _Mask) -> str | None:
         while node.op == "call_function":
             padded = node.target is aten.constant_pad_nd.default and node.args[2] == ignored
             operand = node.args[0]
-            if not isinstance(operand, fx.Node) or not (padded or node.target in VIEWS):
+            if not isinstance(operand, fx.Node) or not (padded or node.target in _VIEWS):
                 return None
             node = operand
         ports = [port.name for port in program.blocks[call.block].ports]

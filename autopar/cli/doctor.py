@@ -14,8 +14,8 @@ from autopar.ir.explanation import readable_seconds
 if TYPE_CHECKING:
     from autopar.commands.diagnosis import Diagnosis
 
-FAILED = 1
-MAX_RANKS = 64
+_FAILED = 1
+_MAX_RANKS = 64
 
 
 def doctor(
@@ -39,8 +39,8 @@ def doctor(
     Exit status: 0 right, 1 a check failed or a rank did, 2 bad input.
     """
     problems = []
-    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
-        problems.append(Problem(path="--ranks", value=ranks, rule=f"must be from 1 to {MAX_RANKS}"))
+    if ranks is not None and not 1 <= ranks <= _MAX_RANKS:
+        problems.append(Problem(path="--ranks", value=ranks, rule=f"must be from 1 to {_MAX_RANKS}"))
     if ranks is not None and "RANK" in os.environ:
         problems.append(Problem(path="--ranks", value=ranks, rule="must be left out under torchrun, which has ranks"))
     if timeout <= 0:
@@ -64,7 +64,7 @@ def doctor(
         else:
             _show(found)
     if not found.passed:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(_FAILED)
 
 
 def _show(found: "Diagnosis") -> None:

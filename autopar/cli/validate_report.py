@@ -1,8 +1,8 @@
 """The report of `autopar validate` as one HTML page: no script, nothing loaded, names escaped, shapes beside colours.
 
 The picture is predicted over measured step time, both axes logarithmic; on the diagonal they are equal, the band around
-it is `BAND`. Long runs are cut: `MAX_DOTS` dots, those furthest from the diagonal and every n-th of the others, and the
-`MAX_ROWS` worst rows as a table; the page says what it left out.
+it is `_BAND`. Long runs are cut: `MAX_DOTS` dots, the furthest from the diagonal and every n-th of the others, and the
+`_MAX_ROWS` worst rows as a table; the page says what it left out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from autopar.cost_model.published.validation import Compared, Validation
 
 MAX_DOTS = 1_500
-MAX_ROWS = 100
+_MAX_ROWS = 100
 MAX_SOURCES = 40
-MAX_NAME_CHARS = 100
-BAND = 0.25
+_MAX_NAME_CHARS = 100
+_BAND = 0.25
 # Okabe and Ito's colours, told apart with every kind of colour blindness; with four shapes, 28 sources.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f")
 SHAPES = ("circle", "square", "triangle", "diamond")
@@ -52,15 +52,15 @@ def html_report(validation: Validation, *, title: str, subtitle: str) -> str:
         overall=validation.overall,
         weighed=validation.mean_over_sources,
         column=validation.by_column,
-        parts=list(validation.by.items())[:MAX_ROWS],
-        parts_left_out=max(0, len(validation.by) - MAX_ROWS),
-        groups=sorted(validation.groups, key=lambda g: -g.regret)[:MAX_ROWS],
-        groups_left_out=max(0, len(validation.groups) - MAX_ROWS),
-        worst=worst[:MAX_ROWS],
+        parts=list(validation.by.items())[:_MAX_ROWS],
+        parts_left_out=max(0, len(validation.by) - _MAX_ROWS),
+        groups=sorted(validation.groups, key=lambda g: -g.regret)[:_MAX_ROWS],
+        groups_left_out=max(0, len(validation.groups) - _MAX_ROWS),
+        worst=worst[:_MAX_ROWS],
         num_timed=len(timed),
-        reasons=list(reasons(validation).items())[:MAX_ROWS],
+        reasons=list(reasons(validation).items())[:_MAX_ROWS],
         picture=_picture(timed, worst) if timed else None,
-        band=BAND,
+        band=_BAND,
     )
 
 
@@ -85,7 +85,7 @@ def signed(value: float | None) -> str:
 def short(name: str | None) -> str:
     """A name of bounded length."""
     name = name or "(not stated)"
-    return name if len(name) <= MAX_NAME_CHARS else name[: MAX_NAME_CHARS - 1] + "…"
+    return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 1] + "…"
 
 
 def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, 
         x, y = MARGIN + place(log10(measured)), SIZE - MARGIN - place(log10(predicted))
         return Dot(x=round(x, 1), y=round(y, 1), label=label, source=sources.index(source))
 
-    shift = log10(1 + BAND) / (high - low) * (SIZE - 2 * MARGIN)
+    shift = log10(1 + _BAND) / (high - low) * (SIZE - 2 * MARGIN)
     return {
         "size": SIZE,
         "margin": MARGIN,

@@ -16,7 +16,7 @@ from autopar.planning.options import PlanOptions
 if TYPE_CHECKING:
     from autopar.runtime.verify.verify import Report
 
-FAILED = 1
+_FAILED = 1
 
 
 def verify(
@@ -69,7 +69,7 @@ def verify(
     else:
         _show(report, model, sizes)
     if not report.passed:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(_FAILED)
 
 
 def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:

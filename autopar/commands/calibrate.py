@@ -40,7 +40,7 @@ LEAST = 0.1  # of its share of all the time is left to every work, however late 
 TOO_LONG = 3.0  # times the budget of a work: it is left out, and so are larger ones of its kind
 TIMEOUT_S, PASSES = 300.0, 3
 STEADY = 0.25  # passes of a machine that does nothing else differ by less
-Progress = Callable[[int, int, str], None]  # works done, works in all, what comes next
+_Progress = Callable[[int, int, str], None]  # works done, works in all, what comes next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def calibrate(
     *,
     ranks: int | None = None,
     minutes: float = DEFAULT_MINUTES,
-    on_progress: Progress = lambda done, total, text: None,
+    on_progress: _Progress = lambda done, total, text: None,
 ) -> Calibration:
     """Measure for about `minutes` and fit. Collective in a torchrun job, where every rank gets the same calibration.
 
@@ -93,7 +93,7 @@ def calibrate(
     return combined(found, cluster, device, _measurement(how, 1, started))
 
 
-def _with_own_ranks(num_ranks: int, minutes: float, on_progress: Progress, started: float) -> Calibration:
+def _with_own_ranks(num_ranks: int, minutes: float, on_progress: _Progress, started: float) -> Calibration:
     cluster, device = ClusterSpec.preset(f"{num_ranks}xcpu"), torch.device("cpu")
     todo = stages("cpu", dtypes_of(device), [socket.gethostname()] * num_ranks) * passes(minutes)
     meter, found = _Meter(todo, minutes, on_progress), []
@@ -112,7 +112,7 @@ def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | N
     return measured(stage, torch.device("cpu"), budget_s, lambda work: None)
 
 
-def _in_job(minutes: float, on_progress: Progress, started: float) -> Calibration:
+def _in_job(minutes: float, on_progress: _Progress, started: float) -> Calibration:
     cluster = ClusterSpec.detect()
     device = start_process_group(cluster, timeout_s=TIMEOUT_S)
     names = gather_texts(socket.gethostname())
@@ -149,7 +149,7 @@ def stages(device_type: str, dtypes: tuple[str, ...], hosts: Sequence[str]) -> l
 class _Meter:
     """How far measuring is, and how long each work may take."""
 
-    def __init__(self, todo: Sequence[Stage], minutes: float, on_progress: Progress) -> None:
+    def __init__(self, todo: Sequence[Stage], minutes: float, on_progress: _Progress) -> None:
         self.total, self._done = sum(len(stage.works) for stage in todo), 0
         self._end, self._least_s = time.monotonic() + 60 * minutes, LEAST * 60 * minutes / self.total
         self._on_progress = on_progress

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from autopar.ir.cluster import ClusterSpec
 
 SLOW = 0.8  # of the median speed
-Kind = Literal["flops", "copy", "all-reduce", "point-to-point"]
+_Kind = Literal["flops", "copy", "all-reduce", "point-to-point"]
 Unit = Literal["FLOP/s", "B/s", "s"]
 _LATENCY_BYTES = 1024  # a message this small measures latency
 
@@ -187,7 +187,7 @@ def _figure(
 
 
 def _promised(
-    cluster: ClusterSpec, kind: Kind, name: str, rank: int, measured: Mapping[int, Mapping[str, Any]], is_latency: bool
+    cluster: ClusterSpec, kind: _Kind, name: str, rank: int, measured: Mapping[int, Mapping[str, Any]], is_latency: bool
 ) -> float | None:
     """What the cluster says of a figure of a rank."""
     device = cluster.place_of(rank)[0].device

@@ -28,15 +28,17 @@ from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.measure.doctor_checks import ROWS, Difference, check_fsdp, check_row, groups_to_check, world_mesh
 from autopar.runtime.measure.doctor_speed import Measured, device_speeds, link_speeds
 
-TIMEOUT_S = 120.0
+_TIMEOUT_S = 120.0
 GIVEN_UP = 0.5  # of the timeout: after so long a rank that did not reach a check is named
 PIPELINE_TOLERANCE = 1e-9  # of float64, as for `autopar verify`
 WIDTH, MICRO_BATCHES, SEQUENCES = 8, 2, 4
-Progress = Callable[[str], None]
+_Progress = Callable[[str], None]
 T = TypeVar("T")
 
 
-def examine(cluster: ClusterSpec, *, timeout_s: float = TIMEOUT_S, on_progress: Progress = lambda _: None) -> Diagnosis:
+def examine(
+    cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S, on_progress: _Progress = lambda _: None
+) -> Diagnosis:
     """Examine the ranks of this job, as torchrun started them; alone, this process is the only rank. Collective.
 
     Returns the same diagnosis on all ranks. Raises `ClusterError` where the cluster has another number of devices, and
@@ -82,7 +84,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def examine_here(num_ranks: int, cluster: ClusterSpec | None, *, timeout_s: float = TIMEOUT_S) -> Diagnosis:
+def examine_here(num_ranks: int, cluster: ClusterSpec | None, *, timeout_s: float = _TIMEOUT_S) -> Diagnosis:
     """Examine gloo ranks that are started on this machine for it. Raises `RankError` where one of them fails."""
     spec = cluster or ClusterSpec.preset(f"{num_ranks}xcpu")
     if spec.device_type != "cpu":

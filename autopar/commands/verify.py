@@ -41,7 +41,7 @@ from autopar.runtime.verify.verify import (
     reference_steps,
 )
 
-Progress = Callable[[str], None]
+_Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def verify(
     steps: int = 3,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    on_progress: Progress = lambda text: None,
+    on_progress: _Progress = lambda text: None,
     ranks: Ranks | None = None,
 ) -> Report:
     """Verify a model under degrees, or a plan file, on `world_size` gloo ranks of this machine.
@@ -135,7 +135,7 @@ def verify(
 
 
 def decide(
-    job: Job, world_size: int, degrees: Mapping[str, Any] | None, plan: str | None, on_progress: Progress
+    job: Job, world_size: int, degrees: Mapping[str, Any] | None, plan: str | None, on_progress: _Progress
 ) -> tuple[ResolvedModel, Program, Plan]:
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")

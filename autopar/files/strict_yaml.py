@@ -18,7 +18,7 @@ from autopar.errors import Problem
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 5_000
-VERSION = (1, 2)  # in others ``no`` is a truth value and ``010`` is eight
+_VERSION = (1, 2)  # in others ``no`` is a truth value and ``010`` is eight
 
 
 class _Refused(Exception):
@@ -137,7 +137,7 @@ def _scan(text: str) -> tuple[list[Any], list[Problem]]:
                 num_documents += 1
                 if num_documents > 1:
                     raise _Refused(Problem(path=_line(event), rule="a file holds one YAML document"))
-                if event.version not in (None, VERSION):
+                if event.version not in (None, _VERSION):
                     value, hint = ".".join(map(str, event.version)), "leave the %YAML line out"
                     raise _Refused(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
             elif isinstance(event, events.CollectionEndEvent):

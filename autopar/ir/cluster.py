@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Peaks", "Tier"]
 
 Tier = Literal["in_host", "inter_host", "spine"]
-MAX_DEVICES = 10_000_000
+_MAX_DEVICES = 10_000_000
 _PRESET = re.compile(r"([0-9]{1,8})x([a-z0-9][a-z0-9._-]{0,39})")
 
 
@@ -65,8 +65,8 @@ class ClusterSpec:
             problems.append(Problem(path="hosts_per_leaf", value=self.hosts_per_leaf, rule=rule))
         if len({group.device.device_type for group in self.groups}) > 1:
             problems.append(Problem(path="groups", rule="the devices must be all cuda or all cpu"))
-        if self.num_devices > MAX_DEVICES:
-            rule = f"at most {MAX_DEVICES:,} devices in all"
+        if self.num_devices > _MAX_DEVICES:
+            rule = f"at most {_MAX_DEVICES:,} devices in all"
             problems.append(Problem(path="groups", value=self.num_devices, rule=rule))
         if problems:
             raise ClusterError(f"cluster {self.name!r} cannot be used", problems)
@@ -88,8 +88,8 @@ class ClusterSpec:
             raise ClusterError(f"a cluster is <n>x<device> or a YAML file; got {text[:80]!r} ({hint})")
         num_devices, preset = int(match[1]), device_preset(match[2])
         per_host = min(num_devices, int(preset.devices_per_host.value))
-        if num_devices < 1 or num_devices > MAX_DEVICES:
-            raise ClusterError(f"{text}: the number of devices must be from 1 to {MAX_DEVICES:,}")
+        if num_devices < 1 or num_devices > _MAX_DEVICES:
+            raise ClusterError(f"{text}: the number of devices must be from 1 to {_MAX_DEVICES:,}")
         if num_devices % per_host:
             below = num_devices - num_devices % per_host
             raise ClusterError(

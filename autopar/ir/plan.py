@@ -16,7 +16,7 @@ from autopar.ir.schedules import SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh, Type
 from autopar.ir.summary import Summary
 
-VERSION = 1
+_VERSION = 1
 MAX_PLAN_BYTES = 64 * 1024 * 1024
 MAX_DEGREE = 1_000_000
 
@@ -135,7 +135,7 @@ class Plan:
     summary: Summary | None = None
     cuts: tuple[int, ...] = ()
     recomputed: tuple[str, ...] = ()
-    version: int = field(default=VERSION)
+    version: int = field(default=_VERSION)
 
     @property
     def mesh(self) -> Mesh:
@@ -191,8 +191,10 @@ class Plan:
         if not isinstance(data, dict):
             raise PlanError(f"{source}: expected an object, got {type(data).__name__}")
         version = data.get("version")
-        if version != VERSION or isinstance(version, bool):
-            raise PlanError(f"{source}: schema version {short_repr(version)}, this autopar reads {VERSION}; plan again")
+        if version != _VERSION or isinstance(version, bool):
+            raise PlanError(
+                f"{source}: schema version {short_repr(version)}, this autopar reads {_VERSION}; plan again"
+            )
         problems = _problems(data, _KINDS, _REQUIRED, "")
         degrees, summary = Degrees(), data.get("summary")
         try:

@@ -31,7 +31,7 @@ from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, varia
 Functions = Mapping[str, Callable[..., Any]]  # by the names below
 REWRITES = ("vocab_parallel_embedding", "vocab_parallel_cross_entropy_sum")
 LINEAR = torch.ops.aten.linear.default
-Types = tuple[Type, ...]
+_Types = tuple[Type, ...]
 Cuts = Mapping[int, Sequence[int]]
 _NO_DIM: Mapping[tuple[str, str], str] = {
     ("I", "R"): "invariant_to_replicate",
@@ -60,8 +60,8 @@ class LocalGraph:
 
     graph: fx.Graph
     mesh_dims: tuple[str, ...]
-    ports: Mapping[str, Types]
-    results: Mapping[str, Types]
+    ports: Mapping[str, _Types]
+    results: Mapping[str, _Types]
 
 
 class _Writer:
@@ -73,9 +73,9 @@ class _Writer:
         self.graph, self.functions = fx.Graph(), functions
         self.block, self.mesh, self.dims, self.device, self.join = block, mesh, dims, device, join
         self.values: dict[str, fx.Node] = {}
-        self.types: dict[str, Types] = {}
+        self.types: dict[str, _Types] = {}
         self.differentiable: dict[str, bool] = {}
-        self.converted: dict[tuple[str, Types], fx.Node] = {}
+        self.converted: dict[tuple[str, _Types], fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
 
     def mesh_dim(self, name: str) -> fx.Node:
@@ -85,7 +85,7 @@ class _Writer:
                 self.attributes[name] = self.graph.get_attr(name)
         return self.attributes[name]
 
-    def use(self, name: str, target: Types) -> fx.Node:
+    def use(self, name: str, target: _Types) -> fx.Node:
         """The value `name` in the wanted types."""
         source = self.types[name]
         flows = self.differentiable[name]
@@ -97,7 +97,7 @@ class _Writer:
             self.converted[key] = self.convert(self.values[name], self.dims[name], source, target)
         return self.converted[key]
 
-    def convert(self, node: fx.Node, dims: Dims, source: Types, target: Types) -> fx.Node:
+    def convert(self, node: fx.Node, dims: Dims, source: _Types, target: _Types) -> fx.Node:
         """One conversion per differing mesh dimension, or pair of them."""
         current = list(source)
         found = steps(dims, source, target, self.mesh)
@@ -110,7 +110,9 @@ class _Writer:
             node = self.convert_one(node, dims, before, tuple(current), indices)
         return node
 
-    def convert_one(self, node: fx.Node, dims: Dims, source: Types, target: Types, indices: tuple[int, ...]) -> fx.Node:
+    def convert_one(
+        self, node: fx.Node, dims: Dims, source: _Types, target: _Types, indices: tuple[int, ...]
+    ) -> fx.Node:
         i = indices[0]
         a, b = source[i], target[i]
         inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
@@ -149,7 +151,7 @@ class _Writer:
         return node
 
     def pad(
-        self, node: fx.Node, shape: Sequence[int], types: Types, to: Type, size: int, degree: int, cuts: Cuts
+        self, node: fx.Node, shape: Sequence[int], types: _Types, to: Type, size: int, degree: int, cuts: Cuts
     ) -> fx.Node:
         """Zeros behind an axis of `size` that is about to be split unevenly."""
         if to.kind != "S" or size % degree == 0:
@@ -173,7 +175,7 @@ class _Writer:
     ) -> None:
         """Emit one operator under one variant per mesh dimension."""
         operands = []
-        types: list[Types] = []
+        types: list[_Types] = []
         for k, name in enumerate(names):
             wanted = tuple(v.operands[k] for v in chosen)
             operands.append(self.use(name, wanted))
@@ -219,7 +221,7 @@ class _Writer:
             return {k: self.fill(v, operands, previous) for k, v in value.items()}
         return value
 
-    def define(self, name: str, node: fx.Node, types: Types, differentiable: bool) -> None:
+    def define(self, name: str, node: fx.Node, types: _Types, differentiable: bool) -> None:
         self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
         node.meta["types"], node.meta["differentiable"] = types, differentiable
 
@@ -247,7 +249,7 @@ def _moved(t: Type, cuts: Cuts) -> Type:
     return Type("S", t.dim + before + part, t.position - own[part])
 
 
-def _describe(node: fx.Node, types: Types, cuts: Cuts) -> None:
+def _describe(node: fx.Node, types: _Types, cuts: Cuts) -> None:
     """What the type check reads: the types of a converted value whose dimensions are cut."""
     node.meta["types"] = tuple(_moved(t, cuts) for t in types)
 

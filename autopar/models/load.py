@@ -27,7 +27,7 @@ from autopar.presets.models import model_names, model_preset
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 # by the end of the architecture's class name, and the mapping that must know the config; the first match counts
 _AUTO_CLASSES = (
@@ -342,8 +342,8 @@ def _kind(value: object) -> str:
 def checked_dtype(dtype: str | torch.dtype | None) -> str:
     """A dtype's name without ``torch.``. Raises InputError on one that models are not built in."""
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise InputError(f"unknown dtype {name!r}; {did_you_mean(name, DTYPES)}")
+    if name not in _DTYPES:
+        raise InputError(f"unknown dtype {name!r}; {did_you_mean(name, _DTYPES)}")
     return name
 
 

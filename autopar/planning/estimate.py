@@ -32,7 +32,7 @@ from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
 from autopar.search.pricing.stage_partition import choose_cuts, values_to_recompute
 
-KEPT = 16  # labelled programs that are kept
+_KEPT = 16  # labelled programs that are kept
 OWN = "autopar"
 
 
@@ -158,7 +158,7 @@ def priceable_of(
         return _priceable.__wrapped__(program, cluster, degrees, is_own, text, cuts, regather)
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=_KEPT)
 def _priceable(
     program: Program,
     cluster: ClusterSpec,

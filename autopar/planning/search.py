@@ -50,7 +50,7 @@ from autopar.search.space.constraints import PINS, Pinned, blocks_asked_for
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
 
-MOST_PRICED = 400
+_MOST_PRICED = 400
 MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
 PRICED_AS = ("recompute", "recompute_blocks", "regather")  # words that plans are priced with, and follow from the price
 
@@ -143,18 +143,18 @@ def search_captured(
     limits = _limits(program, works_of(1), goal, asked, pinned)
     found = search_degrees(
         works_of, cluster, limits, wanted, on,
-        most_exact=MOST_PRICED,
+        most_exact=_MOST_PRICED,
         trials=asked.trials if pinned.cuts is None else 0,
         seed=asked.seed, place=place, goes_on=goes_on, say=say, goal=goal,
     )  # fmt: skip
     _refuse_without_candidates(found, limits, wanted)
     if pinned.regather is None:
-        found = with_kept(found, labels.works_kept, most_exact=MOST_PRICED, goes_on=goes_on)
+        found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, goes_on=goes_on)
     best = found.best
     works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
     more = None
     if asked.what_if:
-        more = search_beyond(works_of, cluster, limits, wanted, goal, most_exact=MOST_PRICED, goes_on=goes_on, say=say)
+        more = search_beyond(works_of, cluster, limits, wanted, goal, most_exact=_MOST_PRICED, goes_on=goes_on, say=say)
     decided, nearest = None, None
     if best is None:
         say("looking for what would fit")

@@ -18,7 +18,7 @@ from autopar.report.explain import placed
 from autopar.runtime.codegen.generate import generate
 from autopar.search.result.report_data import BlockGraph, GraphEdge, GraphNode
 
-COLLECTIVES = {
+_COLLECTIVES = {
     "all_reduce_to_invariant": "all-reduce",
     "all_reduce_to_replicate": "all-reduce",
     "reduce_scatter": "reduce-scatter",
@@ -26,7 +26,7 @@ COLLECTIVES = {
     "all_gather_to_invariant": "all-gather",
     "all_to_all": "all-to-all",
 }
-PRODUCTS = ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "convolution", "einsum")
+_PRODUCTS = ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "convolution", "einsum")
 MOST_WORDS = 4  # operators of a group that are named
 MOST_NODES = 120  # of a drawing that can be read
 
@@ -99,13 +99,13 @@ class _Drawing:
         if node.op != "call_function" or node not in self.flowing:
             return ""
         name = operator_name(node)
-        if name in COLLECTIVES:
+        if name in _COLLECTIVES:
             return "collective"
         if node.name not in self.keys:
             return ""  # a conversion that sends nothing
         if "attention" in name:
             return "attention"
-        return "product" if name in PRODUCTS else "other"
+        return "product" if name in _PRODUCTS else "other"
 
     def _module(self, node: fx.Node) -> str:
         return self.keys.get(node.name, "").rsplit(":", 2)[0] if self.keys.get(node.name, "").count(":") >= 2 else ""
@@ -202,7 +202,7 @@ class _Drawing:
     def _label(self, group: _Group) -> str:
         first = group.members[0]
         if group.kind == "collective":
-            return f"{COLLECTIVES[operator_name(first)]} over {self._mesh_dim(first)}"
+            return f"{_COLLECTIVES[operator_name(first)]} over {self._mesh_dim(first)}"
         if group.kind in ("input", "output"):
             return group.kind
         if group.kind == "attention":

@@ -2,7 +2,7 @@
 
 from math import floor, log10
 
-MAX_NAME_CHARS = 120
+_MAX_NAME_CHARS = 120
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -84,7 +84,7 @@ def percent(part: float, digits: int = 0) -> str:
 
 def capped(name: str) -> str:
     """A name of bounded length."""
-    return name if len(name) <= MAX_NAME_CHARS else name[: MAX_NAME_CHARS - 1] + "…"
+    return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 1] + "…"
 
 
 def tick_seconds(seconds: float) -> str:

@@ -16,7 +16,7 @@ from autopar.search.result.result import PARTS, Contender, SearchResult
 MOST_TRIALS = 150  # rows of the table
 MOST_BARS = 24
 LONGEST = 2.0  # times the best step: bars of slower plans are torn off
-SAME = 0.002  # ranks whose parts differ by less than this part of the step are drawn once
+_SAME = 0.002  # ranks whose parts differ by less than this part of the step are drawn once
 
 
 def html_report(found: SearchResult) -> str:
@@ -103,7 +103,7 @@ def _ranks(found: SearchResult, details: Details) -> dict[str, Any]:
 
 def _alike(ranks: tuple[RankCost, ...]) -> tuple[list[list[RankCost]], float]:
     """Neighbours that differ in nothing one could see, and by what part they may; more where there are many ranks."""
-    within = SAME
+    within = _SAME
     while True:
         groups: list[list[RankCost]] = []
         for rank in ranks:
@@ -124,7 +124,7 @@ def _same(one: RankCost, other: RankCost, within: float) -> bool:
         for name in {*a, *b}
     )
     ends = (one.has_first, one.has_last) == (other.has_first, other.has_last)
-    return is_alike and ends and (one.num_blocks == other.num_blocks or within > SAME)
+    return is_alike and ends and (one.num_blocks == other.num_blocks or within > _SAME)
 
 
 def _rank_bar(group: list[RankCost], draw: Any) -> Bar:

@@ -43,7 +43,7 @@ BYTES_COLOURS: Mapping[str, str] = {
     "cache": "#b9c0c8",
     "reserve": "#98a2ad",
 }
-OTHER = "#888888"  # of a part that this version does not know
+_OTHER = "#888888"  # of a part that this version does not know
 SECONDS_WORDS: Mapping[str, str] = {**PARTS, WAITING: WAITING}
 LEAST_WIDTH = 0.3  # plot units below which a segment is not drawn
 
@@ -118,7 +118,7 @@ def _segments(
         width = SIDE * parts[name] / longest if longest else 0.0
         if width >= LEAST_WIDTH:
             tip = f"{words.get(name, name)}: {readable(parts[name])} ({percent(parts[name] / total)})"
-            colour = colours.get(name, OTHER)
+            colour = colours.get(name, _OTHER)
             found.append(tag("rect", x=short(at), width=short(width), height="1000", fill=colour, data_t=tip))
         at += width
     return Markup("").join(found)
@@ -131,7 +131,7 @@ def _key(
     order: Sequence[str] = sorted((name for name in parts if parts[name] > 0), key=lambda name: -parts[name])
     return [
         Entry(
-            colour=colours.get(name, OTHER),
+            colour=colours.get(name, _OTHER),
             words=words.get(name, name),
             value=readable(parts[name]),
             share=percent(parts[name] / total),

@@ -12,13 +12,13 @@ from autopar.report.timeline import KINDS
 from autopar.search.result.report_data import Timeline
 from autopar.search.result.result import SearchResult
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 PASSES, WAITING, MESSAGES = 0, 1, 2
 _NAMES = {PASSES: "passes", WAITING: "waiting", MESSAGES: "messages"}
 _LEAST_US = 0.01  # shorter waits are rounding
 
 
-def perfetto_trace(found: SearchResult) -> Json:
+def perfetto_trace(found: SearchResult) -> _Json:
     """The document of a search's best plan. Raises `InputError` where it has no time line."""
     if found.details is None or found.details.timeline is None or found.best is None:
         why = (
@@ -45,7 +45,7 @@ def _one(found: SearchResult) -> bool:
     return found.best is not None and found.best.degrees.get("pp", 1) == 1
 
 
-def _names(timeline: Timeline) -> Iterator[Json]:
+def _names(timeline: Timeline) -> Iterator[_Json]:
     for rank in range(timeline.num_ranks):
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"pipeline rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
@@ -54,13 +54,13 @@ def _names(timeline: Timeline) -> Iterator[Json]:
             yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
 
 
-def _passes(timeline: Timeline) -> Iterator[Json]:
+def _passes(timeline: Timeline) -> Iterator[_Json]:
     for rank, kind, stage, micro_batch, start, end in timeline.passes:
         details = {"stage": stage, "micro_batch": micro_batch, "pass": KINDS[kind]}
         yield _slice(f"{stage}{kind}{micro_batch}", KINDS[kind], rank, PASSES, start, end, details)
 
 
-def _waiting(timeline: Timeline) -> Iterator[Json]:
+def _waiting(timeline: Timeline) -> Iterator[_Json]:
     """Between passes; what is left out of a long time line is marked so."""
     of_rank: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(timeline.num_ranks)}
     for one in timeline.passes:
@@ -75,7 +75,7 @@ def _waiting(timeline: Timeline) -> Iterator[Json]:
             free = max(free, end)
 
 
-def _messages(timeline: Timeline) -> Iterator[Json]:
+def _messages(timeline: Timeline) -> Iterator[_Json]:
     for number, (rank, to, stage, micro_batch, start, end) in enumerate(timeline.messages):
         details = {"from_rank": rank, "to_rank": to, "from_stage": stage, "micro_batch": micro_batch}
         yield _slice(f"to rank {to}", "message", rank, MESSAGES, start, end, details)
@@ -90,7 +90,7 @@ def _taken(timeline: Timeline, rank: int, arrival: float) -> float:
     return min(starts, default=arrival)
 
 
-def _slice(name: str, kind: str, rank: int, thread: int, start: float, end: float, details: Json) -> Json:
+def _slice(name: str, kind: str, rank: int, thread: int, start: float, end: float, details: _Json) -> _Json:
     where = {"pid": rank, "tid": thread, "ts": _us(start), "dur": max(0.0, round((end - start) * 1e6, 3))}
     return {"ph": "X", "name": name, "cat": kind, "args": details, **where}
 

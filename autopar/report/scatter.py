@@ -13,8 +13,8 @@ from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
 from autopar.search.result.result import SearchResult
 
 BEYOND = 6.0  # times the best step: slower candidates are counted, not drawn
-NEAR = 0.35  # of a device's memory: where all need less, its line is left out
-DEGREES = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual", "devices")
+_NEAR = 0.35  # of a device's memory: where all need less, its line is left out
+_DEGREES = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual", "devices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def scatter(found: SearchResult) -> Scatter | None:
     low, high = log10(min(s for s, _ in shown)), log10(max(s for s, _ in shown))
     low, high = low - 0.03 * (high - low + 0.1), high + 0.03 * (high - low + 0.1)
     most = max(b for _, b in shown)
-    has_capacity = most >= NEAR * found.device_bytes
+    has_capacity = most >= _NEAR * found.device_bytes
     top = 1.08 * (max(found.device_bytes, most) if has_capacity else most)
 
     def place(s: float, b: float) -> tuple[float, float]:
@@ -108,7 +108,7 @@ def _layer(name: str, content: Markup) -> Markup:
 
 
 def _row(columns: Any, i: int, at: tuple[float, float], schedules: Sequence[str]) -> list[Any]:
-    degrees = [columns[name][i] for name in DEGREES]
+    degrees = [columns[name][i] for name in _DEGREES]
     numbers = [round(at[0]), round(at[1]), columns["seconds"][i], round(columns["bytes"][i] / 1e9, 2)]
     return [*numbers, columns["exact"][i], *degrees, schedules.index(columns["schedule"][i])]
 

@@ -13,7 +13,7 @@ from autopar.report.plan_page import plan_report
 from autopar.search.driver.study import is_study, kept_result
 from autopar.search.result.result import KIND, SearchResult
 
-MAX_BYTES = 256 * 1024 * 1024
+_MAX_BYTES = 256 * 1024 * 1024
 
 
 def read_source(path: str | Path) -> SearchResult | Plan:
@@ -26,8 +26,8 @@ def read_source(path: str | Path) -> SearchResult | Plan:
         raise InputError(
             f"there is no file {file}; write one with `autopar plan MODEL --cluster C --json > result.json`"
         )
-    if file.stat().st_size > MAX_BYTES:
-        raise InputError(f"{file} has {file.stat().st_size:,} bytes, more than {MAX_BYTES:,}; it is no search result")
+    if file.stat().st_size > _MAX_BYTES:
+        raise InputError(f"{file} has {file.stat().st_size:,} bytes, more than {_MAX_BYTES:,}; it is no search result")
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from autopar._torch.operators import aten
 from autopar.rules.operators import LIBRARY
 
-aten = torch.ops.aten
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes, of every row of an operand of torch's kernel
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from autopar._torch.operators import aten
 from autopar._torch.private import wanted_gradients
 from autopar.cost_model.machine.collectives import Collective, sent_bytes
 from autopar.lowering.local_graph import GATHER_LINEAR, KEPT_GATHER_LINEAR, NAMES
 
-aten = torch.ops.aten
-Message = Collective  # what goes over the wire
+_Message = Collective  # what goes over the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PricedDim:
 
 # Primitives, as in autopar.runtime.codegen.conversions.
 
-Primitive = Callable[[torch.Tensor, PricedDim, int, int], torch.Tensor]
+_Primitive = Callable[[torch.Tensor, PricedDim, int, int], torch.Tensor]
 
 
 def _identity(x: torch.Tensor, mesh: PricedDim, dim: int, to: int) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _all_to_all(x: torch.Tensor, mesh: PricedDim, dim: int, to: int) -> torch.Te
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, forward: Primitive, backward: Primitive, mesh: PricedDim, dim: int, to: int
+        ctx: Any, x: torch.Tensor, forward: _Primitive, backward: _Primitive, mesh: PricedDim, dim: int, to: int
     ) -> torch.Tensor:
         ctx.backward_of = (backward, mesh, dim, to)
         return forward(x, mesh, dim, to)
@@ -164,7 +164,7 @@ class _Convert(torch.autograd.Function):
         return backward(grads[0], mesh, dim, to), None, None, None, None, None
 
 
-_CONVERSIONS: Mapping[str, tuple[Primitive, Primitive]] = {
+_CONVERSIONS: Mapping[str, tuple[_Primitive, _Primitive]] = {
     "invariant_to_replicate": (_identity, _all_reduce),
     "all_reduce_to_invariant": (_all_reduce, _identity),
     "all_reduce_to_replicate": (_all_reduce, _all_reduce),
@@ -181,7 +181,7 @@ _CONVERSIONS: Mapping[str, tuple[Primitive, Primitive]] = {
 }
 
 
-def _conversion(forward: Primitive, backward: Primitive) -> Callable[..., torch.Tensor]:
+def _conversion(forward: _Primitive, backward: _Primitive) -> Callable[..., torch.Tensor]:
     def convert(x: torch.Tensor, mesh: PricedDim, dim: int = 0, to: int = 0) -> torch.Tensor:
         out: torch.Tensor = _Convert.apply(x, forward, backward, mesh, dim, to)
         return out

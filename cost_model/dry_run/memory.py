@@ -29,7 +29,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedules import SCHEDULES, actions
 
-NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
+_NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
 STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
 
 
@@ -76,7 +76,7 @@ def memory_of(setting: Setting, runs: Mapping[int, StageRun]) -> RankMemory:
         largest = max(largest, *(group.shard_bytes * degrees.dp_shard for group in groups), *waits)
     own = trained(setting, runs)
     optimizer = sum(
-        NUM_MOMENTS * local_gradient_elements(setting, name) * infos[name].dtype.itemsize + STEP_BYTES for name in own
+        _NUM_MOMENTS * local_gradient_elements(setting, name) * infos[name].dtype.itemsize + STEP_BYTES for name in own
     )
     saved_of_stage = {index: run.saved_bytes for index, run in runs.items()}
     return RankMemory(

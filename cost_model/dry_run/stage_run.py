@@ -23,7 +23,7 @@ from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, needed_results
 from autopar.lowering.local_graph import local_graph
 
-Values = dict[str, Any]
+_Values = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,10 +116,10 @@ class _Run:
             self.modules[key] = fx.GraphModule(root, made.graph, f"Block{index}")
         return self.modules[key]
 
-    def given(self) -> Values:
+    def given(self) -> _Values:
         """This rank's part of a micro-batch, constants, buffers that forward changes, and the loss's denominator."""
         program, degrees = self.program, self.plan.degrees
-        values: Values = {}
+        values: _Values = {}
         for info in program.inputs:
             shape = [n // degrees.dp if d == info.batch_dim else n for d, n in enumerate(info.shape)]
             values[info.name] = self.empty(shape, info.dtype)
@@ -135,9 +135,9 @@ class _Run:
             values[program.denominator] = self.empty(made_info.shape, made_info.dtype)
         return values
 
-    def parameters(self, stage: Stage) -> tuple[Values, dict[str, torch.Tensor]]:
+    def parameters(self, stage: Stage) -> tuple[_Values, dict[str, torch.Tensor]]:
         """The parameters of a stage as blocks take them, and as they are held while gathered."""
-        taken: Values = {}
+        taken: _Values = {}
         leaves: dict[str, torch.Tensor] = {}
         for name in stage.parameters:
             info, storage = self.program.parameters[name], self.setting.storages[name]
@@ -214,7 +214,7 @@ class _Run:
         info = self.infos[name]
         return self.empty(self.setting.local_shape(name), info.dtype, flows=info.differentiable)
 
-    def forward(self, stage: Stage, scope: Values) -> Values:
+    def forward(self, stage: Stage, scope: _Values) -> _Values:
         """The calls of a stage in order, as `autopar.runtime.model.stage.StageModule` runs them."""
         self.made: dict[int, bool] = {}
         for index in sorted((*stage.again, *stage.calls)):

@@ -16,7 +16,6 @@ from autopar.cost_model.fit.links import fit_links
 from autopar.cost_model.fit.log_least_squares import (
     COARSE,
     FINE,
-    Floats,
     best_of,
     fit_errors,
     log_loss,
@@ -25,11 +24,12 @@ from autopar.cost_model.fit.log_least_squares import (
 )
 from autopar.cost_model.machine.kernel_times import attention_seconds, matmul_seconds, memory_seconds, tile_part
 from autopar.cost_model.machine.profile import AttentionEfficiency, DeviceProfile, FitError, Measurement, Tile
+from autopar.ir.arrays import Floats
 from autopar.ir.device import Device, Link
 from autopar.ir.samples import Part, Sample
 
 TILES = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-HALVES = (0.0, *(float(2**i) for i in range(1, 13)))
+_HALVES = (0.0, *(float(2**i) for i in range(1, 13)))
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 LEAST_PART, MOST_PART = 1e-3, 2.0
 
@@ -183,11 +183,11 @@ def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, settin
         return None
     best = (np.inf, profile.tile)
     for m, n in product(TILES, TILES):
-        losses = np.array([_loss(groups, profile, Tile(m=m, n=n, k_half=k, units=setting.units)) for k in HALVES])
+        losses = np.array([_loss(groups, profile, Tile(m=m, n=n, k_half=k, units=setting.units)) for k in _HALVES])
         index = int(np.argmin(losses))
         # of tiles that predict alike, the smallest: nothing shows that products are cut up more coarsely
         if losses[index] < best[0] * 0.999:
-            best = (float(losses[index]), Tile(m=m, n=n, k_half=HALVES[index], units=setting.units))
+            best = (float(losses[index]), Tile(m=m, n=n, k_half=_HALVES[index], units=setting.units))
     tile = _refined(groups, profile, best[1])
     efficiency = {name: rounded(_efficiency(group, profile, tile, name)) for name, group in groups.items()}
     predicted, seconds = list[float](), list[float]()
@@ -258,7 +258,7 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
             losses += float(log_loss(predicted[-1], _seconds(own))) * len(own)
         return losses, made, np.concatenate(predicted)
 
-    coarse = min(HALVES, key=lambda half: fitted(half)[0])
+    coarse = min(_HALVES, key=lambda half: fitted(half)[0])
     around = [float(f"{coarse * 2**x:.3g}") for x in np.linspace(-0.9, 0.9, 19)] if coarse else [0.0]
     _, attention, times = min((fitted(half) for half in around), key=lambda one: one[0])
     errors = {"attention": fit_errors(times, np.concatenate([_seconds(own) for own in passes.values()]))}

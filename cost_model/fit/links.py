@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost_model.fit.log_least_squares import Floats, fit_errors, log_loss, rounded, rounded_s
+from autopar.cost_model.fit.log_least_squares import fit_errors, log_loss, rounded, rounded_s
 from autopar.cost_model.machine.collectives import hops, sent_bytes
 from autopar.cost_model.machine.kernel_times import collective_seconds
 from autopar.cost_model.machine.profile import KINDS, Call, CollectiveKind, FitError, LinkProfile
+from autopar.ir.arrays import Floats
 from autopar.ir.cluster import Tier
 from autopar.ir.device import Link
 from autopar.ir.samples import Sample

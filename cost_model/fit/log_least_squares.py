@@ -6,11 +6,11 @@ A time that is predicted twice too long counts as much as one half as long, and 
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from autopar.cost_model.machine.profile import FitError
+from autopar.ir.arrays import Floats
 
-Floats = NDArray[np.float64]
 # predicts the times of all samples for every value of one constant: (values, 1) -> (values, samples)
 Predict = Callable[[Floats], Floats]
 _POINTS, COARSE, FINE = 33, 3, 6  # refinements: of 2000 times, to 1.5 % of a step and to a millionth

@@ -15,7 +15,7 @@ from autopar.ir.cluster import Tier
 from autopar.ir.explanation import readable_seconds
 
 BAND = 0.1  # of the measured time: predictions within it are right
-NOTABLE = 0.01  # of the measured step: a term that is off by less names nobody
+_NOTABLE = 0.01  # of the measured step: a term that is off by less names nobody
 _COMPUTE = ("compute", "matmul", "attention", "memory", "optimizer", "launch", "host")
 _NOBODYS = ("idle", "bubble", "other")  # what follows from the schedule and the other terms
 _MAX_PART, _MAX_SOURCE = 2.0, 400
@@ -55,7 +55,7 @@ class Comparison:
     @property
     def outside(self) -> tuple[Term, ...]:
         """The terms outside the band, by more than a hundredth of the step."""
-        notable = NOTABLE * max(self.total.measured_s, self.total.predicted_s)
+        notable = _NOTABLE * max(self.total.measured_s, self.total.predicted_s)
         return tuple(t for t in self.terms if abs(t.off_s) > max(notable, self.band * t.measured_s))
 
     @property

@@ -21,7 +21,7 @@ from autopar.ir.cluster import ClusterSpec, Tier
 from autopar.ir.rank_order import ORDERS, strides
 
 TOGETHER, REST, ALL_RANKS = "collectives", "other", "all ranks"
-DEGREES = (
+_DEGREES = (
     "pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "accumulate", "schedule",
     "virtual_stages", "recompute", "recompute_blocks",
 )  # fmt: skip
@@ -82,7 +82,7 @@ def _check_same(made: Estimate, about: Any) -> None:
         ("tokens", said.get("sequence"), made.sequence),
         ("parameters", said.get("parameters"), made.num_parameters),
     ]
-    for name in DEGREES:
+    for name in _DEGREES:
         is_idle = (name == "zero" and made.degrees.get("dp_shard") == 1) or (
             name in ("schedule", "virtual_stages") and made.degrees.get("pp") == 1
         )

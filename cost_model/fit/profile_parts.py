@@ -19,7 +19,7 @@ from typing import Any
 from autopar.errors import InputError, Problem
 from autopar.files.strict_yaml import read_json_text
 
-MAX_BYTES = 512 * 2**20
+_MAX_BYTES = 512 * 2**20
 COMPUTE, HOST, MESSAGES, IDLE = "compute", "host", "point-to-point", "idle"
 _IN_BLOCKS = ("tp", "cp", "ep")
 Span = tuple[float, float]
@@ -27,7 +27,7 @@ Span = tuple[float, float]
 
 def read_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """A file that `autopar trace` wrote. Raises InputError where it is something else."""
-    text, problems = read_json_text(Path(path), max_bytes=MAX_BYTES)
+    text, problems = read_json_text(Path(path), max_bytes=_MAX_BYTES)
     if text is None:
         raise InputError(f"trace {os.fspath(path)!r} cannot be used", problems)
     try:

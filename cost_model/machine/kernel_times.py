@@ -16,11 +16,11 @@ The quarter of a wave is what the last one, which is rarely full, leaves idle; o
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from autopar.cost_model.machine.profile import AttentionEfficiency, Call, Tile
+from autopar.ir.arrays import Floats
 
-Floats = NDArray[np.float64]
 # a fused backward pass computes the scores again: five products for the forward pass' two (Dao 2023,
 # "FlashAttention-2", section 4.1, which counts 2.5 times the forward FLOP)
 BACKWARD_PER_FORWARD = 2.5

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.collectives import Algorithm, Transfer, hops, seconds, sent_bytes
 from autopar.cost_model.machine.kernel_times import collective_seconds
 from autopar.cost_model.machine.process_group import Group
 from autopar.cost_model.machine.profile import Call
-
-Floats = NDArray[Any]
+from autopar.ir.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import device_state_bytes
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import BlockWork, Family
+from autopar.ir.arrays import Floats
 
-Floats = NDArray[Any]
 FLOAT_BYTES = 4
 GRADIENT_BYTES = 4  # of whole gradients, summed over micro-batches in float32
 GATHERED_BLOCKS = 2

@@ -22,7 +22,7 @@ from autopar.ir.sharding import Type
 from autopar.ir.stages import stages_of
 from autopar.rules.variants import by_label, variants
 
-NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
+_NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
         for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
             if isinstance(name, str) and port.role == "parameter":
                 types.setdefault(name, tuple(labels[call.block].ports[port.name]))
-    copies = [(1, 3), (1, 2), (NUM_MOMENTS, 1)]  # (copies, ZeRO stage from which they are divided)
+    copies = [(1, 3), (1, 2), (_NUM_MOMENTS, 1)]  # (copies, ZeRO stage from which they are divided)
     per_byte = sum(count / (degrees.dp_shard if degrees.zero >= stage else 1) for count, stage in copies)
     weights_only = 1 / (degrees.dp_shard if degrees.zero == 3 else 1)
     totals = dict.fromkeys(range(degrees.pp), 0.0)

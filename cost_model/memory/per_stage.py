@@ -27,8 +27,7 @@ from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, counted, per_rank
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work.block_work import Family
-
-Floats = NDArray[Any]
+from autopar.ir.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,20 +29,20 @@ from numpy.typing import NDArray
 from autopar.errors import InputError, did_you_mean
 from autopar.ir.schedules import SCHEDULES
 
-Number = float | NDArray[Any]
-Sum = tuple[Number, Number, Number]  # how many passes F, I and W of one stage
+_Number = float | NDArray[Any]
+Sum = tuple[_Number, _Number, _Number]  # how many passes F, I and W of one stage
 
 
 def bubble_s(
     schedule: str,
     *,
-    pp: Number,
-    virtual_stages: Number = 1,
-    micro_batches: Number,
-    forward_s: Number,
-    backward_s: Number,
-    weight_s: Number = 0.0,
-) -> Number:
+    pp: _Number,
+    virtual_stages: _Number = 1,
+    micro_batches: _Number,
+    forward_s: _Number,
+    backward_s: _Number,
+    weight_s: _Number = 0.0,
+) -> _Number:
     """Idle seconds of a step with equal ranks and messages that take no time.
 
     Exact for gpipe, 1f1b, interleaved-1f1b and dualpipev; for interleaved-zero-bubble with n ≥ p or v = 1; for
@@ -50,20 +50,20 @@ def bubble_s(
     """
     p, v, n = np.broadcast_arrays(pp, virtual_stages, micro_batches)
     stage = (_over(forward_s, v), _over(backward_s, v) - _over(weight_s, v), _over(weight_s, v))
-    idle: Number = np.where(p > 1, _largest(_sums(schedule)(p, v, n), stage), 0.0)[()]
+    idle: _Number = np.where(p > 1, _largest(_sums(schedule)(p, v, n), stage), 0.0)[()]
     return idle
 
 
 def step_s(
     schedule: str,
     *,
-    pp: Number,
-    virtual_stages: Number = 1,
-    micro_batches: Number,
-    forward_s: Number,
-    backward_s: Number,
-    weight_s: Number = 0.0,
-) -> Number:
+    pp: _Number,
+    virtual_stages: _Number = 1,
+    micro_batches: _Number,
+    forward_s: _Number,
+    backward_s: _Number,
+    weight_s: _Number = 0.0,
+) -> _Number:
     """Seconds of a step with equal ranks: n(F+B) + `bubble_s`."""
     idle = bubble_s(
         schedule,
@@ -77,9 +77,9 @@ def step_s(
     return micro_batches * (np.asarray(forward_s) + backward_s)[()] + idle
 
 
-def zb_h2_bubble_s(*, pp: Number, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
+def zb_h2_bubble_s(*, pp: _Number, forward_s: _Number, backward_s: _Number, weight_s: _Number) -> _Number:
     """ZB-H2's (p-1)(F+B-3W), of which we have no order: it holds twice 1F1B's activations (Qi et al., table 2)."""
-    idle: Number = np.maximum(0.0, (pp - 1) * (np.asarray(forward_s) + backward_s - 3 * np.asarray(weight_s)))
+    idle: _Number = np.maximum(0.0, (pp - 1) * (np.asarray(forward_s) + backward_s - 3 * np.asarray(weight_s)))
     return idle
 
 
@@ -89,12 +89,12 @@ def zb_h2_bubble_s(*, pp: Number, forward_s: Number, backward_s: Number, weight_
 def unequal_step_s(
     schedule: str,
     *,
-    micro_batches: Number,
+    micro_batches: _Number,
     forward_s: NDArray[Any],
     backward_s: NDArray[Any],
     weight_s: NDArray[Any] | float = 0.0,
-    virtual_stages: Number = 1,
-) -> Number:
+    virtual_stages: _Number = 1,
+) -> _Number:
     """Seconds of a step whose ranks differ; the last axis of the seconds are the ranks, each the sum of its stages.
 
     The slowest rank works without a pause and the others' mean fills and empties the pipeline: n·max + `bubble_s` of
@@ -106,7 +106,7 @@ def unequal_step_s(
     weight = np.broadcast_to(np.asarray(weight_s, float), backward.shape)
     if schedule == "gpipe":
         each = [one.sum(-1) + (micro_batches - 1) * one.max(-1) for one in (forward, backward)]
-        whole: Number = (each[0] + each[1])[()]
+        whole: _Number = (each[0] + each[1])[()]
         return whole
     slowest = np.argmax(forward + backward, axis=-1)[..., None]
     ranks = forward.shape[-1]
@@ -124,11 +124,11 @@ def unequal_step_s(
         backward_s=others(backward),
         weight_s=others(weight),
     )
-    busy: Number = micro_batches * (forward + backward).max(-1)
+    busy: _Number = micro_batches * (forward + backward).max(-1)
     return busy + idle
 
 
-def unequal_1f1b_lower_s(*, micro_batches: Number, forward_s: NDArray[Any], backward_s: NDArray[Any]) -> Number:
+def unequal_1f1b_lower_s(*, micro_batches: _Number, forward_s: NDArray[Any], backward_s: NDArray[Any]) -> _Number:
     """A lower bound of 1f1b with unequal stages, often exact: three paths through each rank k (0 the first).
 
     Before its first backward pass rank k runs p-k forward passes, so that of the others' times overlap with its own
@@ -141,14 +141,14 @@ def unequal_1f1b_lower_s(*, micro_batches: Number, forward_s: NDArray[Any], back
     whole = both.sum(-1, keepdims=True)
     turned = whole + np.maximum((n - 1) * backward + left * forward, (n - 1) * forward + left * backward)
     busy = np.cumsum(both, -1) + (n - 1) * both
-    lower: Number = np.maximum(turned, busy).max(-1)
+    lower: _Number = np.maximum(turned, busy).max(-1)
     return lower
 
 
 # ---- messages ----
 
 
-def exposed_messages(schedule: str, *, pp: Number, virtual_stages: Number = 1, micro_batches: Number) -> Number:
+def exposed_messages(schedule: str, *, pp: _Number, virtual_stages: _Number = 1, micro_batches: _Number) -> _Number:
     """How many message times a step waits for when sends run beside passes and are shorter than a stage's pass.
 
     gpipe waits while the pipeline fills and empties, 2(p-1). Under 1f1b rank 0 has p micro-batches in flight, whose
@@ -166,14 +166,16 @@ def exposed_messages(schedule: str, *, pp: Number, virtual_stages: Number = 1, m
         count = v * 2 * (p - 1)
     else:
         count = 2 * (p * v - 1)
-    exposed: Number = np.where(p > 1, count, 0)[()]
+    exposed: _Number = np.where(p > 1, count, 0)[()]
     return exposed
 
 
-def blocking_message_s(*, pp: Number, virtual_stages: Number = 1, micro_batches: Number, message_s: Number) -> Number:
+def blocking_message_s(
+    *, pp: _Number, virtual_stages: _Number = 1, micro_batches: _Number, message_s: _Number
+) -> _Number:
     """Seconds that an inner rank spends in sends that it waits for: v forward and v backward per micro-batch."""
     p, v, n = np.broadcast_arrays(pp, virtual_stages, micro_batches)
-    waited: Number = np.where(p > 1, 2 * v * n * np.asarray(message_s), 0.0)[()]
+    waited: _Number = np.where(p > 1, 2 * v * n * np.asarray(message_s), 0.0)[()]
     return waited
 
 
@@ -181,8 +183,8 @@ def blocking_message_s(*, pp: Number, virtual_stages: Number = 1, micro_batches:
 
 
 def live_stage_micro_batches(
-    schedule: str, *, pp: Number, virtual_stages: Number = 1, micro_batches: Number, rank: Number = 0
-) -> Number:
+    schedule: str, *, pp: _Number, virtual_stages: _Number = 1, micro_batches: _Number, rank: _Number = 0
+) -> _Number:
     """The most (stage, micro-batch) pairs whose activations a rank holds at once, from F to B or W.
 
     Divided by v this is in micro-batches of the whole rank: n under gpipe, min(n, p - rank) under 1f1b, interleaved
@@ -200,13 +202,13 @@ def live_stage_micro_batches(
         "zbv-zero-bubble": np.minimum(2 * p, n + r + 1),
         "dualpipev": 2 * p + 1,
     }[schedule]
-    live: Number = np.minimum(n * v, most)[()]
+    live: _Number = np.minimum(n * v, most)[()]
     return live
 
 
 def warm_up_passes(
-    schedule: str, *, pp: Number, virtual_stages: Number = 1, micro_batches: Number, rank: Number = 0
-) -> Number:
+    schedule: str, *, pp: _Number, virtual_stages: _Number = 1, micro_batches: _Number, rank: _Number = 0
+) -> _Number:
     """Forward passes of one stage that a rank runs before its first backward pass."""
     p, v, n, r = np.broadcast_arrays(pp, virtual_stages, micro_batches, rank)
     _sums(schedule)
@@ -219,7 +221,7 @@ def warm_up_passes(
         "zbv-zero-bubble": np.minimum(n, 2 * p - r - 1) + np.minimum(n, r + 1),
         "dualpipev": 2 * p + (r == p - 1),
     }[schedule]
-    passes: Number = np.minimum(n * v, first)[()]
+    passes: _Number = np.minimum(n * v, first)[()]
     return passes
 
 
@@ -300,6 +302,6 @@ def _largest(sums: Sequence[Sum], stage: Sum) -> NDArray[Any]:
     return largest
 
 
-def _over(seconds: Number, stages: NDArray[Any]) -> NDArray[Any]:
+def _over(seconds: _Number, stages: NDArray[Any]) -> NDArray[Any]:
     divided: NDArray[Any] = np.asarray(seconds, float) / stages
     return divided

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,10 @@ from autopar.cost_model.pipeline.closed_forms import blocking_message_s, unequal
 from autopar.cost_model.pipeline.simulator import StageSeconds, replay_of, replayed, run_seconds, shared_step_s
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
+from autopar.ir.arrays import Floats
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import SCHEDULES, rank_of_stage
 
-Floats = NDArray[Any]
 MOST_ACTIONS = 10_000
 ENDS = ("first", "last")
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
@@ -36,8 +35,8 @@ from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import Family, evaluate
 from autopar.errors import ClusterError
+from autopar.ir.arrays import Floats
 
-Floats = NDArray[np.float64]
 # a run that does not say whether it recomputes is taken to where it would miss the device's memory by more than the
 # model of memory is off
 SURELY = 1.2

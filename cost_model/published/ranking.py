@@ -25,7 +25,7 @@ WORK = (
     *("model", "layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "moe_experts"),
     *("gpu_type", "gpu_mem_gb", "num_gpus", "global_batch", "seq_len", "precision"),
 )
-LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp", "zero", "zero_detail", "micro_batch", "recompute")
+_LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp", "zero", "zero_detail", "micro_batch", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def _merged(group: Sequence[Timed]) -> list[Timed]:
     layouts: dict[tuple[object, ...], list[Timed]] = {}
     for one in group:
-        layouts.setdefault(_values(one.row, LAYOUT), []).append(one)
+        layouts.setdefault(_values(one.row, _LAYOUT), []).append(one)
     return [
         Timed(
             row=same[0].row,

@@ -22,7 +22,7 @@ from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_yaml import read_json_text
 
 MAX_BYTES = 32 * 1024 * 1024
-MAX_ROWS = 100_000
+_MAX_ROWS = 100_000
 MAX_CELL_CHARS = 4_000
 MAX_NUMBER = 1e16
 # Without these columns no row can be modelled; in a row, each but `id` may still be empty.
@@ -199,8 +199,8 @@ def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int,
         for cells in reader:
             if any(cells):
                 found.append((reader.line_num, [cell.strip() for cell in cells]))
-            if len(found) > MAX_ROWS + 1:
-                raise InputError(f"{path} has more than {MAX_ROWS:,} rows: split it")
+            if len(found) > _MAX_ROWS + 1:
+                raise InputError(f"{path} has more than {_MAX_ROWS:,} rows: split it")
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: is not valid CSV: {error}") from None
     if not found:

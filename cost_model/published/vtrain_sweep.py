@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.cost_model.published.row import Row, parse_rows, read_rows, read_table
 
-COLUMNS = (
+_COLUMNS = (
     *("group", "num_gpus", "global_batch", "micro_batch", "hidden", "n_heads", "layers", "seq_len"),
     *("tp", "dp", "pp", "step_time_s"),
 )
@@ -52,7 +52,7 @@ def read_runs(path: str | os.PathLike[str]) -> list[Row]:
 
 def is_vtrain_sweep(header: list[str]) -> bool:
     """Whether a header has the columns of the sweep, in any order, and no other."""
-    return sorted(header) == sorted(COLUMNS)
+    return sorted(header) == sorted(_COLUMNS)
 
 
 def read_vtrain_sweep(path: str | os.PathLike[str]) -> list[Row]:
@@ -63,7 +63,7 @@ def read_vtrain_sweep(path: str | os.PathLike[str]) -> list[Row]:
 
 
 def _completed(row: Row) -> Row:
-    own = {name: getattr(row, name) for name in ("id", *COLUMNS)}
+    own = {name: getattr(row, name) for name in ("id", *_COLUMNS)}
     made = replace(_SAME, **own)
     if row.layers is None or row.hidden is None:
         return made

@@ -12,10 +12,11 @@ import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.block_prices import BlockPrices
-from autopar.cost_model.step.context import Basis, Floats, Passes, repeated_roles, weighted
+from autopar.cost_model.step.context import Basis, Passes, repeated_roles, weighted
 from autopar.cost_model.step.data_parallel import DataPrices, Gathers, State, with_gathers
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import offloaded
+from autopar.ir.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.step.block_time import BlockSeconds, block_seconds
-from autopar.cost_model.step.context import Basis, Floats, Passes
+from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import BlockWork, Family
+from autopar.ir.arrays import Floats
 
-PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
+_PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
 CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring: assumed
 
 
@@ -77,7 +78,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         "expert collectives": 2 * experts + 0.0 * forward,
     }
     hidden = {"tensor collectives": behind, "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1)}
-    return found, BlockParts(weight=seconds.products / PRODUCTS, parts=parts, hidden=hidden)
+    return found, BlockParts(weight=seconds.products / _PRODUCTS, parts=parts, hidden=hidden)
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
@@ -89,7 +90,7 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
     return Passes(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
-        weight=seconds.products / PRODUCTS,
+        weight=seconds.products / _PRODUCTS,
     )
 
 

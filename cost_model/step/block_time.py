@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
@@ -30,8 +29,8 @@ from autopar.cost_model.machine.kernel_times import (
 )
 from autopar.cost_model.machine.profile import AttentionEfficiency, Tile
 from autopar.cost_model.work.block_work import BlockWork, Operator
+from autopar.ir.arrays import Floats
 
-Floats = NDArray[np.float64]
 SCORE_BYTES = (9.0, 11.0)
 CAST_BYTES = 3.0
 ALIGNED = 8  # elements of 16 bits in the 16 bytes that tensor cores want aligned

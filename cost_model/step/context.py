@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
@@ -12,9 +11,8 @@ from autopar.cost_model.machine.links import Links
 from autopar.cost_model.step.block_time import Speeds
 from autopar.cost_model.step.layouts import Shape
 from autopar.cost_model.step.unique_rows import spread
+from autopar.ir.arrays import Floats
 from autopar.ir.device import HostShare
-
-Floats = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.step.context import Basis, Floats, Passes, repeated_roles
+from autopar.cost_model.step.context import Basis, Passes, repeated_roles
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
+from autopar.ir.arrays import Floats
 
-ENDS = ("first", "last")
+_ENDS = ("first", "last")
 HALF_BYTES = 2  # what engines' bytes of parameters are for; wider training gathers so much more
 BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed
 
@@ -75,7 +76,7 @@ def state_of(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: Floa
     for role, share in repeated_roles(shape).items():
         one, other = parameters(family, layouts, role)
         dense, expert = dense + share * per_rank * one, expert + share * per_rank * other
-    first, last = (sum(parameters(family, layouts, role)) if role in family.roles else np.zeros(1) for role in ENDS)
+    first, last = (sum(parameters(family, layouts, role)) if role in family.roles else np.zeros(1) for role in _ENDS)
     both = np.where(shape.is_tied, np.maximum(first, last), first + last)
     return State(dense=dense + np.where(layouts.pp > 1, np.maximum(first, last), both), expert=expert)
 
@@ -144,7 +145,7 @@ def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
     """Embedding and head under ZeRO 3 without stages, one micro-batch; half hides behind the blocks next to them, but
     on a CPU, where what sends takes the cores of what computes."""
     total = np.zeros(1)
-    for role in ENDS:
+    for role in _ENDS:
         gather, scatter = _gather_and_scatter(basis, layouts, sum(parameters(family, layouts, role)))
         total = total + (2 * gather + scatter) / (1 if basis.machine.speeds.in_one_thread else 2)
     return total
@@ -157,7 +158,7 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     """Of a rank with `per_rank` blocks; not ZeRO 3's."""
     engine, links = basis.engine, basis.machine.links
     state = state_of(basis, family, layouts, per_rank)
-    num_calls = basis.shape.blocks / layouts.pp + len(ENDS)  # ZeRO 1 calls for every block by itself
+    num_calls = basis.shape.blocks / layouts.pp + len(_ENDS)  # ZeRO 1 calls for every block by itself
     # of parameters of all data-parallel ranks, and of experts
     elements = np.array(np.broadcast_arrays(state.dense, state.expert))
     ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / layouts.ep)), 1)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.ir.arrays import Floats
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.rank_order import strides as strides_in_order
 
-Floats = NDArray[Any]
 RECOMPUTE = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
 
 

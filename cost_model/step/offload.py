@@ -11,18 +11,17 @@ Every rank offloads the part of the state that ZeRO gives it: stage 2 or 3, or o
 stages. Figures are those of data sheets; what autopar runs keeps the optimizer on the device.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.ir.arrays import Floats
 
 if TYPE_CHECKING:
     from autopar.cost_model.step.context import Basis
     from autopar.cost_model.step.data_parallel import State
 
-Floats = NDArray[Any]
 HOST_STATE_BYTES = 16  # of a parameter: weight, two moments and the sum of gradients in float32
 BLOCKS_WITH_GRADIENTS = 2  # on the device: one whose gradients are made, one whose go down
 ADDED_BYTES = 8  # of the sum, read and written; the gradient is read beside it

@@ -34,10 +34,11 @@ from autopar.cost_model.step.assembly import (
     sums_beside_blocks,
 )
 from autopar.cost_model.step.block_prices import BlockParts, block_prices, end_passes
-from autopar.cost_model.step.context import Basis, Floats, Machine, repeated_roles, weighted
+from autopar.cost_model.step.context import Basis, Machine, repeated_roles, weighted
 from autopar.cost_model.step.data_parallel import data_prices, end_gathers, gather_prices, gathering, gathers_blocks
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work.block_work import Family
+from autopar.ir.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

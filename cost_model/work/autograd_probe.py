@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar._torch.private import takes_device, watch_operators
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import operator_name, saved_operands
 from autopar.ir.program import Block
 from autopar.rules.rule import Rule
 
-aten = torch.ops.aten
 META = torch.device("meta")
 ATTENTION = "scaled_dot_product_attention"
-NAMESPACES = ("aten", "autopar", "prims")
+_NAMESPACES = ("aten", "autopar", "prims")
 STATISTICS = ("layer_norm", "group_norm")  # on a GPU their mean and deviation are float32 whatever the input is
 ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "new_empty", "empty_strided"])
 
@@ -276,7 +276,7 @@ def _watching(kernels: list[tuple[Piece, ...]]) -> Iterator[None]:
         if not is_view and name.split("::")[-1] not in ALIASES:
             kernels.append(_pieces([*inputs, *outputs]))
 
-    with watch_operators(NAMESPACES, seen):
+    with watch_operators(_NAMESPACES, seen):
         yield
 
 

@@ -50,8 +50,8 @@ SYMBOLS: Mapping[str, str] = {
 }
 MOST_POWER = 16  # of a symbol in a file; powers are evaluated as repeated products
 _TENSOR_DIM = re.compile(r"tp\d")  # of a captured model whose tensor degree is a product of several
-Kind = Literal["matmul", "attention", "memory"]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+_Kind = Literal["matmul", "attention", "memory"]
+_Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Cause = Literal["value", "regather", "parameter", "inside"]
 ROLES = ("first", "layer", "moe_layer", "last")
 VARIANTS = ("one", "tp", "sp")
@@ -68,7 +68,7 @@ class Operator(Generic[V]):
     """
 
     name: str
-    kind: Kind
+    kind: _Kind
     flops: V
     m: V
     n: V
@@ -89,7 +89,7 @@ class Sent(Generic[V]):
     summed, which may wait until the end of the step).
     """
 
-    collective: Collective
+    collective: _Collective
     mesh_dim: str
     is_forward: bool
     whole_bytes: V

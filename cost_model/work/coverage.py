@@ -37,7 +37,7 @@ from autopar.ir.program import Program
 from autopar.rules.rule import Call, Rule, TensorInfo
 from autopar.rules.variants import Variant, by_label, variants
 
-NOTABLE = 1e-3  # an operator that is whole is listed from this share of a rank's seconds on
+_NOTABLE = 1e-3  # an operator that is whole is listed from this share of a rank's seconds on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ def _whole(mesh_dim: str, works: Sequence[Work], total_s: float) -> Iterator[Who
     """What is whole on a mesh dimension and does products, has no rule, or takes notable time; dearest first."""
     groups = _grouped([w for w in works if mesh_dim not in w.split], _place).values()
     merged = sorted((_merged(mesh_dim, group) for group in groups), key=lambda w: -w.seconds)
-    yield from (w for w in merged if w.flops or not w.has_rule or w.seconds >= NOTABLE * total_s)
+    yield from (w for w in merged if w.flops or not w.has_rule or w.seconds >= _NOTABLE * total_s)
 
 
 def _merged(mesh_dim: str, works: Sequence[Work]) -> WholeOperator:

@@ -23,7 +23,7 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims
 
-LAYOUT = VIEWS | {"clone", "contiguous", "to_copy"}
+_LAYOUT = VIEWS | {"clone", "contiguous", "to_copy"}
 RANDOM = frozenset(["dropout", "native_dropout", "bernoulli", "feature_dropout", "alpha_dropout"])
 Edge = tuple[str, int]  # (node, operand)
 
@@ -56,7 +56,7 @@ class Flow:
 
     @cached_property
     def layouts(self) -> frozenset[str]:
-        return frozenset(n for n, run in self.runs.items() if self.operators[n] in LAYOUT or run.owner != n)
+        return frozenset(n for n, run in self.runs.items() if self.operators[n] in _LAYOUT or run.owner != n)
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:

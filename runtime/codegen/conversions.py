@@ -27,7 +27,7 @@ import torch
 from autopar.runtime.distributed.mesh import MeshDim
 
 c10d = torch.ops._c10d_functional
-Primitive = Callable[[torch.Tensor, MeshDim, int, int], torch.Tensor]
+_Primitive = Callable[[torch.Tensor, MeshDim, int, int], torch.Tensor]
 
 
 def identity_(x: torch.Tensor, mesh: MeshDim, dim: int, to: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def all_to_all_(x: torch.Tensor, mesh: MeshDim, dim: int, to: int) -> torch.Tens
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, forward: Primitive, backward: Primitive, mesh: MeshDim, dim: int, to: int
+        ctx: Any, x: torch.Tensor, forward: _Primitive, backward: _Primitive, mesh: MeshDim, dim: int, to: int
     ) -> torch.Tensor:
         ctx.backward_of = (backward, mesh, dim, to)
         return forward(x, mesh, dim, to)
@@ -129,7 +129,7 @@ class _Convert(torch.autograd.Function):
 
 
 def _convert(
-    x: torch.Tensor, forward: Primitive, backward: Primitive, mesh: MeshDim, dim: int = 0, to: int = 0
+    x: torch.Tensor, forward: _Primitive, backward: _Primitive, mesh: MeshDim, dim: int = 0, to: int = 0
 ) -> torch.Tensor:
     out: torch.Tensor = _Convert.apply(x, forward, backward, mesh, dim, to)
     return out

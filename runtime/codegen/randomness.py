@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from autopar._torch import private
+from autopar._torch.operators import aten
 from autopar.runtime.distributed.mesh import MeshDim
-
-aten = torch.ops.aten
 
 
 class RandomStream:

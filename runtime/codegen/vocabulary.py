@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from autopar._torch.operators import aten
 from autopar.runtime.distributed.mesh import MeshDim
 
-aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 

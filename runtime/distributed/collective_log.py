@@ -13,7 +13,7 @@ import torch
 
 from autopar._torch import private
 
-NAMESPACES = ("c10d", "_c10d_functional")
+_NAMESPACES = ("c10d", "_c10d_functional")
 _KINDS = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -71,7 +71,7 @@ def written_down() -> Iterator[list[Sent]]:
             )
         )
 
-    with private.watch_operators(NAMESPACES, seen):
+    with private.watch_operators(_NAMESPACES, seen):
         yield found
 
 

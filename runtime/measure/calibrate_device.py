@@ -30,7 +30,7 @@ from autopar.runtime.measure.calibrate_cuda import (
 FEWEST_ROUNDS, MOST_ROUNDS, MOST_REPEATS = 3, 9, 2000
 LATE = 2.0  # times the budget
 # rows are tokens, columns and inner sizes those of small models on CPU and of real ones on GPUs
-ROWS = {"cpu": (16, 64, 200, 1024), "cuda": (512, 2048, 8192)}
+_ROWS = {"cpu": (16, 64, 200, 1024), "cuda": (512, 2048, 8192)}
 COLUMNS_AND_INNER = {
     "cpu": ((64, 64), (256, 64), (64, 256), (300, 100), (256, 256), (1024, 256), (256, 1024), (1024, 1024)),
     "cuda": (
@@ -45,7 +45,7 @@ MEMORY_BYTES = {
     "cpu": (2**14, 2**16, 2**18, 2**20, 2**22, 2**24),
     "cuda": (2**26, 2**27, 2**28, 2**29, 2**30),  # more than caches hold
 }
-OPERATORS = 100  # of one chain of tiny ones
+_OPERATORS = 100  # of one chain of tiny ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def _work(part: Part, name: str, amount: float, **numbers: float) -> Work:
 
 
 def _products(device_type: str, dtype: str, *, every: int) -> Iterator[Work]:
-    shapes = [(m, n, k) for m in ROWS[device_type] for n, k in COLUMNS_AND_INNER[device_type]]
+    shapes = [(m, n, k) for m in _ROWS[device_type] for n, k in COLUMNS_AND_INNER[device_type]]
     for m, n, k in shapes[::every]:
         if dtype != "float8" or (n % 16 == 0 and k % 16 == 0):  # what 8-bit units take
             yield _work("matmul", dtype, 2.0 * m * n * k, count=1, m=m, n=n, k=k)
@@ -127,8 +127,8 @@ def _memory(device_type: str) -> Iterator[Work]:
 
 def _launches(device_type: str) -> Iterator[Work]:
     """The device's part, of operators alone on a CPU and of a replayed graph on a GPU, and the host's in training."""
-    yield _work("launch", "device", OPERATORS, trains=0)
-    yield _work("launch", "host", 2.0 * OPERATORS, trains=1)
+    yield _work("launch", "device", _OPERATORS, trains=0)
+    yield _work("launch", "host", 2.0 * _OPERATORS, trains=1)
 
 
 # ---- running ----
@@ -180,13 +180,13 @@ def _move(work: Work, device: torch.device) -> Action:
 
 
 def _chain(device: torch.device, *, trains: bool) -> Action:
-    """`OPERATORS` tiny operators one after the other, and as many backward."""
+    """`_OPERATORS` tiny operators one after the other, and as many backward."""
     x = torch.ones(1, device=device, requires_grad=trains)
     one = torch.ones(1, device=device)
 
     def run() -> None:
         y = x
-        for _ in range(OPERATORS):
+        for _ in range(_OPERATORS):
             y = torch.tanh(y)
         if trains:
             torch.autograd.grad(y, x, one)

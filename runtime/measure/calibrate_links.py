@@ -17,8 +17,8 @@ from autopar.ir.samples import Work
 from autopar.runtime.measure.calibrate_cuda import Action
 
 c10d = torch.ops._c10d_functional
-SIZES = {"cpu": tuple(2**i for i in range(10, 27, 2)), "cuda": tuple(2**i for i in range(10, 31, 2))}
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
+_SIZES = {"cpu": tuple(2**i for i in range(10, 27, 2)), "cuda": tuple(2**i for i in range(10, 31, 2))}
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 OVERLAP_BYTES, OVERLAP_SIZE, OVERLAP_PRODUCTS = {"cpu": 2**22, "cuda": 2**28}, {"cpu": 256, "cuda": 8192}, 8
 
 
@@ -64,8 +64,8 @@ def link_works(groups: Groups, device_type: str) -> list[Work]:
     """Every kind and size over groups, the smallest first. Sizes are of the whole tensor."""
     return [
         Work(part="collective", name=kind, amount=size, numbers={"ranks": groups.size, "hosts": groups.hosts})
-        for size in SIZES[device_type]
-        for kind in KINDS
+        for size in _SIZES[device_type]
+        for kind in _KINDS
         if kind != "point_to_point" or groups.size == 2
     ]
 

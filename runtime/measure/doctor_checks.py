@@ -20,7 +20,7 @@ from autopar.runtime.codegen import conversions
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 
 Parts = list[torch.Tensor]  # one tensor for each rank of a mesh dimension
-DTYPES = {torch.float64: 512, torch.float32: 512, torch.bfloat16: 2}  # and how large integers are drawn
+_DTYPES = {torch.float64: 512, torch.float32: 512, torch.bfloat16: 2}  # and how large integers are drawn
 FSDP_TOLERANCE = 1e-12  # of float64, relative to the largest value
 WIDTH, STEPS, RATE = 16, 2, 1e-3
 
@@ -126,7 +126,7 @@ def groups_to_check(world: RankMesh) -> dict[str, MeshDim]:
 def check_row(row: Row, groups: dict[str, MeshDim], device: torch.device) -> Iterator[Difference]:
     """A row forward and backward on every group, in every dtype, along every tensor dimension. Collective."""
     for where, mesh in groups.items():
-        for dtype, high in DTYPES.items():
+        for dtype, high in _DTYPES.items():
             for dims in permutations((0, 1), row.num_dims):
                 generator = torch.Generator().manual_seed(len(where) + 31 * sum(dims))
                 forward, backward = _one(row, mesh, dims, dtype, high, generator, device)

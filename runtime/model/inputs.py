@@ -9,7 +9,7 @@ import torch
 from autopar.errors import RuntimeInputError, did_you_mean
 from autopar.ir.program import InputInfo, Program
 
-Shapes = Mapping[str, tuple[int, ...]]
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

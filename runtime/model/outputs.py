@@ -9,7 +9,7 @@ from autopar.ir.sharding import Dims, R, Type
 from autopar.runtime.codegen.conversions import all_gather_
 from autopar.runtime.distributed.mesh import RankMesh
 
-DATA = ("dp_replicate", "dp_shard")  # torch's names for the mesh dimension `dp`
+_DATA = ("dp_replicate", "dp_shard")  # torch's names for the mesh dimension `dp`
 
 
 def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: RankMesh) -> torch.Tensor:
@@ -24,7 +24,7 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
             current[i] = R
     by_name = dict(zip(mesh.spec.names, current, strict=True))
     names = mesh.device_mesh.mesh_dim_names or ()
-    kinds = [by_name["dp" if name in DATA else name] for name in names]
+    kinds = [by_name["dp" if name in _DATA else name] for name in names]
     for kind, coordinate, degree in zip(
         kinds, mesh.device_mesh.get_coordinate() or (), mesh.device_mesh.shape, strict=True
     ):

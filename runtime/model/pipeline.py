@@ -28,8 +28,8 @@ from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import Compiled
 from autopar.runtime.model.stage import StageModule
 
-Values = dict[str, Any]
-RunStage = Callable[[StageModule, Stage, Values, int], Values]  # module, stage, named values, micro-batch
+_Values = dict[str, Any]
+RunStage = Callable[[StageModule, Stage, _Values, int], _Values]  # module, stage, named values, micro-batch
 
 
 class _Submodule(nn.Module):

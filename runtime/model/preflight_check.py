@@ -25,11 +25,11 @@ from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
 from autopar.runtime.model.inputs import Batch, unfit
 
-KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
-READING, ENDED, FAILED, STEP, EVALUATION = range(len(KINDS))
+_KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
+READING, ENDED, FAILED, STEP, EVALUATION = range(len(_KINDS))
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
-Row = Sequence[int]  # kind and mode, step, whether the batch is unfit, sequences; then per input shape and checksum
+_Row = Sequence[int]  # kind and mode, step, whether the batch is unfit, sequences; then per input shape and checksum
 
 
 class Agreement:
@@ -82,7 +82,7 @@ class Agreement:
             yield item
             count += 1
 
-    def _exchange(self, row: Row) -> list[list[int]]:
+    def _exchange(self, row: _Row) -> list[list[int]]:
         width = 4 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
         own = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -90,7 +90,7 @@ class Agreement:
         return [one.tolist() for one in every]
 
 
-def disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
+def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
     """What the ranks do not agree on, naming ranks and input; empty where they agree."""
     kinds = _groups([row[0] // 2 for row in rows])
     if len(kinds) > 1:
@@ -101,7 +101,7 @@ def disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: Callab
                 "every rank the same number of batches (a sampler that pads or drops the last ones), or stop after the "
                 "smallest number"
             )
-        return "ranks do different things: " + "; ".join(f"{_ranks(r)} {KINDS[k]}" for k, r in kinds.items())
+        return "ranks do different things: " + "; ".join(f"{_ranks(r)} {_KINDS[k]}" for k, r in kinds.items())
     modes = _groups([row[0] % 2 for row in rows])
     if len(modes) > 1:
         return (
@@ -117,7 +117,7 @@ def disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: Callab
     return _data_disagreement(rows, inputs, dp_of)
 
 
-def _data_disagreement(rows: Sequence[Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
+def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
     replicas = list(_groups([dp_of(rank) for rank in range(len(rows))]).values())
     for index, info in enumerate(inputs):
         shapes = _groups([row[4 + 2 * index] for row in rows])

@@ -24,7 +24,7 @@ from autopar.runtime.parameters.relayout import is_same
 MAX_SHAPES = 16
 logger = logging.getLogger("autopar")
 Sizes = Mapping[str, tuple[int, ...]]
-Key = tuple[bool, tuple[tuple[str, tuple[int, ...]], ...]]
+_Key = tuple[bool, tuple[tuple[str, tuple[int, ...]], ...]]
 
 
 class Replan(Protocol):
@@ -46,7 +46,7 @@ class Shapes:
     ) -> None:
         self.base, self._held, self._replan = base, held, replan
         self._base_key = _key(base.local_shapes(), training=True)
-        self._others: dict[Key, Compiled] = {}  # least recently used first
+        self._others: dict[_Key, Compiled] = {}  # least recently used first
         self._warned = False
 
     @property
@@ -106,5 +106,5 @@ class Shapes:
         self._warned = True
 
 
-def _key(sizes: Sizes, training: bool) -> Key:
+def _key(sizes: Sizes, training: bool) -> _Key:
     return training, tuple(sorted(sizes.items()))

@@ -25,7 +25,7 @@ from autopar.ir.plan import Degrees
 from autopar.ir.schedules import SCHEDULES
 from autopar.runtime.distributed.mesh import RankMesh
 
-Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
+_Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
 
 
 def splits_backward(degrees: Degrees) -> bool:
@@ -38,7 +38,7 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def shard(module: nn.Module, dims: Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
+def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
     """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
     if degrees.zero == 0 or degrees.dp == 1:
         return

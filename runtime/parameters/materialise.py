@@ -29,7 +29,7 @@ from autopar.runtime.parameters.state_loading import Entry, Slot, State, compare
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
 _WHAT_TO_PASS = "pass a state dict or a .safetensors file, or build the model on CPU"
 
-Action = Callable[[], object]
+_Action = Callable[[], object]
 
 
 def parameter_source(
@@ -131,7 +131,7 @@ class _Initialiser:
         parts = path.split(".") if path else []
         return [self._modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
 
-    def _run(self, slot: Slot, owner: nn.Module, attribute: str, actions: list[Action]) -> torch.Tensor | None:
+    def _run(self, slot: Slot, owner: nn.Module, attribute: str, actions: list[_Action]) -> torch.Tensor | None:
         """The tensor after the actions, None if they did not write all of it."""
         held = slot.tensor
         # NaN shows what is not written; it also survives scaling of what was there before
@@ -220,11 +220,11 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _actions(chain: list[nn.Module]) -> tuple[list[Action], list[Action]]:
+def _actions(chain: list[nn.Module]) -> tuple[list[_Action], list[_Action]]:
     """Initialisers that may write a tensor of ``chain[0]``: transformers' alone, and all, in construction's order."""
     base = _transformers_class()
-    ours: list[Action] = []
-    everything: list[Action] = []
+    ours: list[_Action] = []
+    everything: list[_Action] = []
     for i, module in enumerate(chain):
         is_pretrained = base is not None and isinstance(module, base)
         for name in () if is_pretrained else _INITIALISERS:
@@ -244,7 +244,7 @@ def _actions(chain: list[nn.Module]) -> tuple[list[Action], list[Action]]:
     return (ours if len(ours) < len(everything) else []), everything
 
 
-def _bound(method: Callable[..., object], module: nn.Module) -> Action:
+def _bound(method: Callable[..., object], module: nn.Module) -> _Action:
     return lambda: method(module)
 
 

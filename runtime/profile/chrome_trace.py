@@ -14,15 +14,15 @@ from typing import Any
 from autopar.errors import InputError
 from autopar.runtime.profile.timeline import COMPUTE, HOST, MESSAGES, Slice
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 _SLACK_US = 0.01  # what rounding may move an end by
 
 
-def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[str, Any]) -> Json:
+def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[str, Any]) -> _Json:
     """The document of all ranks, each with its name; times begin with the first slice of any."""
     start = min((one.start_us for _, slices in ranks for one in slices), default=0.0)
-    events: list[Json] = []
-    ends: dict[tuple[Any, ...], list[Json]] = {}
+    events: list[_Json] = []
+    ends: dict[tuple[Any, ...], list[_Json]] = {}
     for rank, (name, slices) in enumerate(ranks):
         events += [_meta("process_name", rank, name=name), _meta("process_sort_index", rank, sort_index=rank)]
         for thread, (track, own) in enumerate(lanes(slices)):
@@ -75,8 +75,8 @@ def _coordinates(rank_name: str) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
 
-def _arrows(ends: Mapping[tuple[Any, ...], Sequence[Json]]) -> list[Json]:
-    found: list[Json] = []
+def _arrows(ends: Mapping[tuple[Any, ...], Sequence[_Json]]) -> list[_Json]:
+    found: list[_Json] = []
     for number, both in enumerate(ends.values()):
         sends = [one for one in both if one["sends"]]
         receives = [one for one in both if not one["sends"]]
@@ -87,7 +87,7 @@ def _arrows(ends: Mapping[tuple[Any, ...], Sequence[Json]]) -> list[Json]:
     return found
 
 
-def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> Json:
+def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> _Json:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 

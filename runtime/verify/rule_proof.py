@@ -24,9 +24,9 @@ from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
 from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-DEGREES = (2, 3)
+_DEGREES = (2, 3)
 NUM_PAIRS = 6  # of splits on two mesh dimensions, per binding
-Sizes = list[list[int]]
+_Sizes = list[list[int]]
 Proved = frozenset[tuple[str, int]]
 
 
@@ -164,7 +164,7 @@ def prove(sample: Sample, rule: Rule, rng: random.Random) -> Proved:
         partial = [v for v in whole_variants(bound) if v.label.startswith("P:")]
         for variant in partial:
             run_variants(sample, bound, [variant], [2])
-        for degree in DEGREES:
+        for degree in _DEGREES:
             for variant in split_variants(bound, degree):
                 if rewrites_fit(bound, [variant], [degree]) and run_variants(sample, bound, [variant], [degree]):
                     proved.add((variant.factor, variant.axis))
@@ -177,7 +177,7 @@ def _pairs(
     bound: Bound, partial: Sequence[Variant], rng: random.Random
 ) -> Iterator[tuple[tuple[Variant, ...], list[int]]]:
     """Variants for two mesh dimensions at once, which never split the same axis, nor rewrite one factor twice."""
-    ways = [(v, degree) for degree in DEGREES for v in split_variants(bound, degree)] + [(v, 2) for v in partial]
+    ways = [(v, degree) for degree in _DEGREES for v in split_variants(bound, degree)] + [(v, 2) for v in partial]
     pairs = [
         pair
         for pair in combinations(ways, 2)
@@ -271,7 +271,7 @@ def _gradients(leaves: Sequence[torch.Tensor], output: torch.Tensor, cotangent: 
         output.backward(cotangent)
 
 
-def _sizes(dims: Dims) -> Sizes:
+def _sizes(dims: Dims) -> _Sizes:
     return [list(dim) for dim in dims.sizes]
 
 
@@ -280,7 +280,7 @@ def _flows_back(kind: Type) -> Type:
     return Type("R") if kind.kind == "P" else kind
 
 
-def _cut(tensor: torch.Tensor, sizes: Sizes, kind: Type, degree: int, zeros: bool) -> list[torch.Tensor]:
+def _cut(tensor: torch.Tensor, sizes: _Sizes, kind: Type, degree: int, zeros: bool) -> list[torch.Tensor]:
     """Parts of equal size of one axis; what pads the last ones is zero, or whatever else stands in the tensor."""
     axes, dim = sizes[kind.dim], kind.dim + kind.position
     unflat = tensor.unflatten(kind.dim, axes)
@@ -293,7 +293,7 @@ def _cut(tensor: torch.Tensor, sizes: Sizes, kind: Type, degree: int, zeros: boo
     return [piece.flatten(kind.dim, kind.dim + len(axes) - 1) for piece in unflat.split(size, dim)]
 
 
-def _shrunk(sizes: Sizes, kind: Type, degree: int) -> Sizes:
+def _shrunk(sizes: _Sizes, kind: Type, degree: int) -> _Sizes:
     copy = [list(dim) for dim in sizes]
     if kind.kind == "S":
         copy[kind.dim][kind.position] = chunk(copy[kind.dim][kind.position], degree)
@@ -301,7 +301,7 @@ def _shrunk(sizes: Sizes, kind: Type, degree: int) -> Sizes:
 
 
 def parts(
-    tensor: torch.Tensor, sizes: Sizes, types: Sequence[Type], degrees: Sequence[int], *, zeros: bool
+    tensor: torch.Tensor, sizes: _Sizes, types: Sequence[Type], degrees: Sequence[int], *, zeros: bool
 ) -> list[torch.Tensor]:
     """Every rank's part of a tensor, the last mesh dimension fastest; `zeros` says what pads uneven parts."""
     if not types:
@@ -325,7 +325,7 @@ def _noise(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def combine(
-    pieces: Sequence[torch.Tensor], sizes: Sizes, types: Sequence[Type], degrees: Sequence[int], summed: str
+    pieces: Sequence[torch.Tensor], sizes: _Sizes, types: Sequence[Type], degrees: Sequence[int], summed: str
 ) -> torch.Tensor:
     """The whole of every rank's part. Parts of type `summed` are added, other unsharded ones must be equal."""
     if not types:

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autopar._torch import private
+from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
 from autopar.errors import InputError, VerificationError
 from autopar.ir.plan import BlockLabels
@@ -35,10 +36,9 @@ from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_l
 from autopar.runtime.codegen.randomness import attention_with_dropout, dropout
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 
-aten = torch.ops.aten
-ATTENTION = aten.scaled_dot_product_attention.default
-Types = tuple[Type, ...]
-VIEWS = {
+_ATTENTION = aten.scaled_dot_product_attention.default
+_Types = tuple[Type, ...]
+_VIEWS = {
     aten.reshape.default,
     aten.expand.default,
     aten.slice.Tensor,
@@ -53,7 +53,7 @@ VIEWS = {
     aten.flatten.using_ints,
     aten.constant_pad_nd.default,
 }
-REWRITES = {vocabulary.vocab_parallel_embedding, vocabulary.vocab_parallel_cross_entropy_sum}
+_REWRITES = {vocabulary.vocab_parallel_embedding, vocabulary.vocab_parallel_cross_entropy_sum}
 CREATES = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
 # conversion -> (source, destination); a shard's dimension stands in the call
 CONVERSIONS: Mapping[Any, tuple[str, str]] = {
@@ -209,7 +209,7 @@ class _Checker:
 
     # --- types ---------------------------------------------------------------------------------------------------
 
-    def spmd_type(self, types: Types, ndim: int) -> tuple[dict[Any, Any], Any]:
+    def spmd_type(self, types: _Types, ndim: int) -> tuple[dict[Any, Any], Any]:
         """Our types in the checker's words: a local type per mesh dimension and a partition spec."""
         words = {"I": self.spmd.I, "R": self.spmd.R, "P": self.spmd.P, "S": self.spmd.V}
         local: dict[Any, Any] = {}
@@ -225,7 +225,7 @@ class _Checker:
             return local, None
         return local, self.spmd.PartitionSpec(*(e[0] if e and len(e) == 1 else e for e in spec))
 
-    def stamp(self, x: torch.Tensor, types: Types) -> torch.Tensor:
+    def stamp(self, x: torch.Tensor, types: _Types) -> torch.Tensor:
         local, spec = self.spmd_type(types, x.dim())
         if local:
             self.spmd.assert_type(x, local, partition_spec=spec)
@@ -248,7 +248,7 @@ class _Checker:
             found.append((kind, where))
         return found
 
-    def expect(self, x: torch.Tensor, types: Types, what: str) -> None:
+    def expect(self, x: torch.Tensor, types: _Types, what: str) -> None:
         """What the checker derived must be what is declared; without a cotangent I and R are one."""
         for axis, (kind, dim), wanted in zip(self.axes, self.derived(x), types, strict=True):
             if not kind or (kind == wanted.kind and dim == wanted.dim):
@@ -291,10 +291,10 @@ class _Checker:
         if node.target in (gather_linear, kept_gather_linear):
             return self.gather_linear(*args)
         tensors = [v for v in _flat((args, kwargs)) if isinstance(v, torch.Tensor)]
-        operand_types: Sequence[Types] = node.meta.get("operand_types", ())
+        operand_types: Sequence[_Types] = node.meta.get("operand_types", ())
         for k, (x, wanted) in enumerate(zip(tensors, operand_types, strict=False)):
             self.expect(x, wanted, f"operand {k}")
-        types: Types = node.meta["types"]
+        types: _Types = node.meta["types"]
         if node.target is dropout:  # a product with a mask that is drawn as the value is split
             self.num_operators += 1
             return torch.mul(args[0], self.stamp(torch.empty_like(args[0], requires_grad=False), types))
@@ -309,15 +309,15 @@ class _Checker:
         return out
 
     def operator(
-        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand_types: Sequence[Types]
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operand_types: Sequence[_Types]
     ) -> torch.Tensor:
         """Call an operator under the checker; a partial bias joins a partial product by addition."""
         if target is aten.linear.default and any(t.kind == "P" for types in operand_types for t in types):
             product = torch.matmul(args[0], args[1].t())
             return product if len(args) < 3 or args[2] is None else torch.add(product, args[2])
         if target is attention_with_dropout:
-            target, args = ATTENTION, (*args[1:5], 0.0, *args[6:])
-        if target is ATTENTION and (args[5] if len(args) > 5 else kwargs.get("is_causal", False)):
+            target, args = _ATTENTION, (*args[1:5], 0.0, *args[6:])
+        if target is _ATTENTION and (args[5] if len(args) > 5 else kwargs.get("is_causal", False)):
             self.causal(args[0])
             kwargs = {k: v for k, v in kwargs.items() if k != "is_causal"}
             args = args[:5]
@@ -329,7 +329,7 @@ class _Checker:
         if any(kind == "S" and dim == query.dim() - 2 for kind, dim in self.derived(query)):
             raise VerificationError("causal attention whose queries are split: each rank's mask would begin at 0")
 
-    def convert(self, conversion: Any, types: Types, x: torch.Tensor, axis: MeshDim, *dims: int) -> torch.Tensor:
+    def convert(self, conversion: Any, types: _Types, x: torch.Tensor, axis: MeshDim, *dims: int) -> torch.Tensor:
         """The counterpart of a conversion, on an operand that must have exactly the source type."""
         if axis.degree == 1:
             return x
@@ -375,7 +375,7 @@ class _Checker:
         entries = self.spmd.get_partition_spec(x) or ()
         return any(isinstance(e, tuple) and group in e and e[-1] != group for e in entries)
 
-    def outer_of(self, types: Types, index: int) -> bool:
+    def outer_of(self, types: _Types, index: int) -> bool:
         own = types[index]
         return any(
             t.kind == "S" and t.dim == own.dim and t.position > own.position and self.axes[k].degree > 1
@@ -397,16 +397,16 @@ class _Checker:
 
     # --- regions -------------------------------------------------------------------------------------------------
 
-    def region_reason(self, node: fx.Node, tensors: Sequence[torch.Tensor], types: Types) -> str:
+    def region_reason(self, node: fx.Node, tensors: Sequence[torch.Tensor], types: _Types) -> str:
         """Why global mode cannot follow a call, "" where it can."""
         if not tensors:
             return ""
-        if node.target in REWRITES:
+        if node.target in _REWRITES:
             return "rewritten for a split vocabulary"
         if node.meta.get("rewritten"):
             return "divisor of a split mean"
         sharded = any(t.kind == "S" for t in types) or any(kind == "S" for x in tensors for kind, _ in self.derived(x))
-        if node.target in VIEWS and sharded:
+        if node.target in _VIEWS and sharded:
             return "view of a shard"
         if node.target is aten.cat.default and sharded:
             dim = node.args[1] if len(node.args) > 1 else 0

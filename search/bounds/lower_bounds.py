@@ -26,15 +26,15 @@ from autopar.cost_model.step.offload import can_offload, host_bytes
 from autopar.cost_model.step.step import StepSeconds
 from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.ir.arrays import Floats
 from autopar.search.bounds.memory import memory_bounds
 from autopar.search.bounds.pipeline import Run, lower_bound
 from autopar.search.bounds.uniform_partition import EvenCuts
 from autopar.search.space.candidates import Candidates
 from autopar.search.space.constraints import Pinned
 
-Floats = NDArray[np.float64]
 BEHIND_PIPELINE = ("data collectives", "optimizer", "gradient accumulation", "fixed")
-ROUNDING = 1e-9  # of a part of the blocks
+_ROUNDING = 1e-9  # of a part of the blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         share = np.zeros(len(found))
     elif on.pinned.recompute_blocks is not None:
         asked = np.minimum(on.pinned.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
-        share = np.where(least <= asked * (1 + ROUNDING), asked, NO_SHARE)
+        share = np.where(least <= asked * (1 + _ROUNDING), asked, NO_SHARE)
     if on.pinned.cuts is not None:  # nothing is known of their memory before they are priced
         share = np.where(np.isfinite(share) & (share <= 1), share, 0.0)
     mixed = (1 - share) * steps[0].seconds + share * steps[1].seconds
@@ -247,5 +247,5 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> tuple[StepPr
 def _of_whole_blocks(share: Floats, run: Run) -> Floats:
     """As plans recompute: as many whole blocks in every stage, or all of them."""
     stages = run.pp * run.virtual
-    blocks = np.ceil(share * run.blocks / stages * (1 - ROUNDING))
+    blocks = np.ceil(share * run.blocks / stages * (1 - _ROUNDING))
     return np.where(share > 1, share, np.minimum(blocks * stages / run.blocks, 1.0))

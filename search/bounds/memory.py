@@ -27,10 +27,10 @@ from autopar.cost_model.memory.formula import (
 from autopar.cost_model.pipeline.closed_forms import live_stage_micro_batches, warm_up_passes
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work.block_work import Family
+from autopar.ir.arrays import Floats
 from autopar.search.bounds.pipeline import IS_V, NAMES
 from autopar.search.bounds.uniform_partition import EvenCuts
 
-Floats = NDArray[Any]
 MOST_SHARE = 2.0  # of the blocks that a rank would have to recompute: as if it had fewer and others more
 MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # how near to the first rank a rank is
 # what a rank holds of a model, by the names of `autopar.cost_model.memory.formula`; activations with what recomputation

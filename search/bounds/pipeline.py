@@ -25,11 +25,9 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
+from autopar.ir.arrays import Floats
 from autopar.ir.schedules import SCHEDULES
 from autopar.search.bounds.uniform_partition import EvenCuts, even_cuts
-
-Floats = NDArray[Any]
-
 
 NAMES = tuple(SCHEDULES)
 IS_V = np.array([kind.order == "v" for kind in SCHEDULES.values()])

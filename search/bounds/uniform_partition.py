@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-NEAR = (-1.0, 0.0, 1.0)  # how far the best number of blocks of an end lies from an equal share
+from autopar.ir.arrays import Floats
+
+_NEAR = (-1.0, 0.0, 1.0)  # how far the best number of blocks of an end lies from an equal share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ def even_cuts(blocks: Floats, stages: Floats, block_s: Floats, first_s: Floats, 
     share = (blocks * block + first + last) / stages
     near = [np.floor((share - end) / block) for end in (first, last)]
     best: list[Floats] = []
-    for i in NEAR:
-        for j in NEAR:
+    for i in _NEAR:
+        for j in _NEAR:
             one = _cut(blocks, stages, block, first, last, near[0] + i, near[1] + j)
             if not best:
                 best = one

@@ -15,7 +15,7 @@ from autopar.search.driver.search import Searched, added_seconds
 from autopar.search.pricing.exact import AS_IT_IS, Priced
 
 MORE = 2  # exact prices for each plan that is asked for
-Key = tuple[int, ...]
+_Key = tuple[int, ...]
 
 
 def next_best(
@@ -27,11 +27,11 @@ def next_best(
     """At most `top` candidates that fit, the best first, without the combination of the best of all. `price` gives an
     exact price; `ahead` is told what it will be asked for, as it is cheaper to price some together."""
     c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
-    chosen: dict[Key, tuple[float, int, Priced]] = {}
+    chosen: dict[_Key, tuple[float, int, Priced]] = {}
 
     columns = (c.num_devices, c.pp, c.tp, c.zero)
 
-    def key(index: int) -> Key:
+    def key(index: int) -> _Key:
         return tuple(int(column[index]) for column in columns)
 
     def take(index: int, one: Priced) -> None:
@@ -67,8 +67,8 @@ def next_best(
 def _first_below(
     values: NDArray[np.float64],
     classes: NDArray[np.int64],
-    chosen: Mapping[Key, tuple[float, int, Priced]],
-    key: Callable[[int], Key],
+    chosen: Mapping[_Key, tuple[float, int, Priced]],
+    key: Callable[[int], _Key],
     top: int,
 ) -> list[int]:
     """Candidates of the least bounds that could still be told: below the last of those that are, and below what their
@@ -76,7 +76,7 @@ def _first_below(
     told = sorted(value for value, _, _ in chosen.values())
     last = told[top] if len(told) > top else np.inf
     below = np.flatnonzero(values < last)
-    found: dict[Key, int] = {}
+    found: dict[_Key, int] = {}
     for index in below[np.argsort(values[below], kind="stable")].tolist():
         own = key(index)
         if own in found or (own in chosen and values[index] >= chosen[own][0]):

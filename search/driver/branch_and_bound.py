@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+from autopar.ir.arrays import Floats, Integers
+
 ROUNDING = 1e-9  # of a price: bounds above it by less are not below it
 AHEAD = 24
 LEAST_AHEAD = 8  # several cost little more together than the first one

@@ -24,7 +24,7 @@ from autopar.search.pricing.exact import Priced, pricing_of
 from autopar.search.pricing.objective import Part
 from autopar.search.space.candidates import WORDS, Limits, Wishes
 
-SAME = 1e-9  # of a number counted twice
+_SAME = 1e-9  # of a number counted twice
 # what of degrees a search decides
 DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
            "virtual_stages", "recompute", "recompute_blocks", "order")  # fmt: skip
@@ -93,10 +93,10 @@ def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
     }
     for name, value in again.items():
         had = getattr(best, name)
-        if not (isfinite(had) and had > 0 and isclose(had, value, rel_tol=SAME)):
+        if not (isfinite(had) and had > 0 and isclose(had, value, rel_tol=_SAME)):
             yield Problem(path=name, value=had, rule=f"is {value!r} when counted again")
     capacity = part.on.capacity_bytes
-    if not best.fits or again["needed_bytes"] > capacity * (1 + SAME):
+    if not best.fits or again["needed_bytes"] > capacity * (1 + _SAME):
         rule = f"must fit: it is {again['needed_bytes']:.6g} of {capacity:.6g} bytes"
         yield Problem(path="needed_bytes", value=best.needed_bytes, rule=rule)
 
@@ -107,10 +107,10 @@ def _proof(found: Searched, best: Priced) -> Iterator[Problem]:
         if found.refined.best is None:
             yield Problem(path="proof", rule="has no plan that fits")
         return
-    if not proof.bound <= proof.best.value * (1 + SAME):
+    if not proof.bound <= proof.best.value * (1 + _SAME):
         yield Problem(path="bound", value=proof.bound, rule=f"must not be above the best price, {proof.best.value!r}")
     least = min((goal.value(one) for one in found.exact.values() if one.fits), default=float("inf"))
-    if goal.value(best) > least * (1 + SAME):
+    if goal.value(best) > least * (1 + _SAME):
         yield Problem(path="value", value=goal.value(best), rule=f"must be the least that was priced, {least!r}")
 
 

@@ -31,7 +31,7 @@ from autopar.search.space.candidates import Limits, Wishes, limits_on, without_o
 
 LEAST_TOKENS = 64
 MOST_TRIES = 24  # numbers of hosts; after half of them each is a quarter larger than the one before
-MOST_PRICED = 20
+_MOST_PRICED = 20
 ANY_LINK = Link(bytes_per_s=1e9, latency_s=1e-6, name="none")  # memory does not depend on it
 
 
@@ -187,7 +187,7 @@ def _searched(asked: Asked, on: Machinery, goes_on: Callable[[], bool]) -> Price
             limits,
             asked.wanted,
             on,
-            most_exact=MOST_PRICED,
+            most_exact=_MOST_PRICED,
             goes_on=goes_on,
             goal=goal,
         ).best

@@ -17,7 +17,7 @@ from autopar.search.space.baselines import Baseline
 from autopar.search.space.candidates import Candidates
 
 NEARLY = 0.03  # slower than the best: moving a block has been seen to gain 2 %
-MOST = 8  # of all: with blocks moved, and baselines as they are, no more than the trials of a search
+_MOST = 8  # of all: with blocks moved, and baselines as they are, no more than the trials of a search
 KIND = ("tp", "pp", "schedule", "virtual", "micro_batch")
 BEST = "best of screening"
 
@@ -63,4 +63,4 @@ def _first_of_kinds(kinds: NDArray[np.int64], indices: Sequence[int]) -> list[in
     first: dict[int, int] = {}
     for index in indices:
         first.setdefault(int(kinds[index]), index)
-    return list(first.values())[: MOST - 1]
+    return list(first.values())[: _MOST - 1]

@@ -23,6 +23,7 @@ from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.block_work import Family
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
+from autopar.ir.arrays import Floats
 from autopar.search.bounds.lower_bounds import Machinery, basis_of, layouts_of, screen
 from autopar.search.bounds.pipeline import SPLITS_BACKWARD
 from autopar.search.driver.alternatives import raised_seconds
@@ -34,8 +35,7 @@ from autopar.search.pricing.batch import Together, Varied
 from autopar.search.pricing.exact import AS_IT_IS, Cut, Priced
 from autopar.search.space.candidates import Candidates
 
-Floats = NDArray[np.float64]
-ENDS = ("first", "last")
+_ENDS = ("first", "last")
 SPLITS = np.flatnonzero(SPLITS_BACKWARD)  # schedules
 NOTHING_KNOWN = -1e200  # seconds
 MOST_VARIED = 4  # candidates whose cuts are moved
@@ -171,7 +171,7 @@ def _most_saved(works: ProgramWorks, found: Candidates, on: Machinery) -> Floats
     kept = _without_second_gathers(again)
     staged, splits = found.pp > 1, np.isin(found.schedule, SPLITS)
     saved = np.zeros(len(found))
-    for role in (*repeated_roles(basis.shape), *ENDS):
+    for role in (*repeated_roles(basis.shape), *_ENDS):
         ours, theirs = _passes(basis, again, layouts, role), _passes(basis, kept, layouts, role)
         least = ours.backward + np.where(staged, np.where(splits, -ours.weight, 0.0), ours.forward)
         less = ours.backward - theirs.backward
@@ -180,7 +180,7 @@ def _most_saved(works: ProgramWorks, found: Candidates, on: Machinery) -> Floats
 
 
 def _passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
-    if role in ENDS:
+    if role in _ENDS:
         return end_passes(basis, family, layouts, role)
     prices, parts = block_prices(basis, family, layouts, role)
     return Passes(forward=prices.forward, backward=prices.backward, weight=parts.weight)

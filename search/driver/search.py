@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
+from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.bounds.lower_bounds import Machinery, Screened, screen
 from autopar.search.driver.branch_and_bound import Proof, best_first
@@ -34,7 +35,6 @@ from autopar.search.result.format import readable_value
 from autopar.search.space.baselines import Baseline, baselines
 from autopar.search.space.candidates import Candidates, Limits, Wishes, candidates
 
-Floats = NDArray[np.float64]
 MOST_BY_STAGE = 48  # prices of candidates whose stages recompute what they need themselves
 # from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
 Works = Callable[[int], ProgramWorks]

@@ -33,7 +33,7 @@ MAX_RECORD_BYTES = 1024 * 1024
 WAIT_S = 5.0  # for the process that made a study to say what it answers
 TIMES = 20  # that a database is asked for while another process sets it up
 RESULT = "result"  # attributes of the search's result, in pieces
-PIECE = 30_000  # characters of one: MySQL's TEXT holds 64 kB
+_PIECE = 30_000  # characters of one: MySQL's TEXT holds 64 kB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def study_place(where: str | Path, question: Mapping[str, Any]) -> StudyPlace:
 
 def keep_result(where: str, text: str) -> None:
     """Keep what a search found in its study, in place of what was kept before. Raises `InputError`."""
-    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     with _as_input_errors(where):
         study = _set_up(where)
         for number, piece in enumerate(pieces):

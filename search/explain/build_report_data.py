@@ -33,7 +33,7 @@ from autopar.search.space.candidates import NAMES
 
 MOST_PASSES = 4000  # of a time line that is kept whole
 MOST_POINTS = 1500
-SECONDS_PER_HOUR = 3600.0
+_SECONDS_PER_HOUR = 3600.0
 
 
 def details_of(best: Priced, works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Details:
@@ -61,7 +61,7 @@ def _rates(best: Priced, pricing: Pricing, cluster: ClusterSpec, on: Machinery) 
         mfu=reached,
         hfu=reached * (1 + again_flops / model_flops if model_flops else 1.0),
         peak_flops_per_s=peak,
-        usd_per_billion_tokens=None if price is None else price / SECONDS_PER_HOUR / per_s * 1e9,
+        usd_per_billion_tokens=None if price is None else price / _SECONDS_PER_HOUR / per_s * 1e9,
     )
 
 

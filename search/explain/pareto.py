@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.arrays import Floats
 from autopar.search.driver.search import Searched
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal
 from autopar.search.result.result import FrontPoint, degrees_in_plain
 
-Floats = NDArray[np.float64]
 MOST_BOUNDS = 60  # screened points of the front that are told, spread evenly over it
 
 

@@ -9,7 +9,7 @@ from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Dims, Mesh, Type
 from autopar.rules.variants import Variant, by_label, rewrites_fit, variants
 
-Types = tuple[Type, ...]
+_Types = tuple[Type, ...]
 
 
 def check(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> None:
@@ -65,7 +65,7 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
     return problems
 
 
-def _type(where: str, types: Types, dims: Dims, mesh: Mesh, batch: frozenset[int]) -> list[Problem]:
+def _type(where: str, types: _Types, dims: Dims, mesh: Mesh, batch: frozenset[int]) -> list[Problem]:
     """A type per mesh dimension, none partial, each axis split once, the batch evenly."""
     if len(types) != len(mesh.degrees):
         return [Problem(path=where, rule="needs one type per mesh dimension", value=types)]
@@ -89,9 +89,9 @@ def _type(where: str, types: Types, dims: Dims, mesh: Mesh, batch: frozenset[int
 def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> list[Problem]:
     """Walk the calls in order: every value has one type, that of each port it is bound to."""
     problems: list[Problem] = []
-    types: dict[str, Types] = {}
+    types: dict[str, _Types] = {}
 
-    def bind(name: str, found: Mapping[str, Types], port: str, path: str) -> None:
+    def bind(name: str, found: Mapping[str, _Types], port: str, path: str) -> None:
         own = found.get(port, ())
         known = types.setdefault(name, own)
         if known != own:

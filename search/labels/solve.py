@@ -47,7 +47,7 @@ class LabelOptions:
     time_limit_s: float = 60.0
 
 
-Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
+_Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
 
 
 class Known:
@@ -56,7 +56,7 @@ class Known:
 
     def __init__(self) -> None:
         self.boundaries: dict[Analysis, Boundary] = {}
-        self.first: list[tuple[tuple[object, ...], Found]] = []
+        self.first: list[tuple[tuple[object, ...], _Found]] = []
 
     def boundary(self, program: Program, analysis: Analysis) -> Boundary:
         if analysis not in self.boundaries:
@@ -150,7 +150,7 @@ class _Turn:
             analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, options.hidden_axes
         )
 
-    def solve(self, *, relaxed: bool) -> Found:
+    def solve(self, *, relaxed: bool) -> _Found:
         """The best labels of this mesh dimension. Raises `InfeasibleError` where none are found in time."""
         if self.solved:
             return self._solve(relaxed)
@@ -167,7 +167,7 @@ class _Turn:
         """Whether sequences must be split, and the micro-batches of a step."""
         return self.degrees.sequence_parallel is True, self.degrees.num_micro_batches
 
-    def _solve(self, relaxed: bool) -> Found:
+    def _solve(self, relaxed: bool) -> _Found:
         required, accumulate = self._wanted
         space = space_of(
             self.program,

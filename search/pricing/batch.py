@@ -11,7 +11,7 @@ from autopar.search.pricing.exact import AS_IT_IS, Cut, Prepared, Priced
 from autopar.search.pricing.objective import Goal
 from autopar.search.space.candidates import Candidates
 
-Index = NDArray[np.intp]
+_Index = NDArray[np.intp]
 Varied = tuple[int, Cut]  # a candidate, and how it is cut
 
 
@@ -22,7 +22,7 @@ class Together:
         self.candidates, self.works, self.goal = candidates, works, goal
         self.devices = candidates.num_devices
         self.found: dict[Varied, Priced] = {}
-        self.prepared: dict[tuple[int, int], tuple[Index, Prepared]] = {}
+        self.prepared: dict[tuple[int, int], tuple[_Index, Prepared]] = {}
 
     def priced(self, index: int, cut: Cut = AS_IT_IS) -> Priced:
         """One candidate as it would run on the devices that it uses."""
@@ -43,7 +43,7 @@ class Together:
             prices = prepared.priced([(place, cut) for place, (_, cut) in zip(places, group, strict=True)])
             self.found |= dict(zip(group, prices, strict=True))
 
-    def _prepared(self, devices: int, tp: int) -> tuple[Index, Prepared]:
+    def _prepared(self, devices: int, tp: int) -> tuple[_Index, Prepared]:
         """All candidates of a tensor degree on so many devices, and what prices them."""
         if (devices, tp) not in self.prepared:
             c, part, works = self.candidates, self.goal.parts[devices], self.works[tp]

@@ -17,10 +17,10 @@ from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
 from autopar.cost_model.pipeline.stages import Known, Stages, pipelines_of, stages_at
 from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between, ranks_per_core
-from autopar.cost_model.step.context import Floats
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.step import StepSeconds, step_of
 from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import SCHEDULES

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.errors import InputError, Problem, did_you_mean
+from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.search.bounds.lower_bounds import Machinery, Screened
@@ -26,8 +26,7 @@ from autopar.search.result.result import ON_FEWER_DEVICES, UNITS, why_fuller, wh
 from autopar.search.space.candidates import Candidates
 from autopar.search.space.subcluster import device_counts, part_of
 
-Floats = NDArray[np.float64]
-SECONDS_PER_HOUR = 3600.0
+_SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +118,7 @@ def _weight(objective: str, cluster: ClusterSpec) -> float:
     if objective == "cost":
         if cluster.price_usd_per_hour is None:
             raise _unknown(objective, cluster, "price_usd_per_device_hour", "US dollars per device and hour")
-        return cluster.price_usd_per_hour / SECONDS_PER_HOUR
+        return cluster.price_usd_per_hour / _SECONDS_PER_HOUR
     if objective == "energy":
         if cluster.power_w is None:
             raise _unknown(objective, cluster, "device.power_w", "watts per device")

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from autopar.cost_model.pipeline.closed_forms import live_stage_micro_batches
 from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages
+from autopar.ir.arrays import Floats
 from autopar.search.pricing.stage_partition import partition_with
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

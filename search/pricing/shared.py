@@ -24,7 +24,7 @@ from autopar.cost_model.screened_model import model_of_program
 from autopar.cost_model.screening import RANK_FIELDS
 from autopar.cost_model.step.assembly import StepPrices
 from autopar.cost_model.step.block_prices import block_prices, end_passes
-from autopar.cost_model.step.context import Floats, Passes, repeated_roles
+from autopar.cost_model.step.context import Passes, repeated_roles
 from autopar.cost_model.step.data_parallel import Gathers, data_prices, end_gathers, gather_prices, gathers_blocks
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts
@@ -32,9 +32,10 @@ from autopar.cost_model.step.step import PricedBlocks
 from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.block_work import VARIANTS, Family
 from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.ir.arrays import Floats
 from autopar.search.bounds.lower_bounds import Machinery, basis_of
 
-Index = NDArray[np.intp]
+_Index = NDArray[np.intp]
 
 
 class SharedPrices:
@@ -57,7 +58,7 @@ class SharedPrices:
         }
         self.ends = {role: end_passes(self.basis, self.family, self.few, role) for role in ("first", "last")}
 
-    def at(self, index: Index, recompute: Floats) -> tuple[Layouts, PricedBlocks]:
+    def at(self, index: _Index, recompute: Floats) -> tuple[Layouts, PricedBlocks]:
         """Candidates with so much recomputation each (a position in `RECOMPUTE`), and what a step of them is put
         together from."""
         layouts, row = replace(self.layouts.at(index), recompute=recompute), self.row[index]
@@ -74,7 +75,7 @@ class SharedPrices:
         )
         return layouts, PricedBlocks(prices=prices, parts={role: one.at(row) for role, (_, one) in self.blocks.items()})
 
-    def unstaged_memory(self, layouts: Layouts, index: Index) -> StepMemory:
+    def unstaged_memory(self, layouts: Layouts, index: _Index) -> StepMemory:
         """Memory of candidates without stages, whose layouts these are."""
         basis = self.basis
         blocks, elements = self._bytes_of_blocks.at(self.row[index]), self._elements.at(self.place[index])
@@ -122,7 +123,7 @@ class SharedPrices:
     def _elements(self) -> RankElements:
         return rank_elements(self._parameters(self.row_of_place), self.basis.shape, self.places)
 
-    def _parameters(self, row: Index) -> Family[Any]:
+    def _parameters(self, row: _Index) -> Family[Any]:
         """The blocks of rows with no numbers but those of their parameters."""
         blocks = []
         for role in self.family.roles:

@@ -21,7 +21,7 @@ UNITS: Mapping[str, str] = {"time": "s", "cost": "USD", "energy": "J", "memory":
 OBJECTIVES = tuple(UNITS)
 ON_FEWER_DEVICES = ("cost", "energy")  # which are not known to be best on all devices
 KIND, VERSION = "autopar search result", 1
-SAME = 5e-4  # of a value: what differs by less is told as equal, as it is in percent with one digit
+_SAME = 5e-4  # of a value: what differs by less is told as equal, as it is in percent with one digit
 PARTS: Mapping[str, str] = {
     **COMPUTE,
     **{name: f"{dim} collectives: {what}" for name, (dim, what) in COLLECTIVES.items()},
@@ -152,7 +152,7 @@ class SearchResult:
         if self.best is None or self.bound is None or not self.is_proven:
             return 0.0
         saved = 1 - self.best.value / self.bound
-        return saved if saved > SAME else 0.0
+        return saved if saved > _SAME else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, the plan included."""

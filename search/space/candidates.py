@@ -16,15 +16,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
+from autopar.ir.arrays import Integers
 from autopar.ir.plan import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules import SCHEDULES, schedule_problems
 from autopar.search.space.constraints import PINS
 
-Integers = NDArray[np.int64]
 NAMES = tuple(SCHEDULES)  # what `Candidates.schedule` counts through
 MOST_VIRTUAL = 8  # stages of one rank; more than that send more than they save
 MOST_TENSOR_RANKS = 64

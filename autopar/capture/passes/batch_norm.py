@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.nodes import argument, compute, operator_name, value
 from autopar.rules.operators import BATCH_STATISTIC
 
-aten = torch.ops.aten
-HALVES = (torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
 FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 NO_TRAINING = aten._native_batch_norm_legit_no_training.default
 NO_STATS = aten._native_batch_norm_legit.no_stats
@@ -66,7 +66,7 @@ def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.
 
     x, dtype = node.args[0], value(node.args[0]).dtype
     shape = value(x).shape
-    if dtype in HALVES:  # torch computes statistics in float32
+    if dtype in _HALVES:  # torch computes statistics in float32
         x = new(aten.to.dtype, x, torch.float32)
     over = [*([0] if over_batch else []), *range(2, len(shape))]
     affine = [1, shape[1], *[1] * (len(shape) - 2)]
@@ -94,7 +94,7 @@ def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.
         parameter = argument(node, name)
         if parameter is not None:
             out = new(target, out, new(aten.reshape.default, parameter, affine))
-    if dtype in HALVES:
+    if dtype in _HALVES:
         out = new(aten.to.dtype, out, dtype)
     count = value(x).numel() // value(mean).numel()
     statistics = []

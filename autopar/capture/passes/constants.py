@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.nodes import function
 
-aten = torch.ops.aten
-SDPA = aten.scaled_dot_product_attention.default
+_SDPA = aten.scaled_dot_product_attention.default
 Leaf = Callable[[fx.Node], torch.Tensor]
 MAX_EVALUATED = 8192**2  # elements of a mask that is evaluated at its real size
 
@@ -150,7 +150,7 @@ def _numbers(node: fx.Node) -> list[float]:
 
 def attention_mask(node: fx.Node) -> fx.Node | None:
     """The mask operand of an attention node, None for other nodes and for attention without one."""
-    if node.target is not SDPA:
+    if node.target is not _SDPA:
         return None
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     return mask if isinstance(mask, fx.Node) else None

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, argument, compute
 from autopar.capture.nodes import value as _value
 from autopar.rules.grouped_product import GROUPED_MM
 
-aten = torch.ops.aten
 FALLBACK = "transformers.grouped_mm_fallback.default"
 
 

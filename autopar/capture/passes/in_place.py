@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.nodes import compute, value
 from autopar.capture.passes.batch_norm import replace_batch_norm
 from autopar.errors import CaptureError
 
-aten = torch.ops.aten
 FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.full_like.default}
 
 

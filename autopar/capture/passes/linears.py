@@ -1,11 +1,10 @@
 """Products with a transposed weight become `linear`, so that one rule and one labelling cover every spelling."""
 
-import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.nodes import arg
 
-aten = torch.ops.aten
 TRANSPOSES = {aten.t.default, aten.numpy_T.default}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
@@ -20,7 +21,6 @@ from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
 
-aten = torch.ops.aten
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 IDENTITY = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 RESHAPES = {aten.view.default, aten._unsafe_view.default}

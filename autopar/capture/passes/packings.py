@@ -14,14 +14,14 @@ from math import prod
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.export.export import Flat
 from autopar.capture.nodes import arg
 from autopar.capture.passes.constants import is_random
 from autopar.ir.program import PartOf
 from autopar.rules.rule import TensorInfo
 
-aten = torch.ops.aten
-Interval = tuple[int, int]  # of rows of the weight, the stop excluded
+_Interval = tuple[int, int]  # of rows of the weight, the stop excluded
 
 
 def split_packings(flat: Flat, tied: frozenset[str]) -> None:
@@ -62,7 +62,7 @@ class _Take:
     node: fx.Node
     path: tuple[tuple[fx.Node, _At], ...]
     at: _At
-    rows: Interval
+    rows: _Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class _Packing:
     dim: int
     biases: tuple[fx.Node, ...]
     takes: dict[fx.Node, list[_Take]]
-    pieces: tuple[Interval, ...]
+    pieces: tuple[_Interval, ...]
 
 
 def _info(node: fx.Node) -> TensorInfo:
@@ -136,7 +136,7 @@ def _takes(node: fx.Node, at: _At, path: tuple[tuple[fx.Node, _At], ...]) -> lis
     return found
 
 
-def _bounds(node: fx.Node, at: _At) -> Interval | None:
+def _bounds(node: fx.Node, at: _At) -> _Interval | None:
     """What a node cuts out of the packed dimension; None if it is no such operator."""
     if node.target not in (aten.slice.Tensor, aten.narrow.default, aten.select.int) or node.kwargs:
         return None
@@ -179,7 +179,7 @@ def _after_reshape(before: Sequence[int], after: Sequence[int], at: _At) -> _At 
     return None
 
 
-def _partition(takes: Sequence[_Take], size: int) -> tuple[Interval, ...] | None:
+def _partition(takes: Sequence[_Take], size: int) -> tuple[_Interval, ...] | None:
     """The pieces of a dimension; rows that nobody takes go with the piece before them, since they are trained alike.
 
     None where takes overlap, or are all of one size and aligned: those are a product.
@@ -196,7 +196,7 @@ def _partition(takes: Sequence[_Take], size: int) -> tuple[Interval, ...] | None
     return pieces if len(pieces) > 1 and divisible else None
 
 
-def _piece_with(pieces: Sequence[Interval], take: _Take) -> Interval:
+def _piece_with(pieces: Sequence[_Interval], take: _Take) -> _Interval:
     return next(p for p in pieces if p[0] <= take.rows[0] and take.rows[1] <= p[1])
 
 
@@ -210,7 +210,7 @@ def _cut(flat: Flat, packing: _Packing) -> None:
         bias: dict(zip(packing.pieces, _pieces(flat, bias, 0, packing.pieces), strict=True)) for bias in packing.biases
     }
     for linear, takes in packing.takes.items():
-        made: dict[tuple[fx.Node, Interval], fx.Node] = {}
+        made: dict[tuple[fx.Node, _Interval], fx.Node] = {}
         for piece in packing.pieces:
             weight = weights[piece]
             with flat.graph.inserting_before(linear):
@@ -225,7 +225,7 @@ def _cut(flat: Flat, packing: _Packing) -> None:
 
 
 def _replace(
-    graph: fx.Graph, linear: fx.Node, take: _Take, piece: Interval, made: dict[tuple[fx.Node, Interval], fx.Node]
+    graph: fx.Graph, linear: fx.Node, take: _Take, piece: _Interval, made: dict[tuple[fx.Node, _Interval], fx.Node]
 ) -> None:
     """Let what a slice gave come from a piece; `made` holds the operators that exist for pieces already."""
     value = made[linear, piece]
@@ -259,7 +259,7 @@ def _meta(node: fx.Node, dim: int, size: int) -> dict[str, object]:
     return meta | {"info": replace(_info(node), shape=tuple(shape))}
 
 
-def _pieces(flat: Flat, whole: fx.Node, dim: int, pieces: Sequence[Interval]) -> Iterator[fx.Node]:
+def _pieces(flat: Flat, whole: fx.Node, dim: int, pieces: Sequence[_Interval]) -> Iterator[fx.Node]:
     """Placeholders for the pieces of a parameter, behind it."""
     name, shape = flat.placeholders[whole.name][1], _info(whole).shape
     for start, stop in reversed(pieces):

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.nodes import argument, int_arg, operator_name, value
 from autopar.errors import CaptureError
 from autopar.rules.operators import output_of
 
-aten = torch.ops.aten
 PIECES = ("split", "chunk", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit")
 PICKS_MANY = ("topk", "sort", "cummax", "cummin")
 PICKS_ONE = ("max", "min", "kthvalue", "median", "nanmedian", "mode")

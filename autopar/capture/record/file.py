@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from autopar.capture.captured import Capture
     from autopar.capture.record.schema import ProgramRecord
 
-VERSION = 1
-MAX_BYTES = 64 * 1024 * 1024
+_VERSION = 1
+_MAX_BYTES = 64 * 1024 * 1024
 
 
 class CaptureHeader(StrictModel):
@@ -48,7 +48,7 @@ def save_capture(captured: "Capture", path: Path, *, about: dict[str, str], note
     if captured.record is None:
         raise InputError(f"this capture cannot be written to a file: {captured.unknown}")
     body = captured.record.model_dump_json()
-    header = CaptureHeader(format="autopar capture", version=VERSION, sha256=_hash(body), about=about, notes=notes)
+    header = CaptureHeader(format="autopar capture", version=_VERSION, sha256=_hash(body), about=about, notes=notes)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -68,16 +68,16 @@ def load_capture(path: Path) -> tuple["Capture", CaptureHeader]:
 def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:
     """What a whole file says of its capture, and what reads the capture, which needs torch. Both raise `InputError`."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"{path} is no capture: it has more than {MAX_BYTES:,} bytes")
+        if path.stat().st_size > _MAX_BYTES:
+            raise InputError(f"{path} is no capture: it has more than {_MAX_BYTES:,} bytes")
         first, _, body = path.read_text(encoding="utf-8").partition("\n")
         body = body.removesuffix("\n")
         header = CaptureHeader.model_validate_json(first)
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         what = " ".join(str(error).split())[:200]
         raise InputError(f"{path} cannot be read as a capture: {what}") from None
-    if header.version != VERSION:
-        raise InputError(f"{path} is a capture of version {header.version}, this is version {VERSION}; capture again")
+    if header.version != _VERSION:
+        raise InputError(f"{path} is a capture of version {header.version}, this is version {_VERSION}; capture again")
     if _hash(body) != header.sha256:
         raise InputError(f"{path} is damaged: its content is not what its header says; capture again")
     return header, lambda: _read(body, path)

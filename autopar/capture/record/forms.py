@@ -16,7 +16,7 @@ from itertools import product
 
 MAX_EXPONENT = 2
 MAX_DENOMINATOR = 64  # of q: halves of a sequence, not ratios by chance
-MOST = (1, 2)  # k of the batch and of the sequence
+_MOST = (1, 2)  # k of the batch and of the sequence
 SMALLEST = 2  # sizes at which a form of the second kind must not be negative
 
 
@@ -93,7 +93,7 @@ def _with_offset(first: int, second: int, sizes: Sizes, others: Sizes) -> Iterat
         rest = first // scales[0], second // scales[1]
         k, remainder = divmod(rest[0] - rest[1], x[0] - x[1])
         c = rest[0] - k * x[0]
-        if remainder or not 1 <= k <= MOST[axis] or k * SMALLEST + c < 0:
+        if remainder or not 1 <= k <= _MOST[axis] or k * SMALLEST + c < 0:
             continue
         i, j = (1, exponent) if axis == 0 else (exponent, 1)
         yield Form(((k, 1, i, j), (c, 1, 0 if axis == 0 else i, j if axis == 0 else 0)))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar._torch.private import overloads_of
 from autopar.capture.analysis import analyse, described
 from autopar.capture.layers.blocks import block_text, signature_of
@@ -42,7 +43,6 @@ from autopar.rules.operators import output_of
 from autopar.rules.registry import load_families
 from autopar.rules.rule import TensorInfo
 
-aten = torch.ops.aten
 NO_OPS = (aten.expand.default, aten.reshape.default, aten.slice.Tensor)  # where the shape stays, capture drops them
 NAMED: Mapping[str, type] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 

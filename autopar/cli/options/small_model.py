@@ -12,7 +12,7 @@ from autopar.planning.options import PlanOptions
 from autopar.presets.models import model_names, model_preset
 
 SMALL_LAYERS, SMALL_HIDDEN, SMALL_HIDDEN_BY_3, SMALL_SEQ_LEN = 2, 64, 96, 32
-MAX_RANKS = 64
+_MAX_RANKS = 64
 
 
 def check_numbers(**numbers: int | None) -> None:
@@ -22,8 +22,8 @@ def check_numbers(**numbers: int | None) -> None:
         for name, value in numbers.items()
         if value is not None and value < 1
     ]
-    if (numbers["world_size"] or 0) > MAX_RANKS:
-        rule = f"at most {MAX_RANKS} ranks are started on one machine"
+    if (numbers["world_size"] or 0) > _MAX_RANKS:
+        rule = f"at most {_MAX_RANKS} ranks are started on one machine"
         problems.append(Problem(path="--world-size", value=numbers["world_size"], rule=rule))
     if problems:
         raise InputError("the options cannot be used", problems)

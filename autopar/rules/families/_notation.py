@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.rule import Call, Dim, Emit, Local, Rule, Slot, Spec, Step, make_rule
 
-aten = torch.ops.aten
 PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "flops", "emit"})
 
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aligned, aten, in_order, rule_from, slot_of
+from autopar.rules.families._notation import aligned, in_order, rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot
 

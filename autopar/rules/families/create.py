@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aten, dims, rule_from
+from autopar.rules.families._notation import dims, rule_from
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Local, Rule, Step
 

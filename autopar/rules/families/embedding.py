@@ -1,7 +1,8 @@
 """Look-ups by ids: embedding tables and one-hot vectors."""
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aten, dims, in_order, original, rule_from, slot_of
+from autopar.rules.families._notation import dims, in_order, original, rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Local, Rule, Step
 

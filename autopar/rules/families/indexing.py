@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aligned, aten, dim_index, dims, in_order, rule_from, slot_of
+from autopar.rules.families._notation import aligned, dim_index, dims, in_order, rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot
 

@@ -4,8 +4,9 @@ from collections.abc import Collection
 
 import torch
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aten, broadcast, dims, emit_mean, in_order, original, rule_from, slot_of
+from autopar.rules.families._notation import broadcast, dims, emit_mean, in_order, original, rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
 

@@ -3,8 +3,9 @@
 import string
 from collections.abc import Collection, Mapping
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aligned, aten, in_order, linear_sets, multiply_adds, rule_from, slot_of
+from autopar.rules.families._notation import aligned, in_order, linear_sets, multiply_adds, rule_from, slot_of
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, parse

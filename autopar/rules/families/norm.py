@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aten, dims, in_order, rule_from, slot_of
+from autopar.rules.families._notation import dims, in_order, rule_from, slot_of
 from autopar.rules.operators import BATCH_STATISTIC
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step

@@ -1,7 +1,8 @@
 """Operators that take pieces of a tensor or put pieces together. All are linear."""
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aten, dim_index, dims, rule_from, slots_of
+from autopar.rules.families._notation import dim_index, dims, rule_from, slots_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Emit, Local, Rule, Step
 

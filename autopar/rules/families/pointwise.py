@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.families._notation import aten, broadcast, dims, rule_from, slots_of
+from autopar._torch.operators import aten
+from autopar.rules.families._notation import broadcast, dims, rule_from, slots_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Rule, Slot
 

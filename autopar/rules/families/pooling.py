@@ -1,6 +1,7 @@
 """Pooling and resizing: batch and channels are parallel, places are whole."""
 
-from autopar.rules.families._notation import aten, dim_indices, dims, rule_from, slot_of
+from autopar._torch.operators import aten
+from autopar.rules.families._notation import dim_indices, dims, rule_from, slot_of
 from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule

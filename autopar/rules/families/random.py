@@ -1,6 +1,7 @@
 """Random operators: pointwise in what they draw. Which generator draws for which rank is not decided here."""
 
-from autopar.rules.families._notation import aten, broadcast, dims, rule_from
+from autopar._torch.operators import aten
+from autopar.rules.families._notation import broadcast, dims, rule_from
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Rule
 

@@ -1,7 +1,8 @@
 """Recurrent networks: the batch is parallel; time and features are whole."""
 
+from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aten, in_order, rule_from, slot_of
+from autopar.rules.families._notation import in_order, rule_from, slot_of
 from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.families._notation import aten, dim_index, dim_indices, dims, emit_mean, rule_from
+from autopar._torch.operators import aten
+from autopar.rules.families._notation import dim_index, dim_indices, dims, emit_mean, rule_from
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule
 

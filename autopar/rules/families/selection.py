@@ -1,6 +1,7 @@
 """Operators that pick elements by size: what they yield here are the indices; `gather` picks the values."""
 
-from autopar.rules.families._notation import aten, dim_index, dims, rule_from
+from autopar._torch.operators import aten
+from autopar.rules.families._notation import dim_index, dims, rule_from
 from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Rule

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopar._torch.operators import aten
 from autopar._torch.private import wanted_gradients
 from autopar.runtime.codegen.conversions import (
     all_gather_,
@@ -21,8 +22,6 @@ from autopar.runtime.codegen.conversions import (
     start_reduce_scatter,
 )
 from autopar.runtime.distributed.mesh import MeshDim
-
-aten = torch.ops.aten
 
 
 class _GatherLinear(torch.autograd.Function):
