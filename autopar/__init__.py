@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
     from autopar.runtime.model.module import ParallelModel
-    from autopar.runtime.verify.rule_proof import prove_rule
     from autopar.search.result.result import SearchResult
+    from autopar.testing.rule_proof import prove_rule
 
 # The face is lazy: `import autopar` and `autopar --help` must not wait for torch.
 _HOMES = {
@@ -32,7 +32,7 @@ _HOMES = {
     "Plan": "autopar.ir.plan",
     "ParallelModel": "autopar.runtime.model.module",
     "SearchResult": "autopar.search.result.result",
-    "prove_rule": "autopar.runtime.verify.rule_proof",
+    "prove_rule": "autopar.testing.rule_proof",
     "register_rule": "autopar.rules.registry",
     "capture_program": "autopar.capture.program",
 }

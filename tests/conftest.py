@@ -20,6 +20,7 @@ LONG_FIRST = (
     "integration",
     "families",
     "runtime",
+    "testing",
     "search",
     "cli",
     "cost_model",

@@ -8,6 +8,9 @@ from torch import fx
 
 from autopar.capture.passes.constants import on_device
 from autopar.ir.program import CallSite, Constants, Program
+from autopar.runtime.codegen.generate import Generated
+from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.distributed.mesh import RankMesh
 
 BlockFunction = Callable[..., tuple[Any, ...]]
 
@@ -18,6 +21,12 @@ def graph_module(graph: fx.Graph, name: str, attributes: Mapping[str, Any] | Non
     for key, value in (attributes or {}).items():
         setattr(root, key, value)
     return fx.GraphModule(root, graph, name)
+
+
+def module_attributes(generated: Generated, ranks: RankMesh, streams: Streams) -> dict[str, Any]:
+    """What a generated graph reads from its module: mesh dimensions and random streams."""
+    dims: dict[str, Any] = {name: ranks.dims[name] for name in generated.mesh_dims}
+    return dims | {name: streams.of(names) for name, names in generated.streams.items()}
 
 
 def captured_modules(program: Program, device: str = "cpu") -> tuple[fx.GraphModule, ...]:

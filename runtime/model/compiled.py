@@ -14,14 +14,13 @@ from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import needed_results
 from autopar.ir.storage import boundary_types
-from autopar.runtime.codegen.execute import constant_values, graph_module
+from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes
 from autopar.runtime.codegen.generate import generate
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.inputs import with_sequences
 from autopar.runtime.parameters.placement import Held
-from autopar.runtime.verify.one_process import attributes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -99,7 +98,7 @@ class Compiled:
         )
         if outputs:
             use_running_statistics(generated.graph)
-        return graph_module(generated.graph, f"Block{index}", attributes(generated, self.mesh, self.streams))
+        return graph_module(generated.graph, f"Block{index}", module_attributes(generated, self.mesh, self.streams))
 
     def results_of(self, *, outputs: bool) -> Callable[[CallSite], Sequence[str]]:
         """Names of the values that the generated code of a call yields."""

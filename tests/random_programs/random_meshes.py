@@ -15,8 +15,8 @@ from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.packed import joined
 from autopar.runtime.verify.error_metrics import error, rms
-from autopar.runtime.verify.random_labels import random_labels
 from autopar.search.labels.solve import label
+from autopar.testing.random_labels import random_labels
 
 LINES = tuple(Mesh.of(tp=n) for n in (2, 3, 4, 5, 6, 8)) + tuple(Mesh.of(dp=n, tp=1) for n in (2, 3, 4, 8))
 PLANES = (

@@ -12,7 +12,7 @@ import rule_samples_shapes  # noqa: F401
 import torch
 from rule_samples import SAMPLES, Draw
 
-from autopar.runtime.verify.rule_proof import Sample, sample_of
+from autopar.testing.rule_proof import Sample, sample_of
 
 
 def draw_sample(target: Any, number: int) -> tuple[Sample, random.Random]:

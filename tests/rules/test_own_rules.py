@@ -9,7 +9,7 @@ import autopar
 from autopar.errors import RuleError, VerificationError
 from autopar.rules.registry import register_rule, rule_of
 from autopar.rules.rule import Call, Rule, parse
-from autopar.runtime.verify.rule_proof import prove_rule, sample_of
+from autopar.testing.rule_proof import prove_rule, sample_of
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from autopar.rules.families.random import RANDOM
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.rule import Rule, Spec
 from autopar.rules.variants import split_variants
-from autopar.runtime.verify.rule_proof import Disproved, Sample, bind, prove
+from autopar.testing.rule_proof import Disproved, Sample, bind, prove
 
 aten = torch.ops.aten
 FEW_POINTWISE = {"add", "mul", "where", "masked_fill", "gelu", "to", "div", "sub", "pow", "maximum", "clamp", "eq"}

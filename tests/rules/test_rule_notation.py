@@ -11,7 +11,7 @@ from autopar.rules.families.random import is_random
 from autopar.rules.families.views import spans
 from autopar.rules.registry import pattern, registered, rule, rule_of
 from autopar.rules.rule import Call, Local, MeshDimRef, Rule, Step, TensorInfo, parse
-from autopar.runtime.verify.rule_proof import sample_of
+from autopar.testing.rule_proof import sample_of
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.rule import Step
-from autopar.runtime.verify.rule_proof import prove, run_steps
+from autopar.testing.rule_proof import prove, run_steps
 
 aten = torch.ops.aten
 TARGETS = sorted(registered(), key=str)

@@ -18,9 +18,9 @@ from autopar.runtime.codegen.execute import run_reference
 from autopar.runtime.parameters.packed import with_pieces
 from autopar.runtime.verify.error_metrics import error, rms
 from autopar.runtime.verify.float64_program import promoted
-from autopar.runtime.verify.one_process import Outcome, run_in_one_process
-from autopar.runtime.verify.random_labels import random_labels
 from autopar.search.labels.solve import LabelOptions, label
+from autopar.testing.one_process import Outcome, run_in_one_process
+from autopar.testing.random_labels import random_labels
 
 TOLERANCE = 1e-9  # float64; what a right labelling shows is 1e-15, and 1e-10 where a gradient is zero but for rounding
 

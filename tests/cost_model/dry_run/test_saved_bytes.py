@@ -22,11 +22,10 @@ from autopar.capture.program import capture_program
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
-from autopar.runtime.codegen.execute import graph_module
+from autopar.runtime.codegen.execute import graph_module, module_attributes
 from autopar.runtime.codegen.generate import generate
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import make_mesh
-from autopar.runtime.verify.one_process import attributes
 from autopar.search.labels.solve import label
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 256, 2, 512, 8
@@ -68,7 +67,7 @@ def saved_bytes(tp: int, *, sequence_parallel: bool = False, regather: bool = Fa
     with private.fake_world(tp):
         ranks = make_mesh(degrees.mesh)
         streams = Streams(ranks.dims, seed=0, device=torch.device("cpu"))
-        module = graph_module(generated.graph, "Generated", attributes(generated, ranks, streams))
+        module = graph_module(generated.graph, "Generated", module_attributes(generated, ranks, streams))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = module(*arguments.values())
     assert outputs[0].requires_grad

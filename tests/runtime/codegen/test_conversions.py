@@ -11,7 +11,7 @@ from autopar.ir.sharding import Dims, I, Mesh, P, R, S, Type
 from autopar.runtime.codegen import conversions
 from autopar.runtime.distributed.mesh import make_mesh
 from autopar.runtime.parameters.shards import assemble, parts
-from autopar.runtime.verify.types import CONVERSIONS
+from autopar.testing.type_check import CONVERSIONS
 
 # (source, destination) -> collectives of forward and of backward, as in the design's table
 SENT = {

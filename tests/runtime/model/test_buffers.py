@@ -11,7 +11,7 @@ from torch import nn
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.ir.sharding import Mesh
-from autopar.runtime.verify.one_process import run_in_one_process
+from autopar.testing.one_process import run_in_one_process
 
 EXACT = 1e-12
 STEPS = 3

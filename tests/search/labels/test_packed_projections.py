@@ -12,9 +12,9 @@ from autopar.ir.sharding import Mesh
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import make_plan
 from autopar.runtime.parameters.packed import joined
-from autopar.runtime.verify.gradients import gradient_table
-from autopar.runtime.verify.one_process import generate_all
-from autopar.runtime.verify.types import check_types
+from autopar.testing.gradient_check import gradient_table
+from autopar.testing.one_process import generate_all
+from autopar.testing.type_check import check_types
 
 pytest.importorskip("transformers")
 

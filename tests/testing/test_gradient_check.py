@@ -13,8 +13,8 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import I, Mesh, R, S
 from autopar.runtime.codegen.generate import Generated, conversions, generate
 from autopar.runtime.parameters.placement import held
-from autopar.runtime.verify.gradients import as_data, gradient_table
-from autopar.runtime.verify.random_labels import random_labels
+from autopar.testing.gradient_check import as_data, gradient_table
+from autopar.testing.random_labels import random_labels
 
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2}
 MESH = Mesh.of(dp=2, tp=2)

@@ -16,9 +16,9 @@ from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen.generate import generate
-from autopar.runtime.verify.random_labels import random_labels
-from autopar.runtime.verify.types import check_generated, check_types, import_spmd_types
 from autopar.search.labels.solve import label
+from autopar.testing.random_labels import random_labels
+from autopar.testing.type_check import check_generated, check_types, import_spmd_types
 
 pytest.importorskip("spmd_types")
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2}

@@ -20,7 +20,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh, Type
 from autopar.runtime.codegen.generate import Generated
 from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_linear
-from autopar.runtime.verify.types import CONVERSIONS
+from autopar.testing.type_check import CONVERSIONS
 
 # what enters a parameter through the backward of a conversion from the type it is stored in
 COTANGENT_OF = {"I": "I", "R": "partial", "S": "S", "P": "I"}

@@ -15,10 +15,16 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Mesh
 from autopar.ir.storage import boundary_types
-from autopar.runtime.codegen.execute import BlockFunction, constant_values, graph_module, run_calls
+from autopar.runtime.codegen.execute import (
+    BlockFunction,
+    constant_values,
+    graph_module,
+    module_attributes,
+    run_calls,
+)
 from autopar.runtime.codegen.generate import Generated, generate
 from autopar.runtime.codegen.randomness import Streams
-from autopar.runtime.distributed.mesh import RankMesh, make_mesh
+from autopar.runtime.distributed.mesh import make_mesh
 from autopar.runtime.parameters.shards import assemble, parts
 
 
@@ -31,12 +37,6 @@ class Outcome:
     outputs: Mapping[str, torch.Tensor]
     updates: Mapping[str, torch.Tensor]
     disagreement: float
-
-
-def attributes(generated: Generated, ranks: RankMesh, streams: Streams) -> dict[str, Any]:
-    """What a generated graph reads from its module: mesh dimensions and random streams."""
-    dims: dict[str, Any] = {name: ranks.dims[name] for name in generated.mesh_dims}
-    return dims | {name: streams.of(names) for name, names in generated.streams.items()}
 
 
 def generate_all(
@@ -68,7 +68,7 @@ def run_in_one_process(
     with private.one_process_ranks(mesh.size):
         ranks = make_mesh(mesh)
         streams = Streams(ranks.dims, seed=0, device=torch.device("cpu"))
-        modules = [graph_module(g.graph, "Generated", attributes(g, ranks, streams)) for g in blocks]
+        modules = [graph_module(g.graph, "Generated", module_attributes(g, ranks, streams)) for g in blocks]
         values: dict[str, Any] = {}
         for name, kinds in types.items():
             if name in whole:

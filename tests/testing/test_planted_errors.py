@@ -14,8 +14,8 @@ from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import I, Mesh, R
 from autopar.runtime.codegen.generate import Generated, conversions, generate
-from autopar.runtime.verify.gradients import gradient_table
-from autopar.runtime.verify.types import check_generated
+from autopar.testing.gradient_check import gradient_table
+from autopar.testing.type_check import check_generated
 
 # sizes at which a wrong dimension keeps every shape: batch, sequence and degrees divide each other
 PLANS = {
