@@ -1,29 +1,20 @@
-"""Seconds of collectives: α-β models of the algorithms that libraries run, over two tiers of links and over arrays.
+"""Seconds of collectives: α-β models of the algorithms that NCCL runs, over two tiers of links and over arrays.
 
-n ranks, g of them in each of h = n/g hosts, a tensor of S bytes in all. Inside a host a device sends at B and a hop
-takes α; H bytes/s leave and enter the host for this group (`Group.host_bytes_per_s`), a hop between hosts takes β.
-k is 2 for all-reduce (reduce-scatter, then all-gather) and 1 for the two halves:
+A group has n ranks, g of them in each of h = n/g hosts. A tensor has S bytes in all. Inside a host a device sends at
+B and a hop takes α. H bytes/s leave and enter the host for this group (`RankGroup.host_bytes_per_s`). A hop between
+hosts takes β. k is 2 for an all-reduce (reduce-scatter, then all-gather) and 1 for each half:
 
-    ring          k(n-1)/n · S/min(B, H) + k((n-h)α + (h-1)β)
-    tree          2S/min(B, H) + 2(⌈log2 g⌉α + ⌈log2 h⌉β)              all-reduce: double binary trees
-                  (n-1)/n · S/H + ⌈log2 h⌉β                            its halves, g = 1: parallel aggregated trees
-    hierarchical  k(g-1)/g · S/B + k(h-1)/h · S/H + k((g-1)α + (h-1)β)
-    switch        2(n-1)/n · S/min(2B, H) + (g-1)α + 2⌈log2 h⌉β        all-reduce
-                  (n-1)/n · S/B + (g-1)α                               its halves, h = 1
-    direct        max((g-1)/n · L/B, (n-g)/n · gL/H) + α or β          all-to-all of L = S/n on each rank
-                  S over the link + α or β                             send
+    ring      k(n-1)/n · S/min(B, H) + k((n-h)α + (h-1)β)
+    direct    max((g-1)/n · L/B, (n-g)/n · gL/H) + α or β      all-to-all of L = S/n bytes on each rank
 
-In a hierarchical collective every rail, the devices of one number in all hosts, carries S/g of the data.
-`seconds` takes the fastest that a library has (`NCCL`, `GLOO`), as NCCL's tuner does, over its wire protocols too.
+`ALGORITHMS` holds every algorithm. `seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner does.
 
-Sources: ring and direct: Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in
-MPICH", sections 4.1-4.5; bytes as in nccl-tests, doc/PERFORMANCE.md. Hops by tier, protocols, switch and choice: NCCL
-2.28, src/graph/tuning.cc. Trees: Jeaugey 2019, "Massively scale your deep learning training with NCCL 2.4"; inside a
-host NCCL walks a chain of g-1 hops where we take a tree. Parallel aggregated trees: Jeaugey 2025, arXiv 2506.20252.
-Hierarchical: Cho et al. 2019, "BlueConnect", section 3. Switch: NVLink SHARP (NVLS), in NCCL since 2.17.
+Sources. Ring and direct: Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in
+MPICH", sections 4.1-4.5. Bytes: nccl-tests, doc/PERFORMANCE.md. Hops by tier and protocols: NCCL 2.28,
+src/graph/tuning.cc.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal
@@ -31,110 +22,88 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.machine.process_group import Group, Number
 from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.sharding import Mesh
 
+Number = float | NDArray[Any]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Transfer = Collective | Literal["send"]
-Algorithm = Literal["ring", "tree", "hierarchical", "switch", "direct"]
-Protocol = Literal["simple", "ll128", "ll"]
-_HALVES = ("all_gather", "reduce_scatter")
+
+# Shares of the bandwidth, of the latency of a hop inside a host, and of the latency of a hop between hosts.
+# NCCL 2.28, src/graph/tuning.cc: hwLatencies of NVLink and network, over the ring's latencies with the simple protocol,
+# which a profile's links hold. ll128 carries 0.92 of the bytes on rings, ll half of them.
+PROTOCOLS: Mapping[str, tuple[float, float, float]] = {
+    "simple": (1.0, 1.0, 1.0),
+    "ll128": (0.92, 1.9 / 3.4, 4.0 / 14.0),
+    "ll": (0.5, 0.6 / 3.4, 2.7 / 14.0),
+}
+_SHARES = np.array(list(PROTOCOLS.values())).T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
-    """What a communication library may choose from."""
+class RankGroup:
+    """The ranks of one collective and the links between them. Every field may be an array over candidates.
 
-    name: str
-    algorithms: Mapping[Transfer, tuple[Algorithm, ...]]
-    protocols: tuple[Protocol, ...]
-
-
-_DIRECT: Mapping[Transfer, tuple[Algorithm, ...]] = {"all_to_all": ("direct",), "send": ("direct",)}
-NCCL = Library(
-    name="nccl",
-    algorithms={
-        "all_reduce": ("ring", "tree", "switch"),
-        "all_gather": ("ring", "switch"),
-        "reduce_scatter": ("ring", "switch"),
-        **_DIRECT,
-    },
-    protocols=("simple", "ll128", "ll"),
-)
-GLOO = Library(
-    name="gloo",
-    algorithms={"all_reduce": ("ring",), "all_gather": ("ring",), "reduce_scatter": ("ring",), **_DIRECT},
-    protocols=("simple",),
-)
-EVERY = Library(
-    name="every",
-    algorithms={
-        "all_reduce": ("ring", "tree", "switch", "hierarchical"),
-        "all_gather": ("ring", "tree", "switch", "hierarchical"),
-        "reduce_scatter": ("ring", "tree", "switch", "hierarchical"),
-        "all_to_all": ("direct", "hierarchical"),
-        "send": ("direct",),
-    },
-    protocols=("simple", "ll128", "ll"),
-)
-
-
-def seconds(
-    kind: Transfer, whole_bytes: Number, group: Group, algorithm: Algorithm | None = None, *, library: Library = NCCL
-) -> Number:
-    """Seconds of one transfer of a tensor of `whole_bytes` in all, by the fastest algorithm and protocol of `library`.
-
-    With `algorithm` by that one, whether the library has it or not; infinite where it does not apply. `whole_bytes` is
-    the tensor before it is scattered or after it is gathered, for "send" the message. 0 for one rank. The fixed cost
-    of a call is not in it. Raises InputError for an unknown kind or algorithm.
+    Bandwidths are those of one device in one direction. All groups of a mesh dimension communicate at once. A host
+    of D devices sends D·b and holds D/g groups, so that each group gets g·b: one device's share for every member.
     """
-    names = _algorithms(kind, algorithm, library)
-    found = [_of_protocols(kind, whole_bytes, group, name, library.protocols).min(axis=0) for name in names]
-    fastest: Number = np.minimum.reduce(np.broadcast_arrays(*found))[()]
+
+    ranks: Number
+    ranks_in_host: Number
+    in_host_bytes_per_s: Number
+    in_host_latency_s: Number  # of a hop
+    inter_host_bytes_per_s: Number
+    inter_host_latency_s: Number  # of a hop
+
+    @property
+    def hosts(self) -> Number:
+        """The number of hosts."""
+        return self.ranks / self.ranks_in_host
+
+    @property
+    def host_bytes_per_s(self) -> Number:
+        """Bytes/s that leave a host for this group: its share of the network, at most its links inside the host."""
+        network = self.inter_host_bytes_per_s * self.ranks_in_host
+        inside = self.ranks_in_host * np.asarray(self.in_host_bytes_per_s)
+        capped: Number = np.where(np.asarray(self.ranks_in_host) > 1, np.minimum(network, inside), network)[()]
+        return capped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """A way to run collectives of some kinds. `seconds` prices one collective of a tensor of so many bytes in all."""
+
+    kinds: frozenset[Collective]
+    seconds: Callable[[Collective, NDArray[Any], RankGroup], Number]
+
+
+def seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> Number:
+    """Seconds of one collective by the fastest algorithm and wire protocol. 0 for one rank.
+
+    The fixed cost of a call is not in it.
+
+    Args:
+        kind: The collective.
+        whole_bytes: Bytes of the tensor before it is scattered or after it is gathered.
+        group: The ranks and their links.
+
+    Raises:
+        InputError: The kind is unknown.
+    """
+    found = [_seconds(each, kind, whole_bytes, group) for each in ALGORITHMS.values() if kind in each.kinds]
+    if not found:
+        known = sorted(set().union(*(each.kinds for each in ALGORITHMS.values())))
+        raise InputError(f"no collective {kind!r}; {did_you_mean(kind, known)}")
+    fastest: Number = (found[0] if len(found) == 1 else np.minimum.reduce(np.broadcast_arrays(*found)))[()]
     return fastest
 
 
-def seconds_by_algorithm(
-    kind: Transfer, whole_bytes: Number, group: Group, algorithm: Algorithm | None = None, *, library: Library = NCCL
-) -> dict[str, Number]:
-    """As `seconds`, of each algorithm and protocol by its name, ``ring/ll128``."""
-    names = _algorithms(kind, algorithm, library)
-    found = {name: _of_protocols(kind, whole_bytes, group, name, library.protocols) for name in names}
-    return {f"{name}/{p}": found[name][k][()] for name in names for k, p in enumerate(library.protocols)}
-
-
-def _algorithms(kind: Transfer, algorithm: Algorithm | None, library: Library) -> tuple[Algorithm, ...]:
-    if kind not in library.algorithms:
-        raise InputError(f"no transfer {kind!r}; {did_you_mean(kind, tuple(library.algorithms))}")
-    if algorithm is not None and algorithm not in _ALGORITHMS:
-        raise InputError(f"no algorithm {algorithm!r}; {did_you_mean(algorithm, tuple(_ALGORITHMS))}")
-    return library.algorithms[kind] if algorithm is None else (algorithm,)
-
-
-# Of the bandwidth, of the latency of a hop in a host and of one between hosts; by whether it is a tree, and protocol.
-# NCCL 2.28, src/graph/tuning.cc: hwLatencies of NVLink and network over those of the ring's simple protocol, which our
-# figures of links are; trees have 0.92 of the bus bandwidth, ll128 carries 120 of 128 bytes (0.92 on rings), ll half
-# (on trees 1/3.8). The switch has the simple protocol only.
-_SHARES: Mapping[tuple[bool, Protocol], tuple[float, float, float]] = {
-    (False, "simple"): (1.0, 1.0, 1.0),
-    (False, "ll128"): (0.92, 1.9 / 3.4, 4.0 / 14.0),
-    (False, "ll"): (0.5, 0.6 / 3.4, 2.7 / 14.0),
-    (True, "simple"): (0.92, 1.0, 1.0),
-    (True, "ll128"): (0.92 * 120 / 128, 1.25 / 3.4, 8.5 / 14.0),
-    (True, "ll"): (0.92 / 3.8, 0.6 / 3.4, 5.0 / 14.0),
-}
-
-
-def _of_protocols(
-    kind: Transfer, whole_bytes: Number, group: Group, algorithm: Algorithm, protocols: Sequence[Protocol]
-) -> NDArray[Any]:
-    """Seconds by each protocol, in arrays with an axis of protocols before their own."""
+def _seconds(algorithm: Algorithm, kind: Collective, whole_bytes: Number, group: RankGroup) -> NDArray[Any]:
+    """Seconds by the fastest protocol. Protocols are an axis before the axes of candidates."""
     whole = np.asarray(whole_bytes, float)
     axes = max(whole.ndim, *(np.ndim(getattr(group, each.name)) for each in fields(group)))
-    shares = np.array([_SHARES[algorithm == "tree", protocol] for protocol in protocols]).T
-    bandwidth, in_host, between = shares.reshape(3, len(protocols), *[1] * axes)
+    bandwidth, in_host, between = _SHARES.reshape(3, len(PROTOCOLS), *[1] * axes)
     scaled = replace(
         group,
         in_host_bytes_per_s=group.in_host_bytes_per_s * bandwidth,
@@ -143,104 +112,31 @@ def _of_protocols(
         inter_host_latency_s=group.inter_host_latency_s * between,
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = _ALGORITHMS[algorithm](kind, whole, scaled)
-    priced = np.where(np.asarray(group.ranks) > 1, found, 0.0)
-    if priced.ndim <= axes:
-        priced = np.broadcast_to(priced, (len(protocols), *priced.shape))
-    if algorithm == "switch":  # it has the simple protocol only
-        priced = np.array([one if p == "simple" else one + np.inf for p, one in zip(protocols, priced, strict=True)])
-    return priced
+        priced = np.where(np.asarray(group.ranks) > 1, algorithm.seconds(kind, whole, scaled), 0.0)
+    fastest: NDArray[Any] = np.asarray(priced.min(axis=0))
+    return fastest
 
 
-def _ring(kind: Transfer, whole_bytes: NDArray[Any], group: Group) -> Number:
-    if kind not in ("all_reduce", *_HALVES):
-        return np.inf
-    n, h, k = group.ranks, group.hosts, _passes(kind)
+def _ring(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+    n, h, k = group.ranks, group.hosts, 2 if kind == "all_reduce" else 1
+    inside = np.where(np.asarray(group.ranks_in_host) > 1, group.in_host_bytes_per_s, np.inf)
+    between = np.where(np.asarray(group.hosts) > 1, group.host_bytes_per_s, np.inf)
     latency = (n - h) * group.in_host_latency_s + (h - 1) * group.inter_host_latency_s
-    found: Number = k * ((n - 1) / n * whole_bytes / _slower(group) + latency)
+    found: Number = k * ((n - 1) / n * whole_bytes / np.minimum(inside, between) + latency)
     return found
 
 
-def _tree(kind: Transfer, whole_bytes: NDArray[Any], group: Group) -> Number:
-    g, h = group.ranks_in_host, group.hosts
-    between = _depth(h) * group.inter_host_latency_s
-    if kind == "all_reduce":
-        found: Number = 2 * (whole_bytes / _slower(group) + _depth(g) * group.in_host_latency_s + between)
-        return found
-    if kind not in _HALVES:
-        return np.inf
-    alone = (group.ranks - 1) / group.ranks * whole_bytes / group.host_bytes_per_s + between
-    return np.where(np.asarray(g) == 1, alone, np.inf)
-
-
-def _hierarchical(kind: Transfer, whole_bytes: NDArray[Any], group: Group) -> Number:
-    n, g, h = group.ranks, group.ranks_in_host, group.hosts
-    inside, between = (g - 1) / g * whole_bytes, (h - 1) / h * whole_bytes
-    if kind == "all_to_all":  # to the rail of the receiver, then along it; a rank holds S/n, a host g of them
-        alpha = np.where(np.asarray(g) > 1, group.in_host_latency_s, 0.0)
-        beta = np.where(np.asarray(h) > 1, group.inter_host_latency_s, 0.0)
-        moved: Number = inside / n / group.in_host_bytes_per_s + between * g / n / group.host_bytes_per_s
-        return moved + alpha + beta
-    if kind not in ("all_reduce", *_HALVES):
-        return np.inf
-    latency = (g - 1) * group.in_host_latency_s + (h - 1) * group.inter_host_latency_s
-    return _passes(kind) * (inside / group.in_host_bytes_per_s + between / group.host_bytes_per_s + latency)
-
-
-def _switch(kind: Transfer, whole_bytes: NDArray[Any], group: Group) -> Number:
-    n, g, h = group.ranks, group.ranks_in_host, group.hosts
-    part = (n - 1) / n * whole_bytes
-    if kind == "all_reduce":
-        bytes_per_s = np.minimum(
-            2 * group.in_host_bytes_per_s, np.where(np.asarray(h) > 1, group.host_bytes_per_s, np.inf)
-        )
-        found = 2 * part / bytes_per_s + (g - 1) * group.in_host_latency_s + 2 * _depth(h) * group.inter_host_latency_s
-    elif kind in _HALVES:
-        alone = part / group.in_host_bytes_per_s + (g - 1) * group.in_host_latency_s
-        found = np.where(np.asarray(h) == 1, alone, np.inf)
-    else:
-        return np.inf
-    return np.where(np.logical_and(group.reduces_in_switch, np.asarray(g) > 1), found, np.inf)
-
-
-def _direct(kind: Transfer, whole_bytes: NDArray[Any], group: Group) -> Number:
-    n, g, h = group.ranks, group.ranks_in_host, group.hosts
-    crosses = np.asarray(h) > 1
-    latency = np.where(crosses, group.inter_host_latency_s, group.in_host_latency_s)
-    if kind == "send":
-        bytes_per_s = np.where(crosses, group.host_bytes_per_s / g, group.in_host_bytes_per_s)
-        return whole_bytes / bytes_per_s + latency
-    if kind != "all_to_all":
-        return np.inf
-    held = whole_bytes / n
+def _direct(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+    n, g, held = group.ranks, group.ranks_in_host, whole_bytes / group.ranks
+    latency = np.where(np.asarray(group.hosts) > 1, group.inter_host_latency_s, group.in_host_latency_s)
     inside, between = (g - 1) / n * held / group.in_host_bytes_per_s, (n - g) / n * held * g / group.host_bytes_per_s
     return np.maximum(inside, between) + latency
 
 
-_ALGORITHMS: Mapping[str, Callable[[Transfer, NDArray[Any], Group], Number]] = {
-    "ring": _ring,
-    "tree": _tree,
-    "hierarchical": _hierarchical,
-    "switch": _switch,
-    "direct": _direct,
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "ring": Algorithm(kinds=frozenset(("all_reduce", "all_gather", "reduce_scatter")), seconds=_ring),
+    "direct": Algorithm(kinds=frozenset(("all_to_all",)), seconds=_direct),
 }
-
-
-def _passes(kind: Transfer) -> int:
-    return 2 if kind == "all_reduce" else 1
-
-
-def _slower(group: Group) -> NDArray[Any]:
-    """Bytes/s of a ring or tree through all ranks: its slowest link."""
-    inside = np.where(np.asarray(group.ranks_in_host) > 1, group.in_host_bytes_per_s, np.inf)
-    between = np.where(np.asarray(group.hosts) > 1, group.host_bytes_per_s, np.inf)
-    slower: NDArray[Any] = np.minimum(inside, between)
-    return slower
-
-
-def _depth(count: Number) -> NDArray[Any]:
-    depth: NDArray[Any] = np.ceil(np.log2(count))
-    return depth
 
 
 # ---- one ring per mesh dimension, which the search for labels prices conversions with ----

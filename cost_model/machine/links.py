@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.collectives import Algorithm, Transfer, hops, seconds, sent_bytes
+from autopar.cost_model.machine.collectives import Collective, RankGroup, Transfer, hops, seconds, sent_bytes
 from autopar.cost_model.machine.kernel_times import collective_seconds
-from autopar.cost_model.machine.process_group import Group
 from autopar.cost_model.machine.profile import Call
 from autopar.ir.arrays import Floats
 
@@ -54,18 +53,16 @@ class Links:
     is_switched: bool = True
     calls: MeasuredCalls | None = None
 
-    def group(self, ranks: Floats, stride: Floats) -> Group:
+    def group(self, ranks: Floats, stride: Floats) -> RankGroup:
         """Groups of `ranks` ranks, neighbours `stride` ranks apart."""
         near = np.clip(self.devices_per_host / stride, 1.0, ranks)
-        return Group(
+        return RankGroup(
             ranks=ranks,
             ranks_in_host=near,
             in_host_bytes_per_s=self.in_host_bytes_per_s * self._linked(near),
             in_host_latency_s=self.in_host_latency_s,
             inter_host_bytes_per_s=self.inter_host_bytes_per_s,
             inter_host_latency_s=self.inter_host_latency_s,
-            devices_per_host=self.devices_per_host,
-            groups_in_host=self.devices_per_host / near,
         )
 
     def _linked(self, near: Floats) -> Floats:
@@ -76,7 +73,7 @@ class Links:
         return np.asarray(np.clip((near - 1) / others, 1 / others, 1.0))
 
     def seconds(
-        self, kind: Transfer, whole_bytes: Floats, ranks: Floats, stride: Floats, *, num_calls: Any = 1.0
+        self, kind: Collective, whole_bytes: Floats, ranks: Floats, stride: Floats, *, num_calls: Any = 1.0
     ) -> Floats:
         """Seconds of one collective of `whole_bytes` in all; 0 for one rank.
 
@@ -84,8 +81,7 @@ class Links:
         bytes of the one before.
         """
         ranks, stride = np.asarray(ranks), np.asarray(stride)
-        algorithm: Algorithm = "direct" if kind in ("all_to_all", "send") else "ring"
-        found = np.asarray(seconds(kind, whole_bytes, self.group(ranks, stride), algorithm))
+        found = np.asarray(seconds(kind, whole_bytes, self.group(ranks, stride)))
         if self.calls is None or kind not in self.calls.kinds:
             return found
         is_inside = ranks * stride <= self.devices_per_host
