@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from autopar.capture.record.pickled import to_bytes
-from autopar.commands.verify import Job, built_on_rank, decide, vocabulary
+from autopar.commands.verify import Job, built_on_rank, decide
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import DEFAULT_TIMEOUT_S, Ranks
 from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.profile.chrome_trace import TrackTime, check_writable, track_times
-from autopar.runtime.verify.verify import batches, check_dtype, this_ranks_part
+from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.verify import check_dtype, this_ranks_part
 
 
 def trace_model(
@@ -60,5 +61,5 @@ def traced_on_rank(rank: int, job: Job, plan_json: str, program_bytes: bytes, pa
     model, program, plan = built_on_rank(job, plan_json, program_bytes)
     mesh, source = training_mesh(plan.degrees, "cpu"), parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, mesh, source, torch.device("cpu"), seed=job.seed)
-    (batch,) = batches(program, plan.degrees, 1, job.seed, vocabulary(model))
+    (batch,) = random_batches(program, plan.degrees, 1, job.seed)
     parallel.trace(path, this_ranks_part(program, batch, plan.degrees, mesh.dims["dp"].coordinate))

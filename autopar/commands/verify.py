@@ -29,10 +29,10 @@ from autopar.runtime.distributed.launch import DEFAULT_TIMEOUT_S, Ranks
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity, error, rms, worst
+from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches
 from autopar.runtime.verify.verify import (
     Report,
     Steps,
-    batches,
     check_dtype,
     compare,
     in_dtype,
@@ -68,14 +68,6 @@ def resolve(job: Job) -> ResolvedModel:
         )
 
 
-def vocabulary(model: ResolvedModel) -> int:
-    """Integer inputs are drawn below this: ids of the smallest table, or classes where there is none."""
-    own: Any = getattr(model.model, "config", None)
-    config = model.config or (own.to_dict() if hasattr(own, "to_dict") else {})
-    tables = [c.get("vocab_size") for c in (config, config.get("text_config") or {})]
-    return int(next((size for size in tables if size), len(config.get("id2label") or (0, 1))))
-
-
 def verify(
     spec: str,
     *,
@@ -107,7 +99,7 @@ def verify(
     on_progress("single-device steps")
     checked = in_dtype(program, dtype)
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
-    data = batches(checked, decided.degrees, steps, seed, vocabulary(model))
+    data = random_batches(checked, decided.degrees, steps, seed)
     reference = reference_steps(checked, source, data, decided.degrees)
     _, has_dropout = without_dropout(program)
     captured: tuple[Quantity, ...] = ()
@@ -123,6 +115,7 @@ def verify(
             parts = world.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
     found = of_all_stages([part for part in parts if part is not None])
     quantities, notes = compare(reference, found, TOLERANCES[dtype], steps)
+    notes += notes_on_inputs(checked)
     if has_dropout:
         notes += ("dropout was off on both sides, and the unmodified model was not compared",)
     return Report(
@@ -188,7 +181,7 @@ def rank_steps(rank: int, job: Job, plan_json: str, program_bytes: bytes) -> Ste
     model, program, plan = built_on_rank(job, plan_json, program_bytes)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
-    data = batches(checked, plan.degrees, job.steps, job.seed, vocabulary(model))
+    data = random_batches(checked, plan.degrees, job.steps, job.seed)
     found = parallel_steps(checked, plan, source, data)
     is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
     return found if is_first else None

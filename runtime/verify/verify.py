@@ -60,31 +60,6 @@ class Steps:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def batches(program: Program, degrees: Any, steps: int, seed: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
-    """Seeded global batches; a ragged part of every target-like integer input is ignored (-100)."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(steps):
-        batch = {}
-        for info in program.inputs:
-            shape = list(info.shape)
-            if info.batch_dim is not None:
-                shape[info.batch_dim] *= degrees.num_micro_batches
-            if info.dtype.is_floating_point:
-                batch[info.name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(info.dtype)
-            elif info.dtype == torch.bool or "mask" in info.name:
-                batch[info.name] = torch.ones(shape, dtype=info.dtype)
-            else:
-                batch[info.name] = torch.randint(0, vocabulary, shape, generator=generator, dtype=info.dtype)
-            if info.name == "labels" and len(shape) > 1:
-                lengths = torch.randint(1, shape[1] + 1, (shape[0],), generator=generator)
-                lengths[0] = shape[1]
-                ignored = torch.arange(shape[1]) >= lengths.unsqueeze(1)
-                batch[info.name] = batch[info.name].masked_fill(ignored, -100)
-        found.append(batch)
-    return found
-
-
 def reference_steps(
     program: Program, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]], degrees: Degrees
 ) -> Steps:

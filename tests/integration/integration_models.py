@@ -28,7 +28,6 @@ class Wanted:
     seq_len: int = 16
     batch: int = 4
     float64: bool = False
-    vocabulary: int = 64
     as_it_is: bool = False
 
 

@@ -17,7 +17,8 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.module import ParallelModel
-from autopar.runtime.verify.verify import batches, this_ranks_part
+from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.verify import this_ranks_part
 
 FSDP2 = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
 FUNCTIONAL = {
@@ -62,7 +63,7 @@ def model_of(wanted: Wanted, plan: Plan) -> tuple[ParallelModel, Any]:
 def profiled_step(rank: int, wanted: Wanted, plan: Plan) -> Mapping[str, tuple[int, int]]:
     """Collectives of one `forward_backward` after one that was not counted."""
     model, program = model_of(wanted, plan)
-    data = batches(program, plan.degrees, 2, 0, wanted.vocabulary)
+    data = random_batches(program, plan.degrees, 2, 0)
     coordinate = model.rank_mesh.dims["dp"].coordinate
     parts = [this_ranks_part(program, batch, plan.degrees, coordinate) for batch in data]
     model.forward_backward(parts[0])
@@ -75,7 +76,7 @@ def profiled_step(rank: int, wanted: Wanted, plan: Plan) -> Mapping[str, tuple[i
 def stage_arguments(rank: int, wanted: Wanted, plan: Plan) -> list[tuple[str, ...]]:
     """Types of what a stage's forward pass is called with, and of what stands in its mappings."""
     model, program = model_of(wanted, plan)
-    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    batch = random_batches(program, plan.degrees, 1, 0)[0]
     found: list[tuple[str, ...]] = []
 
     def note(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -91,7 +92,7 @@ def stage_arguments(rank: int, wanted: Wanted, plan: Plan) -> list[tuple[str, ..
 def compiled_step(rank: int, wanted: Wanted, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Loss before and after the blocks are compiled, without a graph break, and the largest difference of gradients."""
     model, program = model_of(wanted, plan)
-    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    batch = random_batches(program, plan.degrees, 1, 0)[0]
     own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
     plain = model.forward_backward(own)
     reference = model.whole_gradients()
@@ -147,7 +148,7 @@ def state_after_evaluating(rank: int, wanted: Wanted, plan: Plan) -> tuple[bool,
     """After an evaluation: whether parameters are the optimizer's, its state has the same names, and how many."""
     model, program = model_of(wanted, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    batch = random_batches(program, plan.degrees, 1, 0)[0]
     _step(model, program, plan, optimizer, batch)
     before = model.optimizer_state_dict(optimizer)
     model.evaluate(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
@@ -159,7 +160,7 @@ def state_after_evaluating(rank: int, wanted: Wanted, plan: Plan) -> tuple[bool,
 def faulty_step(rank: int, wanted: Wanted, plan: Plan, who: int, fault: str) -> None:
     """Two steps; in the second, rank `who` raises, aborts or is killed in the middle of the forward pass."""
     model, program = model_of(wanted, plan)
-    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    batch = random_batches(program, plan.degrees, 1, 0)[0]
     own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
     model.forward_backward(own)
     if rank == who:
@@ -184,7 +185,7 @@ def plant(model: Any, fault: str) -> None:
 def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str], float]:
     """Messages of batches that do not fit, then the loss of one that does."""
     model, program = model_of(wanted, plan)
-    batch = batches(program, plan.degrees, 1, 0, wanted.vocabulary)[0]
+    batch = random_batches(program, plan.degrees, 1, 0)[0]
     good = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
     ids, labels = good["input_ids"], good["labels"]
     unfit: dict[str, Any] = {
@@ -220,7 +221,7 @@ def repeated_calls(rank: int, wanted: Wanted, plan: Plan) -> float:
     coordinate = model.rank_mesh.dims["dp"].coordinate
     first, second = (
         this_ranks_part(program, batch, plan.degrees, coordinate)
-        for batch in batches(program, plan.degrees, 2, 0, wanted.vocabulary)
+        for batch in random_batches(program, plan.degrees, 2, 0)
     )
     alone = []
     for part in (first, second):
@@ -263,7 +264,7 @@ def traced_step(rank: int, wanted: Wanted, plan: Plan, path: str) -> bool:
     coordinate = model.rank_mesh.dims["dp"].coordinate
     first, second = (
         this_ranks_part(program, batch, plan.degrees, coordinate)
-        for batch in batches(program, plan.degrees, 2, 0, wanted.vocabulary)
+        for batch in random_batches(program, plan.degrees, 2, 0)
     )
     model.forward_backward(first)
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

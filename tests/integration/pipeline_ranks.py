@@ -22,7 +22,8 @@ from autopar.ir.plan import Plan, degrees_from
 from autopar.runtime.distributed.mesh import group_of_stages, training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.pipeline import _TorchStage
-from autopar.runtime.verify.verify import _whole, batches, this_ranks_part
+from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.verify import _whole, this_ranks_part
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -48,7 +49,7 @@ def trained(wanted: Wanted, plan: Plan, seed: int) -> tuple[ParallelModel, torch
     """A model and its optimizer after one step of AdamW."""
     model, program = model_of(wanted, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = batches(program, plan.degrees, 1, seed, wanted.vocabulary)[0]
+    batch = random_batches(program, plan.degrees, 1, seed)[0]
     model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
     optimizer.step()
     optimizer.zero_grad()

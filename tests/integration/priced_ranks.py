@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from priced_models import VOCABULARY, Case, captured
+from priced_models import Case, captured
 
 from autopar._torch import private
 from autopar.ir.plan import Plan
@@ -16,7 +16,8 @@ from autopar.runtime.distributed.mesh import RankMesh, training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.stage import attribute
 from autopar.runtime.profile.trace_step import tracks_of
-from autopar.runtime.verify.verify import batches, this_ranks_part
+from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.verify import this_ranks_part
 
 Counts = dict[tuple[str, str], tuple[int, int]]
 
@@ -27,7 +28,7 @@ def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, i
     mesh = training_mesh(plan.degrees, "cpu")
     model = ParallelModel(program, plan, mesh, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = batches(program, plan.degrees, 2, 0, VOCABULARY)
+    data = random_batches(program, plan.degrees, 2, 0)
     parts = [this_ranks_part(program, batch, plan.degrees, mesh.dims["dp"].coordinate) for batch in data]
     model.forward_backward(parts[0])  # opens connections
     optimizer.step()

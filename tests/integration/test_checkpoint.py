@@ -11,7 +11,7 @@ from integration_models import Wanted, built, planned
 from autopar.commands.verify import materialised
 from autopar.models.load import resolve_model
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.verify.verify import batches
+from autopar.runtime.verify.random_batches import random_batches
 
 pytestmark = pytest.mark.timeout(120)
 WANTED = Wanted(spec="gpt2", float64=True)
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, worlds: Any) -> dict[str, 
     """Two steps, a save, three more steps under tp=2 × dp=2 with ZeRO-3."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     _, plan = planned(WANTED, 4, {"tp": 2, "dp": 2, "zero": 3})
-    data = batches(built(WANTED, plan.degrees)[0], plan.degrees, 5, 0, WANTED.vocabulary)
+    data = random_batches(built(WANTED, plan.degrees)[0], plan.degrees, 5, 0)
     losses, whole = worlds(4).run("integration_ranks:train_and_save", WANTED, plan, data, 2, folder)[0]
     return {"folder": folder, "data": data, "losses": losses, "whole": whole, "plan": plan}
 

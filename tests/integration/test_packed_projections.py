@@ -14,7 +14,7 @@ from integration_models import Wanted, built, planned
 from autopar.commands.verify import materialised, verify
 from autopar.models.load import resolve_model
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.verify.verify import batches
+from autopar.runtime.verify.random_batches import random_batches
 
 pytestmark = pytest.mark.timeout(120)
 PACKED = "model.layers.1.self_attn.qkv_proj.weight"
@@ -40,7 +40,7 @@ def trained(config: str, tmp_path_factory: pytest.TempPathFactory, worlds: World
     wanted = Wanted(spec=config, float64=True)
     program, plan = planned(wanted, 4, {"tp": 2, "dp": 2, "zero": 3})
     assert f"{PACKED}[0:64]" in program.parameters and PACKED not in program.parameters
-    data = batches(built(wanted, plan.degrees)[0], plan.degrees, 4, 0, wanted.vocabulary)
+    data = random_batches(built(wanted, plan.degrees)[0], plan.degrees, 4, 0)
     losses, whole = worlds(4).run("integration_ranks:train_and_save", wanted, plan, data, 2, folder)[0]
     return {"folder": folder, "data": data, "losses": losses, "whole": whole, "plan": plan, "wanted": wanted}
 

@@ -15,7 +15,8 @@ from autopar.runtime.codegen.randomness import RandomStream, dropout
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.verify.error_metrics import FLOORS, TOLERANCES, error, rms, weight_error
-from autopar.runtime.verify.verify import batches, split_micro_batches, this_ranks_part
+from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.verify import split_micro_batches, this_ranks_part
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "semantics.md"
@@ -141,7 +142,7 @@ def test_ranks_and_micro_batches_have_different_numbers_of_targets() -> None:
     """The data of every verification: a mean of means would differ from the mean that is compared."""
     degrees = Degrees(dp_shard=2, micro_batch=2, accumulate=3)
     program, _ = built(Wanted(spec="gpt2", batch=6), degrees)
-    batch = batches(program, degrees, 1, 0, 64)[0]
+    batch = random_batches(program, degrees, 1, 0)[0]
     counts = [
         [int((piece["labels"] != -100).sum()) for piece in split_micro_batches(program, part, degrees.accumulate)]
         for part in (this_ranks_part(program, batch, degrees, rank) for rank in range(2))

@@ -11,7 +11,7 @@ from integration_models import padded as padded_model
 from autopar.commands.verify import verify
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.verify.verify import batches
+from autopar.runtime.verify.random_batches import random_batches
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,12 +47,12 @@ def test_grouped_heads_with_zero(worlds: Any) -> None:
 @pytest.mark.parametrize("spec", ("padded", "grouped"))
 def test_a_checkpoint_knows_nothing_of_it(spec: str, four_ranks: Ranks, tmp_path: Any) -> None:
     """Saved where parts are uneven, or split by two mesh dimensions; loaded under ZeRO-3 and on one device."""
-    wanted = Wanted(spec=f"integration_models:{spec}", float64=True, vocabulary=50, as_it_is=True)
+    wanted = Wanted(spec=f"integration_models:{spec}", float64=True, as_it_is=True)
     plan: Plan = planned(wanted, 4, {"tp": 4})[1]
-    data = batches(built(wanted, plan.degrees)[0], plan.degrees, 4, 0, wanted.vocabulary)
+    data = random_batches(built(wanted, plan.degrees)[0], plan.degrees, 4, 0)
     _, saved = four_ranks.run("integration_ranks:train_and_save", wanted, plan, data, 2, str(tmp_path))[0]
     elsewhere: Plan = planned(wanted, 4, {"tp": 2, "dp": 2, "zero": 3})[1]
-    other = batches(built(wanted, elsewhere.degrees)[0], elsewhere.degrees, 2, 0, wanted.vocabulary)
+    other = random_batches(built(wanted, elsewhere.degrees)[0], elsewhere.degrees, 2, 0)
     _, found = four_ranks.run("integration_ranks:load_and_train", wanted, elsewhere, other, str(tmp_path))[0]
     for part, values in saved.items():
         for name, value in values.items():

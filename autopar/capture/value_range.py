@@ -1,0 +1,49 @@
+"""The integers that a value may hold."""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRange:
+    """Integers from `low` up to, but not including, `high`, and some single values outside."""
+
+    low: float = -inf  # an integer, or -inf without a lower bound
+    high: float = inf
+    extra: frozenset[int] = frozenset()
+    ignored: frozenset[int] = frozenset()  # values that a loss skips, whether or not other operators allow them
+    bounded_by: tuple[str, ...] = ()  # the operators and their bounds, in words
+
+    def allows(self, value: int) -> bool:
+        return self.low <= value < self.high or value in self.extra
+
+    @property
+    def is_empty(self) -> bool:
+        return self.low >= self.high
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.high != inf
+
+    def both(self, other: "ValueRange") -> "ValueRange":
+        """The values that both ranges allow."""
+        return ValueRange(
+            low=max(self.low, other.low),
+            high=min(self.high, other.high),
+            extra=frozenset(v for v in self.extra | other.extra if self.allows(v) and other.allows(v)),
+            ignored=self.ignored | other.ignored,
+            bounded_by=tuple(dict.fromkeys(self.bounded_by + other.bounded_by)),
+        )
+
+    def shifted(self, step: int) -> "ValueRange":
+        """Every value plus `step`."""
+        extra, ignored = (frozenset(value + step for value in values) for values in (self.extra, self.ignored))
+        return replace(self, low=self.low + step, high=self.high + step, extra=extra, ignored=ignored)
+
+    def between(self, low: float, high: float) -> "ValueRange":
+        """The same range with other ends; single values that the new ends do not include are lost."""
+        return replace(self, low=low, high=high)
+
+    def also(self, value: int) -> "ValueRange":
+        """The same range with one more single value."""
+        return replace(self, extra=self.extra | {value})

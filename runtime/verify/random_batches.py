@@ -1,0 +1,80 @@
+"""Seeded random batches of a program: every integer input within the bounds of the operators that read it."""
+
+from collections.abc import Mapping
+from math import inf
+
+import torch
+
+from autopar.capture.input_ranges import input_ranges
+from autopar.capture.value_range import ValueRange
+from autopar.ir.plan import Degrees
+from autopar.ir.program import InputInfo, Program
+
+# Values of an integer input that no operator bounds: positive, because lengths and divisors must not be zero.
+_FREE_VALUES = 8
+
+
+def random_batches(program: Program, degrees: Degrees, steps: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Global batches for `steps` steps, equal in every process.
+
+    Floating-point inputs are normally distributed, masks are ones. If the loss skips a value of an input with places
+    (``ignore_index``), every sequence but the first has this value from a random place on.
+
+    Raises `InputError` if no value of an input suits all operators that read it.
+    """
+    ranges = input_ranges(program)
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {info.name: _drawn(info, ranges, degrees.num_micro_batches, generator) for info in program.inputs}
+        for _ in range(steps)
+    ]
+
+
+def notes_on_inputs(program: Program) -> tuple[str, ...]:
+    """What is drawn for the integer inputs that no operator bounds, one sentence for each."""
+    notes = []
+    for info in program.inputs:
+        found = input_ranges(program).get(info.name)
+        if found is not None and not found.is_bounded:
+            low, high = _interval(found, info.dtype)
+            drawn = "it is 1 everywhere" if _is_mask(info, found) else f"it is drawn from {low} to {high - 1}"
+            notes.append(f"no operator bounds the integer input {info.name!r}: {drawn}")
+    return tuple(notes)
+
+
+def _drawn(
+    info: InputInfo, ranges: Mapping[str, ValueRange], num_micro_batches: int, generator: torch.Generator
+) -> torch.Tensor:
+    shape = list(info.shape)
+    if info.batch_dim is not None:
+        shape[info.batch_dim] *= num_micro_batches
+    if info.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(info.dtype)
+    allowed = ranges.get(info.name, ValueRange())
+    if info.dtype is torch.bool or _is_mask(info, allowed):
+        return torch.ones(shape, dtype=info.dtype)
+    low, high = _interval(allowed, info.dtype)
+    values = torch.randint(low, high, shape, generator=generator, dtype=info.dtype)
+    ignored = next((value for value in sorted(allowed.ignored) if allowed.allows(value)), None)
+    if ignored is None or len(shape) < 2:
+        return values
+    lengths = torch.randint(1, shape[1] + 1, (shape[0],), generator=generator)
+    lengths[0] = shape[1]
+    behind = torch.arange(shape[1]) >= lengths.unsqueeze(1)
+    return values.masked_fill(behind.reshape(*shape[:2], *(1 for _ in shape[2:])), ignored)
+
+
+def _is_mask(info: InputInfo, allowed: ValueRange) -> bool:
+    """An integer mask cannot be told from other integers on the graph, so its name decides."""
+    return "mask" in info.name and not allowed.is_bounded and allowed.allows(1)
+
+
+def _interval(allowed: ValueRange, dtype: torch.dtype) -> tuple[int, int]:
+    """The values to draw from: from 0 on if they are bounded above, otherwise a few positive ones."""
+    if allowed.high != inf:
+        high = int(allowed.high)
+        low = int(max(allowed.low, 0 if high > 0 else high - _FREE_VALUES))
+    else:
+        low = int(max(allowed.low, 1))
+        high = low + _FREE_VALUES
+    return low, min(high, torch.iinfo(dtype).max + 1)

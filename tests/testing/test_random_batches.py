@@ -1,0 +1,78 @@
+"""What `verify` draws: every integer within the bounds of its own uses, equal in every process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture.program import capture_program
+from autopar.ir.plan import Degrees
+from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches
+
+
+class Tagger(nn.Module):
+    """Words of 300, tags of 5; words whose length is given are averaged under an integer mask."""
+
+    def __init__(self, words: int, tags: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(words, 8), nn.Linear(8, tags)
+
+    def forward(
+        self, words: torch.Tensor, lengths: torch.Tensor, keep_mask: torch.Tensor, tags: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.table(words) * keep_mask.unsqueeze(-1) / lengths.view(-1, 1, 1)
+        return F.cross_entropy(self.head(hidden).transpose(1, 2), tags, ignore_index=-1)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.long)
+
+
+@pytest.mark.parametrize(("words", "tags"), [(300, 5), (5, 300)])
+def test_integers_are_within_the_bounds_of_their_own_uses(words: int, tags: int) -> None:
+    inputs = {"words": ones(16, 12), "lengths": ones(16), "keep_mask": ones(16, 12), "tags": ones(16, 12)}
+    program = capture_program(Tagger(words, tags), inputs)
+    found = random_batches(program, Degrees(), 4, 0)
+    assert [tuple(batch["tags"].shape) for batch in found] == [(16, 12)] * 4
+    every = {name: torch.stack([batch[name] for batch in found]) for name in inputs}
+    assert every["words"].min() == 0 and words - 1 >= every["words"].max() > 0.9 * (words - 1)
+    assert every["tags"].min() == -1 and tags - 1 >= every["tags"].max() > 0.9 * (tags - 1)
+    assert not (every["tags"][:, 0] == -1).any()  # the first sequence is whole
+    assert (every["lengths"].min(), every["lengths"].max()) == (1, 8)
+    assert every["keep_mask"].eq(1).all()
+    assert notes_on_inputs(program) == (
+        "no operator bounds the integer input 'lengths': it is drawn from 1 to 8",
+        "no operator bounds the integer input 'keep_mask': it is 1 everywhere",
+    )
+    again = random_batches(program, Degrees(), 4, 0)
+    assert all(
+        torch.equal(batch[name], other[name]) for batch, other in zip(found, again, strict=True) for name in inputs
+    )
+
+
+def test_labels_of_places_of_a_picture() -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Conv2d(3, 7, 1)
+
+        def forward(self, picture: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.body(picture), labels)
+
+    program = capture_program(Places(), {"picture": torch.randn(2, 3, 4, 6), "labels": ones(2, 4, 6)})
+    (batch,) = random_batches(program, Degrees(), 1, 0)
+    assert {-100, *range(7)} >= set(batch["labels"].flatten().tolist())
+
+
+def test_small_integers_stay_within_their_type() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5000, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids.long()).square().sum()
+
+    program = capture_program(Table(), {"ids": torch.ones(64, 8, dtype=torch.uint8)})
+    (batch,) = random_batches(program, Degrees(), 1, 0)
+    assert batch["ids"].dtype is torch.uint8 and batch["ids"].max() > 200
