@@ -10,7 +10,7 @@ On a mesh dimension a parameter's own gradient is
 The table is read off the generated graphs, use by use, not off the labels that made them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -35,6 +35,11 @@ class GradientRow:
     stored: Type
     summed_by: str
     reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parameter} on {self.mesh_dim}: stored as {self.stored}, summed by {self.summed_by} ({self.reason})"
+        )
 
 
 def gradient_table(
@@ -170,17 +175,3 @@ def _word(kind: str) -> str:
 
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
-
-
-def as_data(rows: Sequence[GradientRow]) -> list[Mapping[str, str]]:
-    """The table as plain data for printing."""
-    return [
-        {
-            "parameter": row.parameter,
-            "mesh_dim": row.mesh_dim,
-            "stored": str(row.stored),
-            "summed_by": row.summed_by,
-            "reason": row.reason,
-        }
-        for row in rows
-    ]
