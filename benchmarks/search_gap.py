@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from autopar.cache.captures import cache_folder, captured_model
+from autopar.cache.captures import captured_model
+from autopar.cache.store import cache_folder
 from autopar.cli.options.model_argument import DTYPES
 from autopar.cost_model.machine.cluster import default_precision
 from autopar.ir.cluster import ClusterSpec

@@ -6,7 +6,8 @@ Captures are kept in the cache of `autopar plan` (``AUTOPAR_CACHE_DIR``), so tha
 from dataclasses import dataclass, field
 from functools import cache
 
-from autopar.cache.captures import cache_folder, captured_model
+from autopar.cache.captures import captured_model
+from autopar.cache.store import cache_folder
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms

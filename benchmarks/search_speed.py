@@ -23,7 +23,8 @@ import time
 
 from search_problem import Problem
 
-from autopar.cache.captures import cache_folder, captured_model
+from autopar.cache.captures import captured_model
+from autopar.cache.store import cache_folder
 from autopar.capture.any_size import Capture
 from autopar.planning.request import SearchRequest
 from autopar.planning.search import search_captured

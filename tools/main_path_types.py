@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-
 import torch
 
 from autopar import parallelize, plan

@@ -1,25 +1,20 @@
-"""Captures of the models that autopar builds itself, kept in a folder: presets and transformers configs.
+"""Captures of the models that autopar builds itself, presets and transformers configs, kept by `autopar.cache.store`.
 
-A file's name is a hash of all that a capture depends on: the config, what shrinks it, dtype, sequence length, mode, and
-the versions of autopar, its capturing code, torch and transformers. A model that a user's function builds is never
-kept, since its code may change. A file that cannot be read is passed over with a note and written anew.
+A capture depends on the config, on its number of layers and width if they were changed, on dtype, sequence length and
+mode, and on the versions of the capturing code, torch and transformers. A model that a user's function builds is never
+kept, since its code may change.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib import metadata, resources
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar._version import __version__
-from autopar.errors import InputError
-from autopar.files.kept import MOST_BYTES, drop_oldest, used
+from autopar.cache.store import KeptFile, kept_file, versions
 from autopar.models.load import checked_dtype, config_named, is_factory, resolve_model
 
 if TYPE_CHECKING:
@@ -29,7 +24,7 @@ if TYPE_CHECKING:
 
 # A prime that few dimensions have, so that no dimension is that of the batch by chance.
 CAPTURED_BATCH = 7
-CAPTURING = ("_torch", "capture", "presets", "models", "rules/operators.py")  # source that decides what a capture is
+_CAPTURING = ("_torch", "capture", "presets", "models", "rules/operators.py")  # source that decides what a capture is
 _LIBRARIES = ("torch", "transformers")
 
 
@@ -50,16 +45,6 @@ class CapturedModel:
     @cached_property
     def capture(self) -> Capture:
         return self.read()
-
-
-def cache_folder() -> Path:
-    """``AUTOPAR_CACHE_DIR``, else ``autopar/captures`` in ``XDG_CACHE_HOME``, else that in ``~/.cache``."""
-    own = os.environ.get("AUTOPAR_CACHE_DIR", "")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # as the XDG specification has it
-    return root / "autopar" / "captures"
 
 
 def captured_model(
@@ -98,26 +83,24 @@ def captured_model(
         "dtype": checked_dtype(dtype),
         "training": training,
     }
-    path = None if folder is None else folder / f"{_key(config, asked)}.json"
-    noted: tuple[str, ...] = ()
-    if path is not None and path.exists():
+    file = None if folder is None else kept_file(folder, "capture", config, asked, CAPTURED_BATCH, _versions())
+    notes: list[str] = []
+    if file is not None and file.path.is_file():
         from autopar.capture.record.file import open_capture
 
-        try:
-            header, read = open_capture(path)
-        except InputError as error:
-            noted = (f"captured anew: {error}",)
-        else:
-            used(path)
+        opened = file.read(open_capture, notes.append)
+        if opened is not None:
+            header, read = opened
 
             def kept() -> Capture:
                 return replace(read(), again=again)
 
             return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
     made = _captured_now(build(CAPTURED_BATCH), CAPTURED_BATCH, training)
-    if path is not None and made.capture.record is not None:
-        noted += _kept(made, path, {"model": name, **{k: str(v) for k, v in asked.items() if v is not None}})
-    return replace(made, notes=(*made.notes, *noted))
+    if file is not None and made.capture.record is not None:
+        about = {"model": name, **{k: str(v) for k, v in asked.items() if v is not None}}
+        _keep(made, file, about, notes.append)
+    return replace(made, notes=(*made.notes, *notes))
 
 
 def _captured_now(found: ResolvedModel, batch: int | None, training: bool) -> CapturedModel:
@@ -134,40 +117,11 @@ def _captured_now(found: ResolvedModel, batch: int | None, training: bool) -> Ca
     return CapturedModel(name=found.name, digest=digest, read=lambda: made, local_batch=own, notes=found.notes)
 
 
-def _kept(made: CapturedModel, path: Path, about: dict[str, str]) -> tuple[str, ...]:
-    """Write a capture; what a user should be told where that fails."""
-    from autopar.capture.record.file import save_capture
+def _keep(made: CapturedModel, file: KeptFile, about: dict[str, str], on_note: Callable[[str], None]) -> None:
+    from autopar.capture.record.file import capture_text
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_capture(made.capture, path, about=about | _versions(), notes=made.notes)
-        drop_oldest(path.parent, MOST_BYTES)
-    except OSError as error:
-        return (f"the capture is not kept for the next time: {path.parent}: {error.strerror}",)
-    return ()
+    file.write(capture_text(made.capture, about=about | _versions(), notes=made.notes), on_note)
 
 
-def _key(config: dict[str, Any], asked: dict[str, Any]) -> str:
-    text = json.dumps([config, asked, CAPTURED_BATCH, _versions()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
-
-
-@cache
 def _versions() -> dict[str, str]:
-    """Versions of what captures; of autopar a hash of its source too, which changes between releases."""
-    found = {"autopar": __version__, "source": _source_hash()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
-
-
-def _source_hash() -> str:
-    digest = hashlib.sha256()
-    for name in CAPTURING:
-        with resources.as_file(resources.files("autopar") / name) as path:
-            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-                digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
+    return {"autopar": __version__} | versions(_LIBRARIES, _CAPTURING)

@@ -1,20 +1,19 @@
-"""Labels of the models that autopar builds itself, and what blocks cost under them, kept by what they depend on.
+"""Labels of the models that autopar builds itself, and the costs of their blocks, kept by `autopar.cache.store`.
 
-A file's name is a hash of the program's fingerprint, the cluster, the degrees that labels were asked for and the
-versions and source of what chose them. A file that cannot be read is passed over and written anew.
+Labels depend on the program's fingerprint, the cluster, the degrees that they were asked for, and on all of autopar's
+source.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from autopar.cache.store import SEARCHING, KeptFile, kept_file, versions
 from autopar.cost_model.work.block_work import Family, from_plain, to_json
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.cost_model.work.program_costs import ProgramWorks
-from autopar.errors import AutoparError, Problem
-from autopar.files.kept import keep, used, versions
+from autopar.errors import InputError, Problem
 from autopar.files.plain_data import read_plain
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees, degrees_from, labels_from_dict, labels_to_dict
@@ -32,36 +31,34 @@ _READERS = {
 }
 
 
-def labels_file(folder: Path, program: Program, cluster: ClusterSpec, wanted: Degrees, gathers: str = AGAIN) -> Path:
-    """Where labels for `wanted` degrees are kept; `gathers` says how they were chosen and what blocks cost."""
-    asked = [program.fingerprint, cluster.to_dict(), asdict(wanted), gathers, versions()]
-    return folder / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:40]}.json"
+def labels_file(
+    folder: Path, program: Program, cluster: ClusterSpec, wanted: Degrees, gathers: str = AGAIN
+) -> KeptFile:
+    """The file of labels for `wanted` degrees; `gathers` is `AGAIN`, `KEPT` or `CHOSEN_FOR_KEPT`."""
+    inputs = (program.fingerprint, cluster.to_dict(), asdict(wanted), gathers, versions(SEARCHING))
+    return kept_file(folder, "labels", *inputs)
 
 
-def kept_labels(path: Path) -> Chosen | None:
-    """What was kept there, if anything that can be read."""
+def read_labels(path: Path) -> Chosen:
+    """The labels of a file. Raises `InputError`, or `KeyError` or `TypeError` for a file of another kind."""
     problems: list[Problem] = []
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        kinds: tuple[Any, ...] = (Degrees, Labelling, ProgramWorks)
-        degrees, labelling, works = (
-            read_plain(kind, data[kind.__name__], problems, readers=_READERS) for kind in kinds
-        )
-        used(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AutoparError):
-        return None
-    return None if problems else (degrees, labelling, works)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    kinds: tuple[Any, ...] = (Degrees, Labelling, ProgramWorks)
+    degrees, labelling, works = (read_plain(kind, data[kind.__name__], problems, readers=_READERS) for kind in kinds)
+    if problems:
+        raise InputError(f"{path} holds no labels", problems)
+    return degrees, labelling, works
 
 
-def keep_labels(path: Path, chosen: Chosen) -> None:
-    """Keep labels for the next time."""
+def labels_text(chosen: Chosen) -> str:
+    """The content of a file of labels."""
     degrees, labelling, works = chosen
     data = {
         "Degrees": asdict(degrees),
         "Labelling": _plain(labelling) | {"blocks": [labels_to_dict(block) for block in labelling.blocks]},
         "ProgramWorks": _plain(works) | {"family": json.loads(to_json(works.family))},
     }
-    keep(path, json.dumps(data, separators=(",", ":")))  # blocks in their order
+    return json.dumps(data, separators=(",", ":"))  # blocks in their order
 
 
 def _plain(value: Any) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cache.captures import CapturedModel, cache_folder, captured_model
+from autopar.cache.captures import CapturedModel, captured_model
+from autopar.cache.store import cache_folder
 from autopar.cli.options.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.options.plan_options import default_global_batch, narrowing
 from autopar.cli.options.search_options import (

@@ -12,6 +12,7 @@ import typer
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, did_you_mean
+from autopar.files.atomic import write_text
 
 if TYPE_CHECKING:
     from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
@@ -62,9 +63,9 @@ def validate(
         from autopar.cli.validate_report import html_report
 
         page = html_report(found, title=runs.name, subtitle=f"{len(rows)} rows of tier {tier}; autopar validate")
-        _write(report, page)
+        write_text(report, page)
     if out is not None:
-        _write(out, predictions_csv(estimates))
+        write_text(out, predictions_csv(estimates))
     if as_json:
         print_json(found.to_dict())
         return
@@ -122,17 +123,6 @@ def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
             raise InputError(f"{option} {path} is the file of the runs: name another")
     if out is not None and report is not None and out.absolute() == report.absolute():
         raise InputError(f"--out and --report both name {out}: name two files")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _show(found: "Validation") -> None:

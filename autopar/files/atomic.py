@@ -1,4 +1,4 @@
-"""Writing text whole or not at all."""
+"""Writes a text file whole or not at all: a reader never meets half a file."""
 
 import os
 from contextlib import suppress
@@ -7,8 +7,19 @@ from pathlib import Path
 from autopar.errors import InputError
 
 
-def write_text(path: str | Path, text: str) -> int:
-    """Write a file in place of another or none; its bytes. Raises `InputError` where it cannot be written."""
+def write_text(path: str | os.PathLike[str], text: str) -> int:
+    """Write a file as UTF-8, in place of the file that stands there.
+
+    Args:
+        path: The file. Its folder must exist.
+        text: The whole content.
+
+    Returns:
+        The number of bytes written.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
     target, content = Path(path), text.encode("utf-8")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:

@@ -10,6 +10,7 @@ This module does not import torch: planning and listing do not need it.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import warnings
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import ClusterError, Problem
+from autopar.files.atomic import write_text
 from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset, link_of_preset
 
 if TYPE_CHECKING:
@@ -194,20 +196,15 @@ class ClusterSpec:
         return content
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` as YAML, whole or not at all."""
+        """Write `to_dict` as YAML, whole or not at all. Raises `InputError` if the file cannot be written."""
         from ruamel.yaml import YAML
 
         writer = YAML(typ="safe", pure=True)
         writer.default_flow_style = False
         writer.sort_base_mapping_type_on_output = False
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                writer.dump(self.to_dict(), file)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        text = io.StringIO()
+        writer.dump(self.to_dict(), text)
+        write_text(path, text.getvalue())
 
     # ---- reading one ----
 

@@ -1,7 +1,6 @@
 """The plan: everything decided. A value that prints, compares and round-trips through JSON; running needs only it."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
@@ -9,7 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanError, Problem, did_you_mean, short_repr
+from autopar.errors import InputError, PlanError, Problem, did_you_mean, short_repr
+from autopar.files.atomic import write_text
 from autopar.ir.explanation import as_text
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules import SCHEDULES, rank_of_stage
@@ -159,14 +159,10 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all. Raises `PlanError` where the file cannot be written."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(self.to_json(), encoding="utf-8")
-            partial.replace(target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise PlanError(f"plan file {target} cannot be written: {error.strerror or error}") from error
+            write_text(path, self.to_json())
+        except InputError as error:
+            raise PlanError(f"plan file {error}") from error
 
     @staticmethod
     def load(path: str | Path) -> "Plan":

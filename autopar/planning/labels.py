@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, keep_labels, kept_labels, labels_file
+from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
 from autopar.capture.analysis import Analysis, analyse
 from autopar.cost_model.work.program_costs import ProgramWorks, merged_works
 from autopar.errors import PlanError
@@ -41,8 +41,10 @@ class SearchLabels:
         *,
         regather: bool = True,
         folder: Path | None = None,
+        on_progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
+        self.on_progress = on_progress
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.chosen: dict[int, Chosen] = {}
         self.kept: dict[int, Chosen] = {}
@@ -69,13 +71,14 @@ class SearchLabels:
         return self.kept[tp][2]
 
     def _from_file(self, gathers: str, wanted: Degrees, make: Callable[[], Chosen]) -> Chosen:
-        path = None if self.folder is None else labels_file(self.folder, self.program, self.cluster, wanted, gathers)
-        found = None if path is None else kept_labels(path)
-        if found is None:
-            found = make()
-            if path is not None:
-                keep_labels(path, found)
-        return found
+        if self.folder is None:
+            return make()
+        file = labels_file(self.folder, self.program, self.cluster, wanted, gathers)
+        chosen = file.read(read_labels, self.on_progress)
+        if chosen is None:
+            chosen = make()
+            file.write(labels_text(chosen), self.on_progress)
+        return chosen
 
     def _keeping(self, tp: int) -> Chosen:
         from autopar.cost_model.work.export import kept_work

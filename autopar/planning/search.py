@@ -124,7 +124,14 @@ def search_captured(
     program = program_for(captured, LABELLED)
     wanted = wishes(asked.fix, asked.forbid)
     pinned = _pinned(wanted, program)
-    labels = _labels(program, cluster, pinned, labels_folder)
+    labels = SearchLabels(
+        program,
+        cluster,
+        pinned.degrees.get("sequence_parallel"),
+        regather=pinned.regather is not False,
+        folder=labels_folder,
+        on_progress=say,
+    )
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
@@ -185,11 +192,6 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
-
-
-def _labels(program: Program, cluster: ClusterSpec, pinned: Pinned, folder: Path | None) -> SearchLabels:
-    split, regather = pinned.degrees.get("sequence_parallel"), pinned.regather is not False
-    return SearchLabels(program, cluster, split, regather=regather, folder=folder)
 
 
 def _as_it_runs(

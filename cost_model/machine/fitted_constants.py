@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from autopar.errors import InputError
+from autopar.files.atomic import write_text
 from autopar.files.strict_yaml import read_yaml
 
 
@@ -71,4 +72,4 @@ def dump_mechanisms(found: Mechanisms, sources: Mapping[str, str], path: Path) -
         f'{name}: {{value: {getattr(found, name):g}, source: "{sources.get(name, content[name]["source"])}"}}'
         for name in (field.name for field in fields(Mechanisms))
     ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(lines) + "\n")

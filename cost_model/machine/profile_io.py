@@ -6,11 +6,11 @@ figures. ``docs/calibrate.md`` lists the keys.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -25,7 +25,8 @@ from autopar.cost_model.machine.profile import (
     Measurement,
     Tile,
 )
-from autopar.errors import ClusterError, InputError, Problem
+from autopar.errors import ClusterError, Problem
+from autopar.files.atomic import write_text
 from autopar.files.strict_model import StrictModel, validate
 from autopar.files.strict_yaml import read_yaml
 from autopar.ir.cluster import Tier
@@ -289,13 +290,6 @@ def dump_profile(profile: DeviceProfile, path: str | os.PathLike[str]) -> None:
     writer.default_flow_style = None  # a figure stands in one line
     writer.sort_base_mapping_type_on_output = False
     writer.width = 1000
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            writer.dump(profile_to_dict(profile), file)
-        partial.replace(target)
-    except OSError as error:
-        raise InputError(f"{target} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    text = io.StringIO()
+    writer.dump(profile_to_dict(profile), text)
+    write_text(path, text.getvalue())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError
+from autopar.files.atomic import write_text
 from autopar.runtime.profile.timeline import COMPUTE, HOST, MESSAGES, Slice
 
 _Json = dict[str, Any]
@@ -141,12 +142,4 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def write_whole(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Write a document as JSON, whole or not at all. Raises `InputError` where it cannot be written."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(document, separators=(",", ":")) + "\n")
-        partial.replace(target)
-    except OSError as error:
-        raise InputError(f"{target} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, json.dumps(document, separators=(",", ":")) + "\n")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopar.cache import captures as capture_cache
-from autopar.cache.captures import CapturedModel, cache_folder, captured_model
+from autopar.cache.captures import CapturedModel, captured_model
+from autopar.cache.store import cache_folder
 from autopar.errors import InputError
 
 SMALL = {"layers": 2, "hidden": 64, "seq_len": 16}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autopar.cache.captures import captured_model
-from autopar.cache.labels import kept_labels, labels_file
+from autopar.cache.labels import labels_file, read_labels
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, SearchLabels
@@ -56,20 +56,21 @@ def test_a_tensor_degree_in_two_mesh_dimensions(tmp_path: Path) -> None:
     llama = program_for(captured_model("llama3-8b", folder=None, **sizes).capture, LABELLED)
     works = SearchLabels(llama, CLUSTER, folder=tmp_path).works(8)
     assert works.mesh.names == ("dp", "tp0", "tp1")
-    read = kept_labels(next(tmp_path.iterdir()))
-    assert read is not None
+    read = read_labels(next(tmp_path.iterdir()))
     assert read[2].family == works.family
 
 
-def test_a_damaged_file_is_passed_over(program: Any, tmp_path: Path) -> None:
-    path = labels_file(tmp_path, program, CLUSTER, LABELLED)
+def test_a_damaged_file_is_reported_and_written_anew(program: Any, tmp_path: Path) -> None:
+    file = labels_file(tmp_path, program, CLUSTER, LABELLED)
     SearchLabels(program, CLUSTER, folder=tmp_path).works(1)
-    text = path.read_text()
+    text, notes = file.path.read_text(), list[str]()
     for damaged in ("", "[]", "{}", text[:-50], text.replace('"gap"', '"gaps"'), text.replace('"products"', '"p"')):
-        path.write_text(damaged)
-        assert kept_labels(path) is None
-    SearchLabels(program, CLUSTER, folder=tmp_path).works(1)
-    assert kept_labels(path) is not None
+        file.path.write_text(damaged)
+        assert file.read(read_labels, notes.append) is None
+        assert notes[-1].startswith(f"the kept labels {file.path} cannot be read and is made anew: ")
+    SearchLabels(program, CLUSTER, folder=tmp_path, on_progress=notes.append).works(1)
+    assert len(notes) == 7
+    assert file.read(read_labels, notes.append) is not None and len(notes) == 7
 
 
 def test_what_blocks_cost_that_keep_what_they_gather(

@@ -1,7 +1,6 @@
 """Kept searches: the same question is answered at once, another one is searched."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import autopar.cache.plans as plan_cache
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.plans import kept_search
-from autopar.files.kept import drop_oldest
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.request import SearchRequest
 from autopar.search.result.result import SearchResult
@@ -61,7 +59,7 @@ def test_an_equal_question_is_not_searched_again(
     dearer = replace(CLUSTER, groups=tuple(replace(one, price_usd_per_device_hour=3.0) for one in CLUSTER.groups))
     with pytest.raises(AssertionError, match="searched"):
         kept(tmp_path, captured, cluster=dearer)
-    monkeypatch.setattr(plan_cache, "versions", lambda: {"source": "other"})
+    monkeypatch.setattr(plan_cache, "versions", lambda _: {"source": "other"})
     with pytest.raises(AssertionError, match="searched"):
         kept(tmp_path, captured)
 
@@ -71,19 +69,11 @@ def test_a_damaged_file_is_written_anew(captured: CapturedModel, tmp_path: Path)
     file = next((tmp_path / "plans").iterdir())
     for damaged in ("{", '{"kind": "other"}', file.read_text()[:-100]):
         file.write_text(damaged)
-        again = kept(tmp_path, captured)
+        notes: list[str] = []
+        again = kept_search(tmp_path, captured, CLUSTER, ASKED, say=notes.append)
         assert again.plan == first.plan
+        assert notes[0].startswith(f"the kept search {file} cannot be read and is made anew: ")
         assert SearchResult.from_dict(json.loads(file.read_text())).plan == first.plan
-
-
-def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
-    for age, name in enumerate(("new", "middle", "old")):
-        file = tmp_path / f"{name}.json"
-        file.write_text("x" * 100)
-        os.utime(file, (1000 - age, 1000 - age))
-    (tmp_path / "other.txt").write_text("x" * 1000)
-    drop_oldest(tmp_path, 250)
-    assert {file.name for file in tmp_path.iterdir()} == {"new.json", "middle.json", "other.txt"}
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(captured: CapturedModel, tmp_path: Path) -> None:

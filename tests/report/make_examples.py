@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cache.captures import cache_folder, captured_model
+from autopar.cache.captures import captured_model
+from autopar.cache.store import cache_folder
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.request import SearchRequest
 from autopar.planning.search import search_captured

@@ -5,8 +5,6 @@ are refused by an `InputError` that says which.
 """
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ValidationError
 
 from autopar.errors import InputError
+from autopar.files.atomic import write_text
 from autopar.files.strict_model import StrictModel
 
 if TYPE_CHECKING:
@@ -43,20 +42,18 @@ def _hash(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def save_capture(captured: "Capture", path: Path, *, about: dict[str, str], notes: tuple[str, ...] = ()) -> None:
-    """Write a capture whose program is known at other sizes. Raises `InputError` on any other, `OSError` on no room."""
+def capture_text(captured: "Capture", *, about: dict[str, str], notes: tuple[str, ...] = ()) -> str:
+    """The content of a capture's file. Raises `InputError` if the program is not known at other sizes."""
     if captured.record is None:
         raise InputError(f"this capture cannot be written to a file: {captured.unknown}")
     body = captured.record.model_dump_json()
     header = CaptureHeader(format="autopar capture", version=_VERSION, sha256=_hash(body), about=about, notes=notes)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(f"{header.model_dump_json()}\n{body}\n")
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    return f"{header.model_dump_json()}\n{body}\n"
+
+
+def save_capture(captured: "Capture", path: Path, *, about: dict[str, str], notes: tuple[str, ...] = ()) -> None:
+    """Write a capture's file. Raises `InputError` as `capture_text` does, and if the file cannot be written."""
+    write_text(path, capture_text(captured, about=about, notes=notes))
 
 
 def load_capture(path: Path) -> tuple["Capture", CaptureHeader]:

@@ -1,0 +1,126 @@
+"""The one policy for files that autopar keeps for the next time: captures, labels and searches.
+
+    folder      `cache_folder`, with a sub-folder for labels and one for searches
+    name        a hash of every input, and of the versions and source code that made the content (`versions`)
+    write       whole or not at all; a file that cannot be written costs time the next time, and no result
+    limit       `MOST_BYTES` a folder; the files that were not used for longest are deleted
+    damage      a file that cannot be read is reported and written anew, as is a file of an earlier format
+
+Another version of the code looks for another name, so the files of earlier versions are never read. They are deleted
+once the folder is full.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autopar.errors import AutoparError, InputError
+from autopar.files.atomic import write_text
+
+MOST_BYTES = 1_000_000_000  # of one folder
+SEARCHING = ("torch", "numpy", "optuna", "highspy", "sympy")  # libraries that labels and searches depend on
+_SOURCE = (".py", ".yaml", ".json")
+
+T = TypeVar("T")
+
+
+def cache_folder() -> Path:
+    """``AUTOPAR_CACHE_DIR``, else ``autopar/captures`` in ``XDG_CACHE_HOME``, else the same in ``~/.cache``."""
+    given = os.environ.get("AUTOPAR_CACHE_DIR", "")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # as the XDG specification has it
+    return root / "autopar" / "captures"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFile:
+    """One file of a cache folder. `what` names the content in messages: "capture", "labels", "search"."""
+
+    path: Path
+    what: str
+
+    def read(self, parse: Callable[[Path], T], on_note: Callable[[str], None]) -> T | None:
+        """The content as `parse` reads it.
+
+        Returns:
+            None if there is no such file, or if `parse` raises; `on_note` is then told why.
+        """
+        if not self.path.is_file():
+            return None
+        try:
+            found = parse(self.path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, AutoparError) as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            on_note(f"the kept {self.what} {self.path} cannot be read and is made anew: {reason}")
+            return None
+        with suppress(OSError):
+            os.utime(self.path)  # `_drop_oldest` deletes by this time
+        return found
+
+    def write(self, text: str, on_note: Callable[[str], None] = lambda _: None) -> None:
+        """Write the file and delete the oldest ones beside it. `on_note` is told if that fails."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, text)
+            drop_oldest(self.path.parent, MOST_BYTES)
+        except (OSError, InputError) as error:
+            on_note(f"the {self.what} is not kept for the next time: {error}")
+
+
+def kept_file(folder: Path, what: str, *inputs: Any) -> KeptFile:
+    """The file of a content that depends on `inputs`, plain data for JSON, versions included."""
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
+    return KeptFile(path=folder / f"{digest.hexdigest()[:40]}.json", what=what)
+
+
+def drop_oldest(folder: Path, most_bytes: int) -> None:
+    """Delete the kept files that were not used for longest until the others have at most `most_bytes`."""
+    files = sorted((file.stat().st_mtime, str(file), file.stat().st_size) for file in folder.glob("*.json"))
+    total = sum(size for _, _, size in files)
+    for _, file, size in files:
+        if total <= most_bytes:
+            return
+        Path(file).unlink(missing_ok=True)
+        total -= size
+
+
+@cache
+def versions(libraries: Sequence[str], source: Sequence[str] = ("",)) -> dict[str, str]:
+    """The versions that a kept content depends on.
+
+    Args:
+        libraries: Distributions; one that is not installed has the version "none".
+        source: Files and folders in autopar's package whose content counts; by default all of them.
+
+    Returns:
+        A version by library, and a hash of autopar's source and data files as "source".
+    """
+    return {"source": _source_hash(source)} | {name: _version_of(name) for name in libraries}
+
+
+def _version_of(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _source_hash(source: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    with resources.as_file(resources.files("autopar")) as root:
+        for name in source:
+            top = root / name
+            for folder, _, names in sorted(os.walk(top, followlinks=True)) if top.is_dir() else [(root, (), (name,))]:
+                for each in sorted(names):
+                    if each.endswith(_SOURCE):
+                        digest.update(each.encode() + (Path(folder) / each).read_bytes())
+    return digest.hexdigest()[:16]
