@@ -125,13 +125,9 @@ def search_captured(
     wanted = wishes(asked.fix, asked.forbid)
     pinned = _pinned(wanted, program)
     labels = SearchLabels(
-        program,
-        cluster,
-        pinned.degrees.get("sequence_parallel"),
-        regather=pinned.regather is not False,
-        folder=labels_folder,
-        on_progress=say,
-    )
+        program, cluster, pinned.degrees.get("sequence_parallel"), regather=pinned.regather is not False,
+        folder=labels_folder, on_progress=say,
+    )  # fmt: skip
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
