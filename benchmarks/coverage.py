@@ -16,15 +16,16 @@ MAX_NAMED = 3
 NOTABLE = 5e-4
 PAGE = """# What tensor parallelism splits
 
-The share of FLOP in matrix products, attention and convolutions that is split on `tp`, for every preset at its
-published size: all layers, two sequences of the context length (at most {longest:,} tokens), captured on meta. An
-operator counts as split by `(1 - what one rank does / the whole operator) / (1 - 1/tp)`: 1 if every rank does its tp-th
-part, 0 if every rank does all of it. Padding counts as work. Where heads do not divide, `tp` is the product of two mesh
-dimensions ([labelling](labelling.md)), given behind the share; what only the first of them splits counts as 0.86 at
-4 × 2.
+`autopar coverage MODEL --tp N` prints the share of the work that `tp` splits, and every operator behind it. This
+table has the share for every preset at its published size: all layers, two sequences of the context length (at most
+{longest:,} tokens), captured on meta.
 
-Written by `python benchmarks/coverage.py --markdown` on {date} with torch {torch} and transformers {transformers};
-`autopar coverage MODEL --tp N` prints the same share, and every operator behind it.
+The share is of the FLOP in matrix products, attention and convolutions. An operator counts with `(1 - work of one
+rank / work of the operator) / (1 - 1/tp)`: 1 if every rank does its tp-th part, 0 if every rank does everything.
+Padding counts as work. If heads do not divide, `tp` is the product of two mesh dimensions, shown behind the share
+([labelling](labelling.md)). At 4 × 2 an operator that only the first one splits counts as 0.86.
+
+Written by `python benchmarks/coverage.py --markdown` on {date} with torch {torch} and transformers {transformers}.
 """
 
 

@@ -171,19 +171,22 @@ def pipeline_table(families: Sequence[str], say: Callable[[str], None]) -> tuple
 
 PAGE = """# Equivalence
 
-Three AdamW steps of every family on gloo ranks against one device, in float64 with random weights. Each cell is the
-worst error of loss, outputs, every gradient, clip norm and weights, by the measure of [semantics](semantics.md); the
-tolerance is {tolerance:.0e}. Models are the presets of each family shrunk to two layers, and plain torch networks
-(`tests/families`). Errors near 1e-10 are of the biases of attention's keys, whose gradients are zero but for rounding.
-A refusal is what a user would be told.
+`autopar verify MODEL --world-size 4 --tp 2 --dp 2` makes such a comparison for your model. Here are all families of
+the tests.
+
+Each family runs three AdamW steps in float64, with random weights, on gloo ranks and on one device. A cell is the
+worst error of loss, outputs, gradients, clip norm and weights, by the measure of [semantics](semantics.md). The
+tolerance is {tolerance:.0e}. The models are presets shrunk to two layers, and plain torch networks
+(`tests/families`). Errors near 1e-10 belong to the biases of attention keys: their gradients are zero except for
+rounding. A refusal is the message that a user gets.
 
 {rows}
 
 ## Pipelines
 
-The same for plans with stages, on batches of {batch} sequences of a data-parallel rank; `1f1b` where no schedule is
-named. Uneven cuts, short batches, tied, frozen, unused and empty parameters, checkpoints and evaluation in stages are
-compared by `tests/integration/test_pipelines.py` and `test_pipeline_checkpoints.py`.
+The same for plans with stages. A data-parallel rank has {batch} sequences. The schedule is `1f1b` if no other is
+named. `tests/integration/test_pipelines.py` and `test_pipeline_checkpoints.py` compare uneven cuts, short batches,
+checkpoints and evaluation in stages, and tied, frozen, unused and empty parameters.
 
 {pipelines}
 

@@ -40,13 +40,21 @@ ERRORS = ("median", "mean", "p90", "worst", "bias")
 
 INTRODUCTION = """# What the cost model says of published runs
 
-Step time and memory that others published, beside what autopar predicts from model, machine and layout alone: the
-columns of the result are taken away before a row is predicted. The runs are in `benchmarks/data`, with their
-description. An error is predicted / measured - 1; median, mean, p90 (90th percentile) and worst are of its size, the
-bias is the median with its sign. Time is the stated step time, else what the source's throughput comes to.
+`autopar validate benchmarks/data/published_runs.csv --tier core` prints these figures: step time and memory that
+others published, beside autopar's predictions from model, machine and layout alone. The columns of the result are
+removed before a row is predicted. `benchmarks/data` holds the runs and their description.
 
-The noise of the data is a floor: the same configuration published twice differs by 4.6 % in the median, by 2
-to 16 % in all. The rows of tier `core` are balanced over sources; the others are sweeps of layouts, for ranking.
+| word | meaning |
+| --- | --- |
+| error | predicted / measured - 1 |
+| median, mean, p90, worst | of the size of the error; p90 is the 90th percentile |
+| bias | the median of the error with its sign |
+| time | the stated step time, else the time that follows from the source's throughput |
+| tier `core` | rows balanced over sources; the other rows are sweeps of layouts, for ranking |
+| state enough | rows that state everything the model needs |
+
+The data has noise: the same configuration published twice differs by 4.6 % in the median, and by 2 to 16 % in all
+cases.
 """
 
 
@@ -64,9 +72,8 @@ def page(
     sweep = compare(swept, predict(swept, estimator))
     text = [
         INTRODUCTION,
-        f"Written by `python tools/validation_page.py` on {today.isoformat()}; the {len(rows)} rows took\n"
-        f"{seconds:.2f} s of a processor to predict.\n"
-        "`autopar validate benchmarks/data/published_runs.csv --tier core` prints the same figures.\n",
+        f"Written by `python tools/validation_page.py` on {today.isoformat()}. Predicting the {len(rows)} rows took\n"
+        f"{seconds:.2f} processor seconds.\n",
         _overall(core, everything, sweep),
         _by("## By source, tier core", split_by(core, "source_key")),
         _by("## By source, all rows", split_by(everything, "source_key")),
@@ -154,8 +161,8 @@ def _left_out(core: Sequence[Compared], left_out: Mapping[str, float] | None) ->
         ("every row, also of devices that no other source ran", *_errors(of(timed))),
     ]
     return (
-        f"{title}\nThe constants fitted on the other sources alone, for rows of tier core whose device and precision "
-        f"occur in another source.\n\n{_table(header, lines)}"
+        f"{title}\nThe constants are fitted on the other sources alone. The rows are those of tier core with a "
+        f"device and precision that another source has too.\n\n{_table(header, lines)}"
     )
 
 
@@ -177,8 +184,8 @@ def _baselines(core: Sequence[Compared], left_out: Mapping[str, float] | None) -
             lines += [(f"{name}, {way}{kind}", *_errors(module.errors_of(runs, s, ids))) for name, s in found.items()]
     return (
         "## Beside predictors without mechanics\n\n"
-        "One MFU per device and precision, and boosted trees over the columns (`benchmarks/baselines.py`), fitted and\n"
-        "asked here, tier core, the same rows for each.\n\n"
+        "One MFU per device and precision, and boosted trees over the columns (`benchmarks/baselines.py`), on the\n"
+        "same rows of tier core.\n\n"
         f"{_table(('', 'timed', *ERRORS), lines)}"
     )
 
@@ -210,7 +217,7 @@ def _memory(everything: Sequence[Compared]) -> str:
     lines = [(kind, *_errors(errors(one.memory_error for one in part))) for kind, part in sorted(kinds.items())]
     return (
         "## Memory by how it was measured\n\n"
-        "Sizes are read as GiB, as torch and nvidia-smi count. A device has what torch reports as its `total_memory`.\n"
+        "Sizes are read as GiB, as torch and nvidia-smi count. A device has the `total_memory` that torch reports.\n"
         f"Of {oom.oom_rows} rows that ran out of memory {oom.oom_predicted} are predicted not to fit, the others\n"
         f"({', '.join(missed)}) to fit; of {oom.ok_rows} that ran, {oom.ok_predicted_oom} are predicted "
         f"not to fit.\n\n{_table(('memory is', 'rows', *ERRORS), lines)}"
