@@ -32,10 +32,10 @@ from autopar.planning.search import search_captured
 from autopar.runtime.distributed.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
 from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.module import ParallelModel
-from autopar.runtime.model.shape_cache import Replan, Sizes
-from autopar.runtime.model.tied_parameters import held_names
+from autopar.runtime.model.shape_cache import InputShapes, Replan
+from autopar.runtime.model.tied_parameters import names_on_stage_rank
 from autopar.runtime.parameters.materialise import parameter_source
-from autopar.runtime.parameters.placement import Held
+from autopar.runtime.parameters.placement import ParameterPlacement
 from autopar.search.result.format import nothing_fits
 
 _TIMEOUT_S = 300
@@ -86,7 +86,7 @@ def parallelize(
         source = from_first_rank(source)
     elif differ:  # ranks of a pipeline ask for different names
         names = [info.whole_name for info in program.every_parameter.values()]
-        needed = {*held_names(program, decided, mesh.stage_rank), *program.buffers}
+        needed = {*names_on_stage_rank(program, decided, mesh.stage_rank), *program.buffers}
         source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)
     # of a model that holds weights nothing but buffers is kept
     buffers = source if on_meta else {name: source(name) for name in program.buffers}.__getitem__
@@ -217,7 +217,7 @@ def _replan(
     model = weightless(model)
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
-    def replan(sizes: Sizes, *, training: bool, held: Mapping[str, Held]) -> tuple[Program, Plan]:
+    def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, ParameterPlacement]) -> tuple[Program, Plan]:
         example = inputs_of_shapes(model, inputs, sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
         own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)

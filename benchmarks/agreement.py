@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
-from autopar.runtime.model.preflight_check import Agreement
+from autopar.runtime.model.preflight_check import PreflightCheck
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"tokens": (8, 1024), "images": (32, 3, 224, 224)}
 
@@ -45,7 +45,7 @@ def programs(world_size: int, data: str) -> dict[str, Step]:
     x = torch.randint(0, 50_000, shape, generator=generator) if data == "tokens" else torch.rand(shape)
     batch = {"x": x, "labels": torch.randint(0, 6, shape[:1], generator=generator)}
     model = autopar.parallelize(Small(), f"{world_size}xcpu", example_inputs=batch, plan={"dp": world_size, "zero": 0})
-    agreement = Agreement(model.rank_mesh, model.program.inputs)
+    agreement = PreflightCheck(model.rank_mesh, model.program.inputs)
     read = read_batch(model.program, batch, shape[0], any_shape=False)
 
     def alone() -> torch.Tensor:
@@ -55,7 +55,7 @@ def programs(world_size: int, data: str) -> dict[str, Step]:
         return model.forward_backward(batch)
 
     def without() -> torch.Tensor:
-        with mock.patch.object(Agreement, "check", lambda self, *_: [shape[0]] * world_size):
+        with mock.patch.object(PreflightCheck, "check", lambda self, *_: [shape[0]] * world_size):
             return step()
 
     return {"comparison alone": alone, "step with it": step, "step without it": without}

@@ -137,7 +137,7 @@ def passes(minutes: float) -> int:
 def stages(device_type: str, dtypes: tuple[str, ...], hosts: Sequence[str]) -> list[Stage]:
     """Everything that is measured, when rank r is on `hosts[r]`."""
     found = [Stage(name=name, works=tuple(works)) for name, works in device_works(device_type, dtypes).items()]
-    groups = calibrate_links.groups_of(hosts)
+    groups = calibrate_links.link_groups(hosts)
     for one in groups:
         works = tuple(calibrate_links.link_works(one, device_type))
         found.append(Stage(name=f"collectives, {one.name}", works=works, groups=one))
@@ -177,7 +177,7 @@ def measured(
 ) -> list[float | None]:
     """Seconds of each work of a stage on this rank; None where it would take too long. Collective with ranks."""
     pace = _pace(device, alone=stage.groups is None)
-    group = calibrate_links.joined(stage.groups) if stage.groups is not None else None
+    group = calibrate_links.join_group(stage.groups) if stage.groups is not None else None
     rates: dict[str, float] = {}
     found: list[float | None] = []
     for work in stage.works:

@@ -25,8 +25,15 @@ from autopar.errors import AutoparError, ClusterError, RankError
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.measure.doctor_checks import ROWS, Difference, check_fsdp, check_row, groups_to_check, world_mesh
-from autopar.runtime.measure.doctor_speed import Measured, device_speeds, link_speeds
+from autopar.runtime.measure.doctor_checks import (
+    CONVERSION_CASES,
+    Difference,
+    check_conversion,
+    check_fsdp,
+    groups_to_check,
+    world_mesh,
+)
+from autopar.runtime.measure.doctor_speed import SpeedMeasurement, device_speeds, link_speeds
 
 _TIMEOUT_S = 120.0
 GIVEN_UP = 0.5  # of the timeout: after so long a rank that did not reach a check is named
@@ -53,10 +60,10 @@ def examine(
     device = start_process_group(cluster, timeout_s=timeout_s)
     rank = dist.get_rank()
     together = _Together(timeout_s)
-    checks, measured = list[Check](), list[Measured]()
+    checks, measured = list[Check](), list[SpeedMeasurement]()
     world = together("process groups", lambda: world_mesh(device.type))
     groups = together("process groups of some ranks", lambda: groups_to_check(world))
-    runs = {f"conversion {row.name}": partial(check_row, row, groups, device) for row in ROWS}
+    runs = {f"conversion {row.name}": partial(check_conversion, row, groups, device) for row in CONVERSION_CASES}
     runs["FSDP2"] = partial(check_fsdp, world, device)
     if world_size % 2 == 0:
         runs["pipeline of two stages"] = partial(check_pipeline, cluster)

@@ -34,9 +34,9 @@ from autopar.runtime.verify.verify import (
     Report,
     Steps,
     check_dtype,
-    compare,
+    compare_steps,
     in_dtype,
-    of_all_stages,
+    merge_stages,
     parallel_steps,
     reference_steps,
 )
@@ -113,8 +113,8 @@ def verify(
     else:
         with Ranks(world_size, timeout_s=timeout_s) as world:
             parts = world.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
-    found = of_all_stages([part for part in parts if part is not None])
-    quantities, notes = compare(reference, found, TOLERANCES[dtype], steps)
+    found = merge_stages([part for part in parts if part is not None])
+    quantities, notes = compare_steps(reference, found, TOLERANCES[dtype], steps)
     notes += notes_on_inputs(checked)
     if has_dropout:
         notes += ("dropout was off on both sides, and the unmodified model was not compared",)

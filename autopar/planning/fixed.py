@@ -28,7 +28,7 @@ from autopar.search.pricing.stage_partition import choose_cuts, cuts_like, value
 if TYPE_CHECKING:
     from autopar.capture.captured import Capture
     from autopar.capture.export.export import Inputs, LossFunction
-    from autopar.runtime.parameters.placement import Held
+    from autopar.runtime.parameters.placement import ParameterPlacement
     from autopar.search.labels.solve import Known
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
@@ -98,7 +98,7 @@ def label_plan(
     degrees: Degrees,
     name: str,
     *,
-    held: "Mapping[str, Held] | None" = None,
+    held: "Mapping[str, ParameterPlacement] | None" = None,
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
     cuts: tuple[int, ...] | None = None,
     labelled: Labelled | None = None,
@@ -157,7 +157,7 @@ def choose_labels(
     cluster: ClusterSpec,
     degrees: Degrees,
     *,
-    held: "Mapping[str, Held] | None" = None,
+    held: "Mapping[str, ParameterPlacement] | None" = None,
     regather: bool = True,
     known: "Known | None" = None,
 ) -> Labelled:
@@ -206,7 +206,7 @@ def coverage(
     return coverage_of(program, analysis, found.blocks, degrees, spec)
 
 
-def _as_held(how: "Held", dims: Dims) -> tuple[Type, ...]:
+def _as_held(how: "ParameterPlacement", dims: Dims) -> tuple[Type, ...]:
     """The types of a held parameter, whose dimensions another analysis may cut into other axes; invariant where those
     do not have the axis that is split."""
     types = []

@@ -18,7 +18,7 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen.execute import run_reference
-from autopar.runtime.parameters.packed import with_pieces
+from autopar.runtime.parameters.packed import packed_source
 from autopar.runtime.verify.error_metrics import error, rms
 from autopar.runtime.verify.verify import in_dtype
 from autopar.testing.one_process import Outcome, run_in_one_process
@@ -92,7 +92,7 @@ def run_model(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
 def run_program(program: Program, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> SingleDeviceRun:
     """Run a captured float64 program on one device, with the weights of `model`."""
     every = {name: p.detach().cpu().double().clone() for name, p in model.named_parameters()}
-    whole = with_pieces(program, lambda name: every[name])
+    whole = packed_source(program, lambda name: every[name])
     parameters = {name: whole(name).detach().clone().requires_grad_() for name in program.parameters}
     buffers = {name: _float64(buffer) for name, buffer in model.named_buffers()}
     own_inputs = {name: _float64(value) for name, value in inputs.items()}

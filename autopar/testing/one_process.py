@@ -25,7 +25,7 @@ from autopar.runtime.codegen.execute import (
 from autopar.runtime.codegen.generate import Generated, generate
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import make_mesh
-from autopar.runtime.parameters.shards import assemble, parts
+from autopar.runtime.parameters.shards import all_shards, assemble
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +72,7 @@ def run_in_one_process(
         values: dict[str, Any] = {}
         for name, kinds in types.items():
             if name in whole:
-                held = parts(whole[name].detach(), analysis.outer[name], kinds, mesh)
+                held = all_shards(whole[name].detach(), analysis.outer[name], kinds, mesh)
                 values[name] = private.from_ranks(held)
                 if name in parameters and whole[name].is_floating_point():
                     values[name].requires_grad_()

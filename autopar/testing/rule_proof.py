@@ -35,7 +35,7 @@ class Disproved(VerificationError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class RuleProof:
     """What was proved of an operator's rule: `splits` counts splits per factor, `whole` factors are never split.
 
     `backward` says whether gradients were compared: not where no operand's gradient is defined.
@@ -53,14 +53,14 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Sample:
+class OperatorSample:
     """A call with real tensors in slot order."""
 
     call: Call
     tensors: tuple[torch.Tensor, ...]
 
 
-def prove_rule(target: Any, samples: Sequence[Any], *, seed: int = 0) -> Proof:
+def prove_rule(target: Any, samples: Sequence[Any], *, seed: int = 0) -> RuleProof:
     """Prove the rule of an operator on sample calls: run whole and in shards, forward and backward, and compare.
 
     A sample is a tuple of positional arguments, or a pair of such a tuple and a dict of keywords; its tensors are
@@ -98,16 +98,16 @@ def prove_rule(target: Any, samples: Sequence[Any], *, seed: int = 0) -> Proof:
             f"{overload}: no sample splits {', '.join(missing)}; pass one in which that size is a multiple of 2 or 3, "
             "or register it as whole"
         )
-    return Proof(operator=str(overload), splits=splits, whole=tuple(sorted(whole)), backward=backward)
+    return RuleProof(operator=str(overload), splits=splits, whole=tuple(sorted(whole)), backward=backward)
 
 
-def _has_gradient(sample: Sample) -> bool:
+def _has_gradient(sample: OperatorSample) -> bool:
     call = sample.call
     leaves = [_leaf(t, info.differentiable) for t, info in zip(sample.tensors, call.operands, strict=True)]
     return run_steps((Step(call.target, call.args, call.kwargs),), leaves).requires_grad
 
 
-def sample_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sample:
+def sample_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OperatorSample:
     """The `Call` of real arguments, as an analysis would build it."""
     tensors: list[torch.Tensor] = []
 
@@ -122,7 +122,7 @@ def sample_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sampl
     with torch.no_grad():
         output = target(*args, **kwargs)
     infos = tuple(_info(t) for t in tensors)
-    return Sample(Call(target, slotted, named, infos, _info(output)), tuple(tensors))
+    return OperatorSample(Call(target, slotted, named, infos, _info(output)), tuple(tensors))
 
 
 def _info(tensor: torch.Tensor) -> TensorInfo:
@@ -130,7 +130,7 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(tuple(tensor.shape), tensor.dtype, differentiable)
 
 
-def bind(rule: Rule, rng: random.Random | None) -> Bound:
+def bind_factors(rule: Rule, rng: random.Random | None) -> Bound:
     """Give every factor its axes: one, or with `rng` two where its size is composite and the draw says so."""
     fresh = count()
     factors = {f: tuple((next(fresh), size) for size in (_axes(n, rng) if rng else [n])) for f, n in rule.sizes.items()}
@@ -151,14 +151,14 @@ def _axes(size: int, rng: random.Random) -> list[int]:
     return [outer, size // outer]
 
 
-def prove(sample: Sample, rule: Rule, rng: random.Random) -> Proved:
+def prove(sample: OperatorSample, rule: Rule, rng: random.Random) -> Proved:
     """Prove every variant of a rule for one call; the factors and axes split. Raises `Disproved`.
 
     Factors are bound to one axis each, then to products of two, of which the inner one is split as well.
     """
     proved: set[tuple[str, int]] = set()
-    single = bind(rule, None)
-    products = bind(rule, rng)
+    single = bind_factors(rule, None)
+    products = bind_factors(rule, rng)
     run_variants(sample, single, [], [])
     for bound in (single, products) if products.factors != single.factors else (single,):
         partial = [v for v in whole_variants(bound) if v.label.startswith("P:")]
@@ -190,7 +190,7 @@ def _pairs(
         yield tuple(v for v, _ in chosen), [degree for _, degree in chosen]
 
 
-def run_variants(sample: Sample, bound: Bound, variants: Sequence[Variant], degrees: Sequence[int]) -> bool:
+def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Variant], degrees: Sequence[int]) -> bool:
     """Prove one variant per mesh dimension together; False where a runtime function is emitted."""
     call, rule = sample.call, bound.rule
     split: dict[str, tuple[tuple[str, int], ...]] = {}

@@ -28,7 +28,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class LoggedCollective:
     """One operator of this rank: its name, the name of its process group, and bytes of all operands and results."""
 
     operator: str
@@ -49,9 +49,9 @@ def kind_of(operator: str) -> str | None:
 
 
 @contextmanager
-def written_down() -> Iterator[list[Sent]]:
+def log_collectives() -> Iterator[list[LoggedCollective]]:
     """The list of what is sent inside this context, by backward passes too."""
-    found: list[Sent] = []
+    found: list[LoggedCollective] = []
 
     def seen(name: str, arguments: Mapping[str, Any], result: Any) -> None:
         if "wait_tensor" in name:
@@ -62,7 +62,7 @@ def written_down() -> Iterator[list[Sent]]:
         outputs = [v for k, v in arguments.items() if k.startswith("output")] or [result]
         inputs = [v for k, v in arguments.items() if not k.startswith("output")]
         found.append(
-            Sent(
+            LoggedCollective(
                 operator=name,
                 group=group,
                 num_ranks=size,

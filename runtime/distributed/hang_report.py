@@ -21,8 +21,8 @@ from autopar.ir.program import CallSite
 from autopar.runtime.distributed.collective_log import kind_of
 from autopar.runtime.distributed.mesh import MeshDim, named_ranks
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _PASSES = {"F": "forward pass", "B": "backward pass", "I": "backward pass", "W": "backward pass of weights"}
 _SENDING_MODULES = ("torch.distributed.distributed_c10d", "torch.distributed.fsdp._fully_shard._fsdp_collectives")
 _FIRST_ARGUMENT = re.compile(r"= [\w.]+\((\w+)")
@@ -70,7 +70,7 @@ def frames_of_thread(thread: int) -> list[FrameType]:
     return found[::-1]
 
 
-def whereabouts(frames: Sequence[FrameType]) -> str:
+def rank_position(frames: Sequence[FrameType]) -> str:
     """Where frames are, outermost first: ``rank 2: in pipeline stage 1, forward pass of micro-batch 0, block ...``.
 
     Empty where no step of a `ParallelModel` is among them.
@@ -83,16 +83,16 @@ def whereabouts(frames: Sequence[FrameType]) -> str:
     return f"rank {dist.get_rank()}: {', '.join(part for part in parts if part)}"
 
 
-def tells_where(method: Callable[P, R]) -> Callable[P, R]:
+def reports_position(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """A collective method of a model whose `RuntimeError`s, such as a collective's timeout, say where the rank is."""
 
     @wraps(method)
-    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:
             if not getattr(error, "__notes__", None):  # a stage's error says more
-                error.add_note(whereabouts(frames_of(error)))
+                error.add_note(rank_position(frames_of(error)))
             raise
 
     return told

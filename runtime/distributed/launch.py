@@ -93,10 +93,10 @@ def _answer(asked: Any, thread: int) -> None:
             return
         from autopar.runtime.distributed.hang_report import (  # a step has imported it already
             frames_of_thread,
-            whereabouts,
+            rank_position,
         )
 
-        asked.send(whereabouts(frames_of_thread(thread)))
+        asked.send(rank_position(frames_of_thread(thread)))
 
 
 def _signal(code: int | None) -> str:
@@ -212,7 +212,7 @@ class Ranks:
 
     def _fail_silent(self, ranks: Sequence[int], describe: Describe, why: str = "") -> None:
         """End all ranks; some do not answer, and are asked where they are."""
-        stacks = {rank: f"{self._whereabouts(rank)}\n{self._stack(rank)}".strip("\n") for rank in ranks}
+        stacks = {rank: f"{self._rank_position(rank)}\n{self._stack(rank)}".strip("\n") for rank in ranks}
         for rank in ranks:
             self._processes[rank].kill()  # what does not answer does not end by itself
         self.close()
@@ -221,7 +221,7 @@ class Ranks:
         within = self.timeout_s if why else 2 * self.timeout_s
         raise RankError(f"{named} did not answer within {within:.0f} s{why}{shown}", rank=ranks[0])
 
-    def _whereabouts(self, rank: int) -> str:
+    def _rank_position(self, rank: int) -> str:
         """Stage, micro-batch and collective of a rank; empty outside a step, and where it cannot run at all."""
         try:
             self._questions[rank].send(None)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional as F
 
-Action = Callable[[], object]
+Runnable = Callable[[], object]
 
 
 def synchronize(device: torch.device) -> None:
@@ -47,7 +47,7 @@ def products_in(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def float8_product(m: int, n: int, k: int, device: torch.device) -> Action:
+def float8_product(m: int, n: int, k: int, device: torch.device) -> Runnable:
     """A product of 8-bit operands with one scale for each, into bfloat16, as training does it."""
     a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()  # the units want the second by columns
@@ -55,7 +55,7 @@ def float8_product(m: int, n: int, k: int, device: torch.device) -> Action:
     return lambda: F.scaled_mm(a, b, one, whole, one, whole, output_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def replayed(action: Action, device: torch.device) -> Action:
+def graph_replay(action: Runnable, device: torch.device) -> Runnable:
     """The kernels of an action from a CUDA graph: what the device needs for them when no host launches them."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from autopar.ir.samples import Part, Work
 from autopar.runtime.measure.calibrate_cuda import (
-    Action,
+    Runnable,
     float8_product,
+    graph_replay,
     products_in,
-    replayed,
     synchronize,
     torch_dtype,
 )
@@ -60,7 +60,7 @@ class Pace:
     meet: Callable[[], None] = lambda: None
     ranks_per_core: float | None = None
 
-    def timed(self, action: Action, device: torch.device, repeats: int, *, waits: bool) -> tuple[float, float]:
+    def timed(self, action: Runnable, device: torch.device, repeats: int, *, waits: bool) -> tuple[float, float]:
         """Seconds on the wall, and those that count."""
         synchronize(device)
         start, used = time.perf_counter(), time.thread_time()
@@ -134,7 +134,7 @@ def _launches(device_type: str) -> Iterator[Work]:
 # ---- running ----
 
 
-def prepared(work: Work, device: torch.device) -> Action:
+def prepared(work: Work, device: torch.device) -> Runnable:
     """A function that does the work once, with its operands made."""
     if work.part in ("matmul", "products"):
         return _product(work, device)
@@ -144,10 +144,10 @@ def prepared(work: Work, device: torch.device) -> Action:
         return _move(work, device)
     assert work.part == "launch", work
     action = _chain(device, trains=bool(work.numbers["trains"]))
-    return replayed(action, device) if device.type == "cuda" and work.name == "device" else action
+    return graph_replay(action, device) if device.type == "cuda" and work.name == "device" else action
 
 
-def _product(work: Work, device: torch.device) -> Action:
+def _product(work: Work, device: torch.device) -> Runnable:
     count, m, n, k = (int(work.numbers[key]) for key in ("count", "m", "n", "k"))
     if work.name == "float8":
         return float8_product(m, n, k, device)
@@ -160,7 +160,7 @@ def _product(work: Work, device: torch.device) -> Action:
     return lambda: F.linear(x, weight)
 
 
-def _attend(work: Work, device: torch.device) -> Action:
+def _attend(work: Work, device: torch.device) -> Runnable:
     count, m, n, k = (int(work.numbers[key]) for key in ("count", "m", "n", "k"))
     dtype = torch_dtype(work.name)
     q, key, value = (torch.randn(1, count, size, k, device=device).to(dtype) for size in (m, n, n))
@@ -173,13 +173,13 @@ def _attend(work: Work, device: torch.device) -> Action:
     return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
 
-def _move(work: Work, device: torch.device) -> Action:
+def _move(work: Work, device: torch.device) -> Runnable:
     a = torch.ones(int(work.amount / (2 if work.name == "copy" else 3)) // 4, device=device)
     b = torch.ones_like(a)
     return (lambda: b.copy_(a)) if work.name == "copy" else (lambda: a + b)  # the sum makes its tensor, as models do
 
 
-def _chain(device: torch.device, *, trains: bool) -> Action:
+def _chain(device: torch.device, *, trains: bool) -> Runnable:
     """`_OPERATORS` tiny operators one after the other, and as many backward."""
     x = torch.ones(1, device=device, requires_grad=trains)
     one = torch.ones(1, device=device)
@@ -194,7 +194,7 @@ def _chain(device: torch.device, *, trains: bool) -> Action:
     return run
 
 
-def seconds_of(action: Action, device: torch.device, pace: Pace, budget_s: float, *, waits: bool = True) -> float:
+def seconds_of(action: Runnable, device: torch.device, pace: Pace, budget_s: float, *, waits: bool = True) -> float:
     """Median seconds of an action over rounds that all ranks begin together, in about `budget_s` after one to warm up.
 
     `waits=False` measures what the host spends: the device is waited for between rounds only. Collective.

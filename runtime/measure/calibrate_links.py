@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.samples import Work
-from autopar.runtime.measure.calibrate_cuda import Action
+from autopar.runtime.measure.calibrate_cuda import Runnable
 
-c10d = torch.ops._c10d_functional
+_c10d = torch.ops._c10d_functional
 _SIZES = {"cpu": tuple(2**i for i in range(10, 27, 2)), "cuda": tuple(2**i for i in range(10, 31, 2))}
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 OVERLAP_BYTES, OVERLAP_SIZE, OVERLAP_PRODUCTS = {"cpu": 2**22, "cuda": 2**28}, {"cpu": 256, "cuda": 8192}, 8
@@ -35,7 +35,7 @@ class Groups:
         return len(self.ranks[0])
 
 
-def groups_of(hosts: Sequence[str]) -> list[Groups]:
+def link_groups(hosts: Sequence[str]) -> list[Groups]:
     """Which groups to measure when rank r is on `hosts[r]`. Hosts with unlike numbers of ranks count as one each.
 
     >>> [(g.name, g.ranks) for g in groups_of("aaaa")]
@@ -74,7 +74,7 @@ def overlap_works() -> list[Work]:
     return [Work(part="overlap", name=name, amount=1) for name in ("compute", "communicate", "both")]
 
 
-def joined(groups: Groups) -> dist.ProcessGroup:
+def join_group(groups: Groups) -> dist.ProcessGroup:
     """This rank's group. Collective over all ranks, also over those of other groups."""
     own = None
     for ranks in groups.ranks:
@@ -85,26 +85,26 @@ def joined(groups: Groups) -> dist.ProcessGroup:
     return own
 
 
-def prepared_collective(work: Work, group: dist.ProcessGroup, device: torch.device) -> Action:
+def prepared_collective(work: Work, group: dist.ProcessGroup, device: torch.device) -> Runnable:
     """A function that runs a collective once. Collective over the group."""
     ranks, name = group.size(), str(group.group_name)
     whole = torch.zeros(max(ranks, int(work.amount) // 4) // ranks * ranks, device=device)
     part = whole[: whole.numel() // ranks].clone()
     if work.name == "all_reduce":
-        return lambda: c10d.wait_tensor(c10d.all_reduce(whole, "sum", name))
+        return lambda: _c10d.wait_tensor(_c10d.all_reduce(whole, "sum", name))
     if work.name == "all_gather":
-        return lambda: c10d.wait_tensor(c10d.all_gather_into_tensor(part, ranks, name))
+        return lambda: _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, ranks, name))
     if work.name == "reduce_scatter":
-        return lambda: c10d.wait_tensor(c10d.reduce_scatter_tensor(whole, "sum", ranks, name))
+        return lambda: _c10d.wait_tensor(_c10d.reduce_scatter_tensor(whole, "sum", ranks, name))
     if work.name == "all_to_all":  # each holds a part of the whole and sends a part of that to each
         sizes = [max(1, part.numel() // ranks)] * ranks
         held = torch.zeros(sum(sizes), device=device)
-        return lambda: c10d.wait_tensor(c10d.all_to_all_single(held, sizes, sizes, name))
+        return lambda: _c10d.wait_tensor(_c10d.all_to_all_single(held, sizes, sizes, name))
     assert work.name == "point_to_point", work
     return _there_and_back(whole, group)
 
 
-def _there_and_back(data: torch.Tensor, group: dist.ProcessGroup) -> Action:
+def _there_and_back(data: torch.Tensor, group: dist.ProcessGroup) -> Runnable:
     """A message to the other rank of a pair and one back: two of the work."""
     other = 1 - group.rank()
 
@@ -123,7 +123,7 @@ def times_of_one(work: Work) -> int:
     return 2 if work.name == "point_to_point" else 1
 
 
-def prepared_overlap(work: Work, group: dist.ProcessGroup, device: torch.device) -> Action:
+def prepared_overlap(work: Work, group: dist.ProcessGroup, device: torch.device) -> Runnable:
     """Products, an all-reduce, or the all-reduce started before the products and waited for behind them."""
     name, size = str(group.group_name), OVERLAP_SIZE[device.type]
     data = torch.zeros(OVERLAP_BYTES[device.type] // 4, device=device)
@@ -136,17 +136,17 @@ def prepared_overlap(work: Work, group: dist.ProcessGroup, device: torch.device)
             torch.mm(a, b)
 
     def communicate() -> torch.Tensor:
-        started: torch.Tensor = c10d.all_reduce(data, "sum", name)
+        started: torch.Tensor = _c10d.all_reduce(data, "sum", name)
         return started
 
     def both() -> None:
         started = communicate()
         compute()
-        c10d.wait_tensor(started)
+        _c10d.wait_tensor(started)
 
     actions: Mapping[str, Callable[[], object]] = {
         "compute": compute,
-        "communicate": lambda: c10d.wait_tensor(communicate()),
+        "communicate": lambda: _c10d.wait_tensor(communicate()),
         "both": both,
     }
     return actions[work.name]

@@ -74,7 +74,7 @@ def _all_to_all(parts: Parts, dim: int, to: int) -> Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ConversionCase:
     """One row of the table of `codegen.conversions`: its function's name and what it is, forward and backward.
 
     `num_dims` is how many tensor dimensions the function takes.
@@ -87,11 +87,11 @@ class Row:
     num_dims: int
 
 
-def _row(name: str, function: str, forward: Reference, backward: Reference, num_dims: int = 0) -> Row:
-    return Row(name=name, function=function, forward=forward, backward=backward, num_dims=num_dims)
+def _row(name: str, function: str, forward: Reference, backward: Reference, num_dims: int = 0) -> ConversionCase:
+    return ConversionCase(name=name, function=function, forward=forward, backward=backward, num_dims=num_dims)
 
 
-ROWS = (
+CONVERSION_CASES = (
     _row("I -> R", "invariant_to_replicate", _nothing, _all_reduce),
     _row("P -> I", "all_reduce_to_invariant", _all_reduce, _nothing),
     _row("P -> R", "all_reduce_to_replicate", _all_reduce, _all_reduce),
@@ -123,7 +123,7 @@ def groups_to_check(world: RankMesh) -> dict[str, MeshDim]:
     return found
 
 
-def check_row(row: Row, groups: dict[str, MeshDim], device: torch.device) -> Iterator[Difference]:
+def check_conversion(row: ConversionCase, groups: dict[str, MeshDim], device: torch.device) -> Iterator[Difference]:
     """A row forward and backward on every group, in every dtype, along every tensor dimension. Collective."""
     for where, mesh in groups.items():
         for dtype, high in _DTYPES.items():
@@ -136,7 +136,7 @@ def check_row(row: Row, groups: dict[str, MeshDim], device: torch.device) -> Ite
 
 
 def _one(
-    row: Row,
+    row: ConversionCase,
     mesh: MeshDim,
     dims: Sequence[int],
     dtype: torch.dtype,

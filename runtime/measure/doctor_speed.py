@@ -20,7 +20,7 @@ MESSAGE_BYTES = {"cpu": (8, 2**16, 2**22), "cuda": (8, 2**20, 2**28)}  # the fir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class SpeedMeasurement:
     """One figure of one rank: its rounds in seconds of the work done once, and how much work that is.
 
     `kind` is "flops", "copy", "all-reduce" or "point-to-point"; `amount` is in FLOP or bytes. `peer` is the other rank
@@ -34,18 +34,18 @@ class Measured:
     peer: int | None = None
 
 
-def device_speeds(device: torch.device, dtypes: Iterable[str]) -> Iterator[Measured]:
+def device_speeds(device: torch.device, dtypes: Iterable[str]) -> Iterator[SpeedMeasurement]:
     """Matrix products in the given dtypes, of those that torch multiplies, and copies of memory. Collective."""
     for name in (name for name in MATMUL_DTYPES if name in dtypes):
         is_emulated = name in ("bfloat16", "float16") if device.type == "cpu" else name == "float64"
         size = MATMUL_SIZE[device.type] // (4 if is_emulated else 1)  # slow units, or none
         a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, name)) for _ in range(2))
         rounds = rounds_of(partial(multiply, a, b), device)
-        yield Measured(name=f"matmul {name}", kind="flops", amount=2.0 * size**3, rounds_s=rounds)
+        yield SpeedMeasurement(name=f"matmul {name}", kind="flops", amount=2.0 * size**3, rounds_s=rounds)
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     rounds = rounds_of(partial(copy, source, target), device)
-    yield Measured(name="memory copy", kind="copy", amount=2.0 * COPY_BYTES[device.type], rounds_s=rounds)
+    yield SpeedMeasurement(name="memory copy", kind="copy", amount=2.0 * COPY_BYTES[device.type], rounds_s=rounds)
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def link_speeds(device: torch.device) -> Iterator[Measured]:
+def link_speeds(device: torch.device) -> Iterator[SpeedMeasurement]:
     """All-reduces over all ranks, and messages there and back between every rank and the next. Collective."""
     world_size = dist.get_world_size()
     if world_size == 1:
@@ -65,17 +65,19 @@ def link_speeds(device: torch.device) -> Iterator[Measured]:
         data = torch.zeros(max(1, size // 4), device=device)
         rounds = rounds_of(partial(all_reduce, data), device)
         amount = 4.0 * data.numel()
-        yield Measured(name=f"all-reduce of {in_words(size)}", kind="all-reduce", amount=amount, rounds_s=rounds)
+        yield SpeedMeasurement(
+            name=f"all-reduce of {in_words(size)}", kind="all-reduce", amount=amount, rounds_s=rounds
+        )
     for size in MESSAGE_BYTES[device.type]:
         data = torch.zeros(max(1, size // 4), device=device)
         name, amount = f"message of {in_words(size)}", 4.0 * data.numel()
-        own: Measured | None = None
+        own: SpeedMeasurement | None = None
         for pairs in _turns(world_size):
             pair = next((p for p in pairs if dist.get_rank() in p), None)
             action = partial(there_and_back, data, pair) if pair is not None else _nothing
             rounds = tuple(seconds / 2 for seconds in rounds_of(action, device))
             if pair is not None and dist.get_rank() == pair[0]:
-                own = Measured(name=name, kind="point-to-point", amount=amount, rounds_s=rounds, peer=pair[1])
+                own = SpeedMeasurement(name=name, kind="point-to-point", amount=amount, rounds_s=rounds, peer=pair[1])
         if own is not None:
             yield own
 

@@ -20,11 +20,11 @@ from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.inputs import with_sequences
-from autopar.runtime.parameters.placement import Held
+from autopar.runtime.parameters.placement import ParameterPlacement
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Compiled:
+class CompiledProgram:
     """A program, its plan, and what is made of them when first asked for.
 
     `used` says how parameters are taken that are held in another way. `ignored` gives the target inputs that can mark
@@ -40,7 +40,7 @@ class Compiled:
     mesh: RankMesh
     streams: Streams
     device: torch.device
-    used: Mapping[str, Held] = field(default_factory=dict)
+    used: Mapping[str, ParameterPlacement] = field(default_factory=dict)
     _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
     _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
     _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)  # of one version at most
@@ -127,10 +127,10 @@ def compile_program(
     mesh: RankMesh,
     streams: Streams,
     device: torch.device,
-) -> Compiled:
+) -> CompiledProgram:
     """Analyse a program under its plan; `buffers` gives whole values by name, the same tensor each time."""
     analysis = analyse(program, plan.mesh)
-    return Compiled(
+    return CompiledProgram(
         program=program,
         plan=plan,
         analysis=analysis,

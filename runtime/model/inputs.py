@@ -58,7 +58,7 @@ def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], seque
     return Batch(tensors=found, sequences=next(iter(counts.values()), 0), problems=tuple(problems))
 
 
-def unfit(problems: Sequence[str]) -> RuntimeInputError:
+def batch_error(problems: Sequence[str]) -> RuntimeInputError:
     """The error of a batch that cannot be used."""
     return RuntimeInputError("the batch does not fit the plan: " + "; ".join(problems))
 
@@ -116,7 +116,7 @@ def sequences_to_run(
     raise RuntimeInputError(f"the batch has {held} where the plan has {planned} of each rank{per}; {remedy}")
 
 
-def padded(
+def pad_batch(
     program: Program,
     batch: Batch,
     sequences: int,

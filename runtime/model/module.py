@@ -15,17 +15,24 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, recomputed_calls
 from autopar.runtime.codegen.randomness import Streams
-from autopar.runtime.distributed.hang_report import Place, tells_where
+from autopar.runtime.distributed.hang_report import Place, reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
-from autopar.runtime.model.compiled import Compiled
+from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
-from autopar.runtime.model.inputs import first_rows, padded, read_batch, sequences_to_run, split_micro_batches, unfit
+from autopar.runtime.model.inputs import (
+    batch_error,
+    first_rows,
+    pad_batch,
+    read_batch,
+    sequences_to_run,
+    split_micro_batches,
+)
 from autopar.runtime.model.outputs import as_dtensor
 from autopar.runtime.model.pipeline import Pipeline, refuse_compiling
-from autopar.runtime.model.preflight_check import EVALUATION, STEP, Agreement
-from autopar.runtime.model.shape_cache import Replan, Shapes
-from autopar.runtime.model.sharded_model import HeldModel
+from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
+from autopar.runtime.model.shape_cache import Replan, ShapeCache
+from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
 from autopar.runtime.parameters.packed import complete_gradients
 from autopar.runtime.profile.trace_step import trace_step
@@ -33,7 +40,7 @@ from autopar.runtime.profile.trace_step import trace_step
 MicroBatches = list[dict[str, Any]]
 
 
-class ParallelModel(HeldModel):
+class ParallelModel(ShardedModel):
     """A model split over the ranks of a mesh according to a `Plan`.
 
     `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
@@ -59,13 +66,13 @@ class ParallelModel(HeldModel):
     ) -> None:
         super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device), buffers or source)
         self._compile_options: dict[str, Any] | None = None
-        self._compiled_code = WeakKeyDictionary[Compiled, dict[bool, list[Callable[..., Any]]]]()
+        self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
         self._step = 0
         self._fillers: dict[str, torch.Tensor] = {}
-        self._agreement = Agreement(mesh, program.inputs)
+        self._preflight = PreflightCheck(mesh, program.inputs)
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
-        self._shapes = Shapes(self.base, self.held, replan)
-        self._pipelines = WeakKeyDictionary[Compiled, dict[bool, Pipeline]]()
+        self._shapes = ShapeCache(self.base, self.placements, replan)
+        self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()
 
     # Running.
 
@@ -83,7 +90,7 @@ class ParallelModel(HeldModel):
         self._compile_options = options
         self._compiled_code.clear()
 
-    def _functions(self, compiled: Compiled, outputs: bool) -> Sequence[Callable[..., Any]]:
+    def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
         """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
         modules = compiled.code_modules(outputs=outputs)
         if self._compile_options is None:
@@ -99,7 +106,7 @@ class ParallelModel(HeldModel):
             "a ParallelModel runs forward and backward together; call forward_backward(batch), or evaluate(batch)"
         )
 
-    def _execution(self, compiled: Compiled, when: tuple[int, int], *, outputs: bool) -> Execution:
+    def _execution(self, compiled: CompiledProgram, when: tuple[int, int], *, outputs: bool) -> Execution:
         return Execution(
             compiled=compiled,
             functions=self._functions(compiled, outputs),
@@ -111,17 +118,17 @@ class ParallelModel(HeldModel):
             recomputed=frozenset() if outputs else self._recomputed(compiled),
         )
 
-    def _recomputed(self, compiled: Compiled) -> frozenset[int]:
+    def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
         return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _prepared(
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
-    ) -> tuple[Compiled, MicroBatches, bool]:
+    ) -> tuple[CompiledProgram, MicroBatches, bool]:
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
         shapes, evaluates = self._shapes, kind == EVALUATION
         planned = shapes.base.micro_batch * micro_batches
         own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
-        counts = self._agreement.check(kind, self.training, self._step, own)
+        counts = self._preflight.check(kind, self.training, self._step, own)
         sequences = sequences_to_run(
             counts,
             planned,
@@ -131,20 +138,20 @@ class ParallelModel(HeldModel):
             wants_outputs=evaluates,
             per_micro_batch=self.plan.degrees.per_micro_batch,
         )
-        filled = padded(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
+        filled = pad_batch(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
         if own.sequences:
             self._fillers = first_rows(self.program, own)
         pieces = split_micro_batches(self.program, filled, micro_batches)
         compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
         is_padded = min(counts) < sequences
         if is_padded and compiled.ignored is None:
-            raise unfit(["it is too short to run, and captured anew its samples cannot be ignored"])
+            raise batch_error(["it is too short to run, and captured anew its samples cannot be ignored"])
         if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
         read = self._inputs_read(compiled)
         return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
 
-    def _inputs_read(self, compiled: Compiled) -> set[str]:
+    def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
         """The inputs that this rank's stages read, for the loss's denominator too."""
         program, stages = compiled.program, self.stages_in(compiled)
         own = [program.calls[i] for s in self.stage_modules() for i in (*stages[s].calls, *stages[s].again)]
@@ -152,13 +159,13 @@ class ParallelModel(HeldModel):
             own += [call for call in program.calls if call.phase == "denominator"]
         return {a for call in own for a in call.arguments if isinstance(a, str)}
 
-    def _needs_denominator(self, compiled: Compiled) -> bool:
+    def _needs_denominator(self, compiled: CompiledProgram) -> bool:
         """Whether this rank's stages divide by the loss's denominator."""
         program, stages = compiled.program, self.stages_in(compiled)
         calls = (program.calls[i] for s in self.stage_modules() for i in stages[s].calls)
         return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
 
-    @tells_where
+    @reports_position
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
         """One step's loss and gradients; returns the loss of the global batch, equal on every rank: where the plan says
         `per_micro_batch`, the mean of the losses of its micro-batches.
@@ -193,12 +200,12 @@ class ParallelModel(HeldModel):
         self._step += 1
         return loss
 
-    def _share(self, compiled: Compiled) -> int:
+    def _share(self, compiled: CompiledProgram) -> int:
         """What the loss of one micro-batch is divided by besides its denominator."""
         averages = compiled.program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
         return self.plan.degrees.num_micro_batches if averages else 1
 
-    def _step_without_stages(self, compiled: Compiled, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         loss = torch.zeros((), device=self.device)
         for index, values in enumerate(micro_batches):
@@ -208,7 +215,7 @@ class ParallelModel(HeldModel):
             loss = loss + out.detach()
         return loss
 
-    def _step_in_stages(self, compiled: Compiled, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_in_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
         """Every run of the schedule; the loss is sent from the last stage to all."""
         pipeline, count = self.rank_mesh.pipeline, self.plan.degrees.micro_batches
         assert pipeline is not None
@@ -227,7 +234,7 @@ class ParallelModel(HeldModel):
         return loss
 
     def _run_stage(
-        self, compiled: Compiled, module: StageModule, stage: Stage, values: dict[str, Any], index: int
+        self, compiled: CompiledProgram, module: StageModule, stage: Stage, values: dict[str, Any], index: int
     ) -> dict[str, Any]:
         """One micro-batch through one stage in training; new values of buffers are kept."""
         self.streams.training = True
@@ -242,7 +249,7 @@ class ParallelModel(HeldModel):
             found[program.loss] = found[program.loss] / self._share(compiled)
         return found
 
-    def _pipeline(self, compiled: Compiled, *, trains: bool) -> Pipeline:
+    def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
         made, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
         assert mesh is not None
         if trains not in made:
@@ -253,7 +260,7 @@ class ParallelModel(HeldModel):
         return made[trains]
 
     @torch.no_grad()
-    def _denominators(self, compiled: Compiled, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
+    def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
         """What the loss of each micro-batch is divided by, by name: the sum over all of them, or its own."""
         name = compiled.program.denominator
         if name is None or not self._needs_denominator(compiled):
@@ -268,15 +275,15 @@ class ParallelModel(HeldModel):
 
         Raises `RuntimeInputError` on all ranks, naming them, where some run out of data before the others.
         """
-        return self._agreement.together(loader)
+        return self._preflight.in_lockstep(loader)
 
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
         """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
         for name, dim in self.rank_mesh.dims.items():
             by_zero = name == "dp" and self.plan.degrees.zero > 0
             if dim.degree > 1:
-                own = [p for n, p in self.named_parameters() if name in self.held[n].deferred]
-                yield dim, [p for p in own if not (by_zero and zero.is_sharded(p))]
+                own = [p for n, p in self.named_parameters() if name in self.placements[n].deferred]
+                yield dim, [p for p in own if not (by_zero and zero.is_zero_sharded(p))]
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
@@ -292,7 +299,7 @@ class ParallelModel(HeldModel):
         for dim, parameters in self._deferred():
             sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
 
-    @tells_where
+    @reports_position
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
         """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes.
@@ -327,7 +334,7 @@ class ParallelModel(HeldModel):
         return found
 
     def _evaluate_in_stages(
-        self, compiled: Compiled, execution: Execution, values: dict[str, Any], scope: dict[str, Any]
+        self, compiled: CompiledProgram, execution: Execution, values: dict[str, Any], scope: dict[str, Any]
     ) -> torch.Tensor:
         """One micro-batch forward through all stages; what this rank's stages make joins `scope`."""
 
@@ -345,7 +352,7 @@ class ParallelModel(HeldModel):
         dist.all_reduce(loss, group=pipeline.group)
         return loss
 
-    @tells_where
+    @reports_position
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""
         named = {name: p for name, p in self.named_parameters() if p.grad is not None}

@@ -22,10 +22,10 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import Action, actions
 from autopar.ir.stages import Stage, recomputed_calls, separates
-from autopar.runtime.distributed.hang_report import Place, frames_of, whereabouts
+from autopar.runtime.distributed.hang_report import Place, frames_of, rank_position
 from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.model import zero
-from autopar.runtime.model.compiled import Compiled
+from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.stage import StageModule
 
 _Values = dict[str, Any]
@@ -156,7 +156,7 @@ class Pipeline:
 
     def __init__(
         self,
-        compiled: Compiled,
+        compiled: CompiledProgram,
         stages: Sequence[Stage],
         modules: Mapping[int, StageModule],
         pipeline: MeshDim,
@@ -227,7 +227,7 @@ class Pipeline:
             cause = (
                 error.__cause__ if isinstance(error.__cause__, Exception) else error
             )  # torch wraps what a stage raises
-            cause.add_note(whereabouts(frames_of(error)))
+            cause.add_note(rank_position(frames_of(error)))
             raise cause from None
         finally:
             for stage in self._torch_stages:
@@ -251,7 +251,7 @@ def _torch_actions(order: Sequence[Action]) -> "list[private.PipelineAction | No
     return [private.pipeline_action(str(action)) for action in order]
 
 
-def _metas(compiled: Compiled, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
     """Local shapes and dtypes of values that cross stages, on meta."""
     infos, found = value_infos(compiled.program), []
     for name in names:

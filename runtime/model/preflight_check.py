@@ -23,7 +23,7 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.program import InputInfo
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
-from autopar.runtime.model.inputs import Batch, unfit
+from autopar.runtime.model.inputs import Batch, batch_error
 
 _KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
 READING, ENDED, FAILED, STEP, EVALUATION = range(len(_KINDS))
@@ -32,7 +32,7 @@ MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spr
 _Row = Sequence[int]  # kind and mode, step, whether the batch is unfit, sequences; then per input shape and checksum
 
 
-class Agreement:
+class PreflightCheck:
     """Exchanges what the ranks of a mesh are about to do."""
 
     def __init__(self, mesh: RankMesh, inputs: Sequence[InputInfo]) -> None:
@@ -45,7 +45,7 @@ class Agreement:
         """Every rank's number of sequences. Raises `RuntimeInputError` on all ranks where they do not agree."""
         if self.world_size == 1:
             if batch.problems:
-                raise unfit(batch.problems)
+                raise batch_error(batch.problems)
             return [batch.sequences]
         row = [2 * kind + training, step, bool(batch.problems), batch.sequences]
         for info in self.inputs:
@@ -53,13 +53,13 @@ class Agreement:
             row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
         rows = self._exchange(row)
         if batch.problems and all(r[0] == row[0] for r in rows):
-            raise unfit(batch.problems)
+            raise batch_error(batch.problems)
         text = disagreement(rows, self.inputs, self.mesh.dims["dp"].of)
         if text:
             raise RuntimeInputError(text)
         return [r[3] for r in rows]
 
-    def together(self, loader: Any) -> Iterator[Any]:
+    def in_lockstep(self, loader: Any) -> Iterator[Any]:
         """The items of a loader as long as every rank has one. Raises `RuntimeInputError` on all ranks if one ends or
         fails before the others."""
         count, items = 0, iter(loader)

@@ -17,36 +17,38 @@ import torch.distributed as dist
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.model.compiled import Compiled, compile_program
-from autopar.runtime.parameters.placement import Held, held
-from autopar.runtime.parameters.relayout import is_same
+from autopar.runtime.model.compiled import CompiledProgram, compile_program
+from autopar.runtime.parameters.placement import ParameterPlacement, placement_of
+from autopar.runtime.parameters.relayout import same_layout
 
 MAX_SHAPES = 16
-logger = logging.getLogger("autopar")
-Sizes = Mapping[str, tuple[int, ...]]
+_logger = logging.getLogger("autopar")
+InputShapes = Mapping[str, tuple[int, ...]]
 _Key = tuple[bool, tuple[tuple[str, tuple[int, ...]], ...]]
 
 
 class Replan(Protocol):
     """Captures and labels the model again. Collective; raises the same `AutoparError` on all ranks."""
 
-    def __call__(self, sizes: Sizes, *, training: bool, held: Mapping[str, Held]) -> tuple[Program, Plan]:
-        """`sizes` are the shapes of one rank's micro-batch by input name, `held` how parameters are held."""
+    def __call__(
+        self, sizes: InputShapes, *, training: bool, held: Mapping[str, ParameterPlacement]
+    ) -> tuple[Program, Plan]:
+        """`sizes` are the shapes of one rank's micro-batch by input name, `held` how each parameter is stored."""
         ...
 
 
-class Shapes:
+class ShapeCache:
     """The compiled programs of one model by (mode, shapes of a rank's micro-batch); `base` is that of the plan."""
 
     def __init__(
         self,
-        base: Compiled,
-        held: Mapping[str, Held],
+        base: CompiledProgram,
+        held: Mapping[str, ParameterPlacement],
         replan: Replan | None,
     ) -> None:
-        self.base, self._held, self._replan = base, held, replan
+        self.base, self._placements, self._replan = base, held, replan
         self._base_key = _key(base.local_shapes(), training=True)
-        self._others: dict[_Key, Compiled] = {}  # least recently used first
+        self._others: dict[_Key, CompiledProgram] = {}  # least recently used first
         self._warned = False
 
     @property
@@ -54,7 +56,7 @@ class Shapes:
         """Whether shapes and modes other than the plan's can be run."""
         return self._replan is not None
 
-    def compiled_for(self, sizes: Sizes, training: bool) -> Compiled:
+    def compiled_for(self, sizes: InputShapes, training: bool) -> CompiledProgram:
         """What runs a micro-batch of the given local shapes. Collective where it is new: all ranks ask for the same."""
         key = _key(sizes, training)
         if key == self._base_key:
@@ -77,24 +79,24 @@ class Shapes:
             self._warn()
         return made
 
-    def _compile(self, replan: Replan, sizes: Sizes, training: bool) -> Compiled:
+    def _compile(self, replan: Replan, sizes: InputShapes, training: bool) -> CompiledProgram:
         base = self.base
         with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in: modules look at it
-            program, plan = replan(sizes, training=training, held=self._held)
+            program, plan = replan(sizes, training=training, held=self._placements)
         if [(i.name, i.batch_dim) for i in program.inputs] != [(i.name, i.batch_dim) for i in base.program.inputs]:
             raise PlanError(
                 f"at shapes {dict(sizes)} another dimension looks like the batch; pass another number of sequences"
             )
         made = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
-        used = {n: held(n, made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
-        return replace(made, used={n: how for n, how in used.items() if not is_same(how, self._held[n])})
+        used = {n: placement_of(n, made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
+        return replace(made, used={n: how for n, how in used.items() if not same_layout(how, self._placements[n])})
 
-    def _announce(self, sizes: Sizes, training: bool, seconds: float) -> None:
+    def _announce(self, sizes: InputShapes, training: bool, seconds: float) -> None:
         if dist.is_initialized() and dist.get_rank():
             return
         shapes = ", ".join(f"{name} {shape}" for name, shape in sizes.items())
         mode = "training" if training else "eval"
-        logger.info("captured the model in %s mode for micro-batches of %s in %.1f s", mode, shapes, seconds)
+        _logger.info("captured the model in %s mode for micro-batches of %s in %.1f s", mode, shapes, seconds)
 
     def _warn(self) -> None:
         if not self._warned and not (dist.is_initialized() and dist.get_rank()):
@@ -106,5 +108,5 @@ class Shapes:
         self._warned = True
 
 
-def _key(sizes: Sizes, training: bool) -> _Key:
+def _key(sizes: InputShapes, training: bool) -> _Key:
     return training, tuple(sorted(sizes.items()))

@@ -1,4 +1,4 @@
-"""`HeldModel`: what one rank holds of a model, under the model's own names: parameters, buffers, state."""
+"""`ShardedModel`: what one rank holds of a model, under the model's own names: parameters, buffers, state."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,20 +14,20 @@ from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stag
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model import zero
-from autopar.runtime.model.compiled import Compiled, compile_program
+from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.stage import StageModule, attribute
-from autopar.runtime.model.tied_parameters import Ties
+from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import optimizer_state, whole_state
-from autopar.runtime.parameters.packed import by_whole, joined, with_pieces
-from autopar.runtime.parameters.placement import Held, held, make_parameter
-from autopar.runtime.parameters.relayout import held_whole
+from autopar.runtime.parameters.packed import by_model_parameter, join_packed, packed_source
+from autopar.runtime.parameters.placement import ParameterPlacement, make_parameter, placement_of
+from autopar.runtime.parameters.relayout import whole_placement
 
 
-class HeldModel(nn.Module):
+class ShardedModel(nn.Module):
     """The stages of a model that one rank holds; all of it without a pipeline.
 
     `source` gives whole parameters and is not kept; `buffers` gives buffers, some of them later. `base` is the program
-    compiled for the plan's shapes, `held` how each parameter of the model is held, by name.
+    compiled for the plan's shapes, `placements` how each parameter of the model is held, by name.
     """
 
     def __init__(
@@ -45,14 +45,15 @@ class HeldModel(nn.Module):
         self._hold_buffers(buffers)
         self.base = compile_program(program, plan, self.buffer, mesh, streams, device)
         self.analysis, self.types = self.base.analysis, self.base.types
-        self.held = {
-            name: held(name, self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
-        } | {name: held_whole(info, plan.mesh) for name, info in program.unused.items()}
-        self._stages_of = WeakKeyDictionary[Compiled, tuple[Stage, ...]]()
+        self.placements = {
+            name: placement_of(name, self.analysis.outer[name], self.types[name], plan.mesh)
+            for name in program.parameters
+        } | {name: whole_placement(info, plan.mesh) for name, info in program.unused.items()}
+        self._stages_of = WeakKeyDictionary[CompiledProgram, tuple[Stage, ...]]()
         stages = self.stages_in(self.base)
-        self.ties = Ties(stages_by_parameter(program, stages), plan.degrees, mesh)
+        self.ties = TiedParameters(stages_by_parameter(program, stages), plan.degrees, mesh)
         self.stages = nn.ModuleDict()
-        source = with_pieces(program, source)
+        source = packed_source(program, source)
         for stage in stages:
             if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
                 self.stages[str(stage.index)] = self._stage_module(stage, source)
@@ -61,13 +62,13 @@ class HeldModel(nn.Module):
     def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
         zero_dims: dict[nn.Parameter, int | None] = {}
 
-        def fill(module: nn.Module, names: Mapping[str, Held]) -> None:
+        def fill(module: nn.Module, names: Mapping[str, ParameterPlacement]) -> None:
             zero_dims.update(self._fill(module, names, source))
             if not isinstance(module, StageModule):
                 zero.shard(module, zero_dims, self.plan.degrees, self.rank_mesh)
 
         unused = tuple(self.program.unused) if stage.index == 0 else ()
-        made = StageModule(self.program, stage, self.held, fill, unused)
+        made = StageModule(self.program, stage, self.placements, fill, unused)
         zero.shard(made, zero_dims, self.plan.degrees, self.rank_mesh, root=True)
         return made
 
@@ -79,7 +80,7 @@ class HeldModel(nn.Module):
             found[module.index] = module
         return found
 
-    def stages_in(self, compiled: Compiled) -> tuple[Stage, ...]:
+    def stages_in(self, compiled: CompiledProgram) -> tuple[Stage, ...]:
         """The pipeline stages of a compiled program; one without a pipeline."""
         if compiled not in self._stages_of:
             self._stages_of[compiled] = stages_of(compiled.program, compiled.plan.cuts, compiled.plan.recomputed)
@@ -91,7 +92,7 @@ class HeldModel(nn.Module):
         return self._segments
 
     def _fill(
-        self, module: nn.Module, names: Mapping[str, Held], source: Callable[[str], torch.Tensor]
+        self, module: nn.Module, names: Mapping[str, ParameterPlacement], source: Callable[[str], torch.Tensor]
     ) -> dict[nn.Parameter, int | None]:
         """Register parameters on a module; returns the dimension of each that ZeRO shards."""
         mesh, zero_dims = self.rank_mesh, dict[nn.Parameter, int | None]()
@@ -156,10 +157,10 @@ class HeldModel(nn.Module):
         """The model's names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
         parameters = dict(self.named_parameters())
         found: dict[str, Any] = {}
-        for name, infos in by_whole(self.program):
+        for name, infos in by_model_parameter(self.program):
             if infos[0].name not in parameters:
                 continue
-            state = whole_state(infos, [parameters[info.name].detach() for info in infos], self.held)
+            state = whole_state(infos, [parameters[info.name].detach() for info in infos], self.placements)
             found |= dict.fromkeys((name, *infos[0].aliases), state)
         changed = stage_of_buffers(self.program, self.stages_in(self.base))
         for first, info in self.program.buffers.items():
@@ -170,7 +171,7 @@ class HeldModel(nn.Module):
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state by parameter name, flat and sharded as `state_dict`; values load in place."""
-        return optimizer_state(self.program, dict(self.named_parameters()), optimizer, self.held)
+        return optimizer_state(self.program, dict(self.named_parameters()), optimizer, self.placements)
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Every gradient whole under the model's names, on every rank. Collective; for verification."""
@@ -179,5 +180,5 @@ class HeldModel(nn.Module):
             if parameter.grad is not None:
                 grad = parameter.grad
                 whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                found[name] = whole.reshape(self.held[name].dims.shape).clone()
-        return joined(self.program, found)
+                found[name] = whole.reshape(self.placements[name].dims.shape).clone()
+        return join_packed(self.program, found)

@@ -15,16 +15,16 @@ from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import Stage, owners
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
-from autopar.runtime.model.compiled import Compiled
-from autopar.runtime.parameters.placement import Held, local_value
-from autopar.runtime.parameters.relayout import converted
+from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.parameters.placement import ParameterPlacement, local_value
+from autopar.runtime.parameters.relayout import relayout
 from autopar.runtime.profile.timeline import range_name
 
 
 class Segment(nn.Module):
     """The parameters of one call of a block in training, gathered while code that needs them runs."""
 
-    def __init__(self, names: Mapping[str, Held]) -> None:
+    def __init__(self, names: Mapping[str, ParameterPlacement]) -> None:
         super().__init__()
         self.names = dict(names)
 
@@ -47,7 +47,7 @@ class Execution:
     forward changes. `when` is (step, micro-batch), `recomputed` the calls whose values backward computes again.
     """
 
-    compiled: Compiled
+    compiled: CompiledProgram
     functions: Sequence[BlockFunction]
     partly: Callable[[int, tuple[str, ...]], BlockFunction]
     outputs: bool
@@ -67,12 +67,12 @@ class StageModule(nn.Module):
         self,
         program: Program,
         stage: Stage,
-        held: Mapping[str, Held],
-        fill: Callable[[nn.Module, Mapping[str, Held]], None],
+        held: Mapping[str, ParameterPlacement],
+        fill: Callable[[nn.Module, Mapping[str, ParameterPlacement]], None],
         unused: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.index, self.held = stage.index, held
+        self.index, self.placements = stage.index, held
         owner_by_name = owners(program, stage.calls)
         self.segment_of = {name: at for name, at in owner_by_name.items() if at is not None}
         self.segments = nn.ModuleList()
@@ -137,11 +137,11 @@ class StageModule(nn.Module):
             outer = _within(segment, outer)
         return lambda *arguments: outer({}, *arguments)
 
-    def _taken(self, compiled: Compiled, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _taken(self, compiled: CompiledProgram, name: str, value: torch.Tensor) -> torch.Tensor:
         """A parameter as a program takes it."""
         if name not in compiled.used:
             return value
-        return converted(value, self.held[name], compiled.used[name], compiled.mesh)
+        return relayout(value, self.placements[name], compiled.used[name], compiled.mesh)
 
     def _segments_of(self, call: CallSite) -> list[nn.Module]:
         """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
@@ -153,7 +153,7 @@ def _bound(scope: Mapping[str, Any], argument: Any) -> Any:
     return scope[argument] if isinstance(argument, str) else argument
 
 
-def _outputs(compiled: Compiled, call: CallSite, results: Sequence[str]) -> tuple[str, ...]:
+def _outputs(compiled: CompiledProgram, call: CallSite, results: Sequence[str]) -> tuple[str, ...]:
     """The block's own names of some results of a call."""
     pairs = zip(compiled.program.blocks[call.block].outputs, call.results, strict=True)
     return tuple(output for output, result in pairs if result in results)

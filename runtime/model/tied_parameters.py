@@ -20,7 +20,7 @@ from autopar.runtime.model.gradients import local_gradient, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 
 
-def held_names(program: Program, plan: Plan, stage_rank: int) -> set[str]:
+def names_on_stage_rank(program: Program, plan: Plan, stage_rank: int) -> set[str]:
     """The model's parameters that a pipeline rank holds, or holds pieces of."""
     stages = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
     infos = program.every_parameter
@@ -28,7 +28,7 @@ def held_names(program: Program, plan: Plan, stage_rank: int) -> set[str]:
     return {infos[name].whole_name for name, at in ranks.items() if stage_rank in at}
 
 
-class Ties:
+class TiedParameters:
     """The parameters that several stages hold. Made collectively: sums over some ranks of a pipeline need a group."""
 
     def __init__(self, stages_of: Mapping[str, Sequence[int]], degrees: Degrees, mesh: RankMesh) -> None:

@@ -33,7 +33,7 @@ def splits_backward(degrees: Degrees) -> bool:
     return degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
 
 
-def is_sharded(parameter: torch.Tensor) -> bool:
+def is_zero_sharded(parameter: torch.Tensor) -> bool:
     """Whether ZeRO holds a parameter; the gradients of the others are summed once a step."""
     return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
 

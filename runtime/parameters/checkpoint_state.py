@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import local_shape_and_offset
 from autopar.ir.program import ParameterInfo, Program
-from autopar.runtime.parameters.packed import by_whole
-from autopar.runtime.parameters.placement import Held
+from autopar.runtime.parameters.packed import by_model_parameter
+from autopar.runtime.parameters.placement import ParameterPlacement
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class FlatRows:
     """A tensor that is all of a flat one, or rows of it: its own flat shape, and where in `dim` it starts."""
 
     tensor: torch.Tensor
@@ -50,11 +50,11 @@ class FlatShards(torch.Tensor):
     A tensor on meta, because torch.distributed.checkpoint looks for shards in tensors only.
     """
 
-    rows: tuple[Rows, ...]
+    rows: tuple[FlatRows, ...]
     chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def of(rows: Sequence[Rows], flat_shape: tuple[int, ...]) -> "FlatShards":
+    def of(rows: Sequence[FlatRows], flat_shape: tuple[int, ...]) -> "FlatShards":
         made = torch.empty(flat_shape, dtype=rows[0].tensor.dtype, device="meta").as_subclass(FlatShards)
         made.rows = tuple(rows)
         made.chunks = tuple(chunk for part in rows for chunk in part.chunks())
@@ -134,17 +134,19 @@ def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[
         yield tuple(offsets), tuple(sizes), piece
 
 
-def flat_state(tensor: torch.Tensor, how: Held) -> Any:
+def flat_state(tensor: torch.Tensor, how: ParameterPlacement) -> Any:
     """A parameter, or optimizer state shaped like it, under its flat global shape."""
     if how.is_factored and isinstance(tensor, DTensor):
-        return FlatShards.of([Rows(tensor=tensor, shape=how.dims.shape)], how.dims.shape)
+        return FlatShards.of([FlatRows(tensor=tensor, shape=how.dims.shape)], how.dims.shape)
     return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(how.dims.shape)
 
 
-def whole_state(infos: Sequence[ParameterInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, Held]) -> Any:
+def whole_state(
+    infos: Sequence[ParameterInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, ParameterPlacement]
+) -> Any:
     """What `flat_state` says of a parameter, for one that is held in pieces too."""
     rows = [
-        Rows(tensor=tensor, shape=held[info.name].dims.shape, dim=info.part.dim, start=info.part.start)
+        FlatRows(tensor=tensor, shape=held[info.name].dims.shape, dim=info.part.dim, start=info.part.start)
         for info, tensor in zip(infos, tensors, strict=True)
         if info.part is not None
     ]
@@ -153,7 +155,10 @@ def whole_state(infos: Sequence[ParameterInfo], tensors: Sequence[torch.Tensor],
 
 
 def optimizer_state(
-    program: Program, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, held: Mapping[str, Held]
+    program: Program,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    held: Mapping[str, ParameterPlacement],
 ) -> dict[str, Any]:
     """The state of every parameter under the model's names.
 
@@ -161,7 +166,7 @@ def optimizer_state(
     state of another shape keeps the names of the pieces.
     """
     found: dict[str, Any] = {}
-    for name, infos in by_whole(program):
+    for name, infos in by_model_parameter(program):
         own = [parameters[info.name] for info in infos if info.name in parameters]
         if not own:
             continue  # another pipeline stage's
@@ -174,7 +179,7 @@ def optimizer_state(
             elif len(own) == 1:
                 found[f"{name}.{key}"] = values[0]
             elif len(tensors) == len(own) and all(t.dim() == 0 for t in tensors):
-                found[f"{name}.{key}"] = FlatShards.of([Rows(tensor=t, shape=()) for t in tensors], ())
+                found[f"{name}.{key}"] = FlatShards.of([FlatRows(tensor=t, shape=()) for t in tensors], ())
             else:
                 found |= {f"{info.name}.{key}": s[key] for info, s in zip(infos, states, strict=True) if key in s}
     return found

@@ -23,7 +23,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import InputError, did_you_mean
-from autopar.runtime.parameters.state_loading import Entry, Slot, State, compare, ignored_names, open_state, slots_of
+from autopar.runtime.parameters.state_loading import (
+    ModelTensor,
+    StateEntry,
+    StateSource,
+    compare_state,
+    ignored_names,
+    model_tensors,
+    open_state,
+)
 
 # what modules call their own initialiser; transformers' `init_weights` is another thing and is never called
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
@@ -33,7 +41,7 @@ _Action = Callable[[], object]
 
 
 def parameter_source(
-    model: nn.Module, *, state: State | None = None, seed: int = 0, dtype: torch.dtype | None = None
+    model: nn.Module, *, state: StateSource | None = None, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Callable[[str], torch.Tensor]:
     """A function from the name of a parameter or buffer (a tied one under any name) to its whole value on CPU.
 
@@ -48,11 +56,11 @@ def parameter_source(
 
     Raises InputError: the state does not fit, an unknown name, or nothing initialises a tensor.
     """
-    slots = slots_of(model)
-    entries: Mapping[str, Entry] = {}
+    slots = model_tensors(model)
+    entries: Mapping[str, StateEntry] = {}
     if state is not None:
         entries = open_state(state)
-        compare(slots, entries, ignored=ignored_names(model))
+        compare_state(slots, entries, ignored=ignored_names(model))
     first_names = {name: slot.name for slot in slots.values() for name in slot.names}
     initialiser = _Initialiser(model, seed)
 
@@ -81,7 +89,7 @@ def _wanted_dtype(tensor: torch.Tensor, is_parameter: bool, dtype: torch.dtype |
     return dtype if is_parameter or widens else tensor.dtype
 
 
-def _from_state(slot: Slot, entries: Mapping[str, Entry]) -> torch.Tensor:
+def _from_state(slot: ModelTensor, entries: Mapping[str, StateEntry]) -> torch.Tensor:
     present = [name for name in slot.names if name in entries]
     value = entries[present[0]].load()
     for other in present[1:]:
@@ -103,7 +111,7 @@ class _Initialiser:
         # transformers initialises first and ties after: the value is that of the name that others are tied to
         self._tied_to: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
 
-    def __call__(self, slot: Slot) -> torch.Tensor:
+    def __call__(self, slot: ModelTensor) -> torch.Tensor:
         target = next((self._tied_to[n] for n in slot.names if self._tied_to.get(n) in slot.names), slot.name)
         path, _, attribute = target.rpartition(".")
         chain = self._chain(path)
@@ -131,7 +139,7 @@ class _Initialiser:
         parts = path.split(".") if path else []
         return [self._modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
 
-    def _run(self, slot: Slot, owner: nn.Module, attribute: str, actions: list[_Action]) -> torch.Tensor | None:
+    def _run(self, slot: ModelTensor, owner: nn.Module, attribute: str, actions: list[_Action]) -> torch.Tensor | None:
         """The tensor after the actions, None if they did not write all of it."""
         held = slot.tensor
         # NaN shows what is not written; it also survives scaling of what was there before
@@ -162,7 +170,7 @@ class _Initialiser:
             written = not _has_nan(value)
         return value.to(held.dtype) if written or not value.numel() else None
 
-    def _rebuilt(self, slot: Slot, owner: nn.Module, attribute: str) -> torch.Tensor | None:
+    def _rebuilt(self, slot: ModelTensor, owner: nn.Module, attribute: str) -> torch.Tensor | None:
         """What the owner's constructor computes, anew on CPU; None where its arguments cannot be told for certain."""
         arguments = _constructor_arguments(owner)
         if arguments is None:

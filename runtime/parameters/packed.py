@@ -14,7 +14,7 @@ from autopar.ir.program import ParameterInfo, Program
 Source = Callable[[str], torch.Tensor]
 
 
-def with_pieces(program: Program, source: Source) -> Source:
+def packed_source(program: Program, source: Source) -> Source:
     """A source of the model's tensors that also answers for the program's pieces."""
     wholes = lru_cache(maxsize=2)(source)  # the pieces of a weight and of its bias are asked for in turn
 
@@ -27,7 +27,7 @@ def with_pieces(program: Program, source: Source) -> Source:
     return get
 
 
-def by_whole(program: Program) -> Iterator[tuple[str, list[ParameterInfo]]]:
+def by_model_parameter(program: Program) -> Iterator[tuple[str, list[ParameterInfo]]]:
     """The model's parameters by name, each with its pieces in order, or with itself."""
     found: dict[str, list[ParameterInfo]] = {}
     for info in program.every_parameter.values():
@@ -35,10 +35,10 @@ def by_whole(program: Program) -> Iterator[tuple[str, list[ParameterInfo]]]:
     yield from found.items()
 
 
-def joined(program: Program, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def join_packed(program: Program, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole values by the model's names; a parameter without a value has none."""
     found: dict[str, torch.Tensor] = {}
-    for name, infos in by_whole(program):
+    for name, infos in by_model_parameter(program):
         own = [values[info.name] for info in infos if info.name in values]
         if own:
             part = infos[0].part
@@ -54,7 +54,7 @@ def complete_gradients(program: Program, parameters: Mapping[str, nn.Parameter])
 
     An optimizer skips parameters without a gradient, but decays the weights of rows that have zeros.
     """
-    for _, infos in by_whole(program):
+    for _, infos in by_model_parameter(program):
         own = [parameters[info.name] for info in infos if info.name in parameters]
         if any(p.grad is not None for p in own):
             for parameter in own:

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.ir.sharding import Dims, Mesh, Type, chunk
 from autopar.ir.storage import Storage, storage_of
-from autopar.runtime.parameters.shards import padded, part
+from autopar.runtime.parameters.shards import local_shard, pad_axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ParameterPlacement:
     """How one parameter is held.
 
     `shape` is its factored global shape, `placements` and `degrees` are those of the tensor mesh dimensions (all but
@@ -62,10 +62,10 @@ class Held:
         ]
 
 
-def held(name: str, dims: Dims, types: Sequence[Type], mesh: Mesh) -> Held:
+def placement_of(name: str, dims: Dims, types: Sequence[Type], mesh: Mesh) -> ParameterPlacement:
     """How a parameter of the given storage types is held."""
     storage = storage_of(dims, types, mesh)
-    return Held(
+    return ParameterPlacement(
         name=name,
         dims=dims,
         types=tuple(types),
@@ -79,7 +79,7 @@ def held(name: str, dims: Dims, types: Sequence[Type], mesh: Mesh) -> Held:
 
 
 def make_parameter(
-    how: Held,
+    how: ParameterPlacement,
     whole: torch.Tensor,
     mesh: Mesh,
     coordinates: Sequence[int],
@@ -89,7 +89,7 @@ def make_parameter(
     requires_grad: bool,
 ) -> nn.Parameter:
     """This rank's shard of a whole tensor as a parameter: a DTensor over `tensor_mesh`, or plain without one."""
-    local = part(whole.detach(), how.dims, how.types, mesh, coordinates)
+    local = local_shard(whole.detach(), how.dims, how.types, mesh, coordinates)
     local = local.to(device=device, copy=True).contiguous()
     if tensor_mesh is None:
         return nn.Parameter(local, requires_grad=requires_grad)
@@ -108,7 +108,7 @@ def make_parameter(
     return nn.Parameter(tensor, requires_grad=requires_grad)
 
 
-def local_value(parameter: torch.Tensor, how: Held) -> torch.Tensor:
+def local_value(parameter: torch.Tensor, how: ParameterPlacement) -> torch.Tensor:
     """The flat local tensor of a parameter inside a block.
 
     The cotangent of a replicated parameter is declared replicated even where it is partial: its sum is deferred to
@@ -117,5 +117,5 @@ def local_value(parameter: torch.Tensor, how: Held) -> torch.Tensor:
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local(grad_placements=how.placements)
         for _, dim, size in how.uneven():
-            parameter = padded(parameter, dim, size)
+            parameter = pad_axis(parameter, dim, size)
     return parameter if parameter.shape == how.local_shape else parameter.reshape(how.local_shape)

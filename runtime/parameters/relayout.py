@@ -12,30 +12,30 @@ from autopar.ir.program import ParameterInfo
 from autopar.ir.sharding import DATA, Dims, I, Mesh, R, Type, chunk
 from autopar.runtime.codegen import conversions
 from autopar.runtime.distributed.mesh import RankMesh
-from autopar.runtime.parameters.placement import Held, held
-from autopar.runtime.parameters.shards import padded
+from autopar.runtime.parameters.placement import ParameterPlacement, placement_of
+from autopar.runtime.parameters.shards import pad_axis
 
 
-def held_whole(info: ParameterInfo, mesh: Mesh) -> Held:
+def whole_placement(info: ParameterInfo, mesh: Mesh) -> ParameterPlacement:
     """How a parameter is held that no block takes: whole on every rank."""
     sizes = tuple((size,) if size != 1 else () for size in info.shape)
     types = tuple(
         R if name == DATA and degree > 1 else I for name, degree in zip(mesh.names, mesh.degrees, strict=True)
     )
-    return held(info.name, Dims(sizes, sizes), types, mesh)
+    return placement_of(info.name, Dims(sizes, sizes), types, mesh)
 
 
-def is_same(one: Held, other: Held) -> bool:
+def same_layout(one: ParameterPlacement, other: ParameterPlacement) -> bool:
     """Whether two ways of holding a parameter are one, however its dimensions are cut into axes."""
     kinds = [[t.kind for t in how.types] for how in (one, other)]
     return kinds[0] == kinds[1] and ("S" not in kinds[0] or _layout(one) == _layout(other))
 
 
-def _layout(how: Held) -> tuple[object, ...]:
+def _layout(how: ParameterPlacement) -> tuple[object, ...]:
     return how.shape, how.placements, how.local_shape
 
 
-def converted(value: torch.Tensor, how: Held, used: Held, mesh: RankMesh) -> torch.Tensor:
+def relayout(value: torch.Tensor, how: ParameterPlacement, used: ParameterPlacement, mesh: RankMesh) -> torch.Tensor:
     """The flat local value of a parameter that is held as `how`, as code that takes it as `used` wants it.
 
     Where both split it, and not alike, it is gathered and cut again.
@@ -85,6 +85,6 @@ def _cut(
     flat = value.reshape([size for own in sizes for size in own])
     part = chunk(dims.sizes[t.dim][t.position], dim.degree)
     cut = conversions.shard_of_replicate if types[i].kind == "R" else conversions.shard_of_invariant
-    out = cut(padded(flat, axis, part * dim.degree), dim, axis)
+    out = cut(pad_axis(flat, axis, part * dim.degree), dim, axis)
     after = [t if j == i else other for j, other in enumerate(types)]
     return out.reshape(dims.local_shape(after, mesh.spec.degrees))

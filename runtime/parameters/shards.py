@@ -13,7 +13,7 @@ def coordinates(mesh: Mesh) -> Iterator[tuple[int, ...]]:
     return product(*(range(degree) for degree in mesh.degrees))
 
 
-def part(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, at: Sequence[int]) -> torch.Tensor:
+def local_shard(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, at: Sequence[int]) -> torch.Tensor:
     """The part of a whole value that the rank at the given coordinates holds; partial values lie on coordinate 0."""
     out = value
     for kind, coordinate in zip(types, at, strict=True):
@@ -27,11 +27,11 @@ def part(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, at:
             size = chunk(out.shape[index], degree)
             start = min(coordinate * size, out.shape[index])
             own = min(size, out.shape[index] - start)
-            out = padded(out.narrow(index, start, own), index, size)
+            out = pad_axis(out.narrow(index, start, own), index, size)
     return out.reshape(dims.local_shape(types, mesh.degrees))
 
 
-def padded(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def pad_axis(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """The value with zeros behind dimension `dim`, up to `size`."""
     missing = size - value.shape[dim]
     if not missing:
@@ -41,9 +41,9 @@ def padded(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return out
 
 
-def parts(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh) -> list[torch.Tensor]:
+def all_shards(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh) -> list[torch.Tensor]:
     """The part of every rank, in rank order."""
-    return [part(value, dims, types, mesh, at) for at in coordinates(mesh)]
+    return [local_shard(value, dims, types, mesh, at) for at in coordinates(mesh)]
 
 
 def assemble(

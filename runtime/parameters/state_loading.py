@@ -17,12 +17,12 @@ from torch import nn
 
 from autopar.errors import InputError, Problem
 
-State = Mapping[str, torch.Tensor] | str | Path
+StateSource = Mapping[str, torch.Tensor] | str | Path
 _INDEX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class StateEntry:
     """A tensor that can be loaded: its shape, whether it holds real or complex numbers, and how to get it.
 
     `unusable` says why it cannot be used whatever the model, None if it can.
@@ -35,7 +35,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class ModelTensor:
     """A parameter or buffer of a model: its first name, all its names, where it lies and whether a state holds it."""
 
     name: str
@@ -52,7 +52,7 @@ class Slot:
         return held
 
 
-def slots_of(model: nn.Module) -> dict[str, Slot]:
+def model_tensors(model: nn.Module) -> dict[str, ModelTensor]:
     """Every parameter and buffer by its first name, tied ones once, in the order of ``named_parameters``."""
     found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool, list[bool]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -62,7 +62,7 @@ def slots_of(model: nn.Module) -> dict[str, Slot]:
             owners.append((module, attribute))
             persistent.append(is_parameter or attribute not in module._non_persistent_buffers_set)
     slots = (
-        Slot(
+        ModelTensor(
             name=names[0],
             names=tuple(names),
             owners=tuple(owners),
@@ -83,7 +83,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[bool, str, torch.Tensor]]:
             yield False, attribute, buffer
 
 
-def open_state(state: State) -> dict[str, Entry]:
+def open_state(state: StateSource) -> dict[str, StateEntry]:
     """What a state holds, by name; no tensor is read.
 
     `state`: a mapping of whole tensors, a ``.safetensors`` file, or a folder: its ``*.safetensors.index.json`` says
@@ -106,16 +106,16 @@ def open_state(state: State) -> dict[str, Entry]:
     return _open_file(path)
 
 
-def _entry_of(value: Any) -> Entry:
+def _entry_of(value: Any) -> StateEntry:
     if not isinstance(value, torch.Tensor):
         reason = f"must be a tensor, not a {type(value).__name__}"
-        return Entry(shape=(), is_floating=True, load=torch.Tensor, unusable=reason)
+        return StateEntry(shape=(), is_floating=True, load=torch.Tensor, unusable=reason)
     unusable = None
     if hasattr(value, "full_tensor"):
         unusable = "must be a whole tensor, not a DTensor; call full_tensor() on it"
     elif value.is_meta:
         unusable = "must hold data, but lies on meta"
-    return Entry(
+    return StateEntry(
         shape=tuple(value.shape),
         is_floating=value.is_floating_point() or value.is_complex(),
         load=value.detach,
@@ -123,7 +123,7 @@ def _entry_of(value: Any) -> Entry:
     )
 
 
-def _open_folder(folder: Path) -> dict[str, Entry]:
+def _open_folder(folder: Path) -> dict[str, StateEntry]:
     indices = sorted(folder.glob("*" + _INDEX))
     preferred = folder / ("model" + _INDEX)
     if preferred in indices or len(indices) == 1:
@@ -134,7 +134,7 @@ def _open_folder(folder: Path) -> dict[str, Entry]:
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise InputError(f"{folder} holds no .safetensors file")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StateEntry] = {}
     for file in files:
         for name, entry in _open_file(file).items():
             if name in entries:
@@ -145,7 +145,7 @@ def _open_folder(folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def _open_index(path: Path) -> dict[str, Entry]:
+def _open_index(path: Path) -> dict[str, StateEntry]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -153,7 +153,7 @@ def _open_index(path: Path) -> dict[str, Entry]:
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise InputError(f"{path} has no weight_map from names to files")
-    opened: dict[str, dict[str, Entry]] = {}
+    opened: dict[str, dict[str, StateEntry]] = {}
     problems = []
     for file in dict.fromkeys(files.values()):
         # a downloaded index must not name files elsewhere: only plain names, on either kind of system
@@ -171,14 +171,14 @@ def _open_index(path: Path) -> dict[str, Entry]:
     return {name: opened[file][name] for name, file in files.items()}
 
 
-def _open_file(path: Path) -> dict[str, Entry]:
+def _open_file(path: Path) -> dict[str, StateEntry]:
     entries = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(name)
                 kind = str(part.get_dtype())
-                entries[name] = Entry(
+                entries[name] = StateEntry(
                     shape=tuple(part.get_shape()),
                     is_floating=kind.startswith(("F", "BF", "C")),
                     load=partial(_load, path, name),
@@ -198,13 +198,13 @@ def _load(path: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def check_state(model: nn.Module, state: State) -> None:
+def check_state(model: nn.Module, state: StateSource) -> None:
     """Raise one InputError that lists how a state differs from the model: names missing, unknown, of another shape.
 
     A tied parameter is present under any of its names. Non-persistent buffers are not looked for. Floating dtypes may
     differ: values are cast, as ``load_state_dict`` does. Nothing is loaded.
     """
-    compare(slots_of(model), open_state(state), ignored=ignored_names(model))
+    compare_state(model_tensors(model), open_state(state), ignored=ignored_names(model))
 
 
 def ignored_names(model: nn.Module) -> tuple[str, ...]:
@@ -212,7 +212,9 @@ def ignored_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
-def compare(slots: Mapping[str, Slot], entries: Mapping[str, Entry], *, ignored: tuple[str, ...] = ()) -> None:
+def compare_state(
+    slots: Mapping[str, ModelTensor], entries: Mapping[str, StateEntry], *, ignored: tuple[str, ...] = ()
+) -> None:
     """`check_state` for slots and entries at hand."""
     mismatches, missing = [], []
     for slot in slots.values():
@@ -232,7 +234,7 @@ def compare(slots: Mapping[str, Slot], entries: Mapping[str, Entry], *, ignored:
         raise InputError(f"the state does not fit the model ({counts}){hint}", [*mismatches, *missing, *unknown])
 
 
-def _mismatch(name: str, tensor: torch.Tensor, entry: Entry) -> list[Problem]:
+def _mismatch(name: str, tensor: torch.Tensor, entry: StateEntry) -> list[Problem]:
     if entry.unusable:
         return [Problem(path=name, rule=entry.unusable)]
     problems = []

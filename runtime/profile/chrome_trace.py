@@ -26,7 +26,7 @@ def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[st
     ends: dict[tuple[Any, ...], list[_Json]] = {}
     for rank, (name, slices) in enumerate(ranks):
         events += [_meta("process_name", rank, name=name), _meta("process_sort_index", rank, sort_index=rank)]
-        for thread, (track, own) in enumerate(lanes(slices)):
+        for thread, (track, own) in enumerate(nested_tracks(slices)):
             events.append(_meta("thread_name", rank, thread, name=track))
             events.append(_meta("thread_sort_index", rank, thread, sort_index=thread))
             for one in own:
@@ -41,7 +41,7 @@ def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[st
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
 
 
-def lanes(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
+def nested_tracks(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
     """Slices by track, in the order in which tracks are shown; a track in as many parts as it takes for all to nest."""
     found: list[tuple[str, list[Slice], list[float]]] = []  # track, slices, ends of those that are open
     for one in sorted(slices, key=lambda s: (_order(s.track), s.start_us, -s.duration_us)):
@@ -64,15 +64,15 @@ def _order(track: str) -> tuple[int, str]:
     return ({COMPUTE: 0, HOST: 3, MESSAGES: 2}.get(track, 1), track)
 
 
-def _message(rank_name: str, one: Slice) -> tuple[Any, ...]:
+def _message(rank_label: str, one: Slice) -> tuple[Any, ...]:
     """What a send and its receive have in common: both stages, pass and micro-batch, and the coordinates but pp's."""
-    others = tuple(part for part in _coordinates(rank_name) if part[0] != "pp")
+    others = tuple(part for part in _coordinates(rank_label) if part[0] != "pp")
     details = one.details
     return (details["from_stage"], details["to_stage"], details["micro_batch"], others)
 
 
-def _coordinates(rank_name: str) -> list[tuple[str, str]]:
-    words = rank_name.partition(": ")[2].split()
+def _coordinates(rank_label: str) -> list[tuple[str, str]]:
+    words = rank_label.partition(": ")[2].split()
     return list(zip(words[::2], words[1::2], strict=True))
 
 

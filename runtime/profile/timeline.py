@@ -11,7 +11,7 @@ profiler shows these numbers forward and backward: what was numbered inside a bl
 
 With a GPU, slices are the spans of the kernels that were launched inside a host range, and collectives are NCCL's
 kernels, which name their process group. On the host, the profile does not say which group a collective belongs to;
-`Sent` does, written down in the same order in a step before (`autopar.runtime.distributed.collective_log`).
+`LoggedCollective` does, written down in the same order in a step before (`autopar.runtime.distributed.collective_log`).
 """
 
 import re
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.runtime.distributed.collective_log import Sent, kind_of
+from autopar.runtime.distributed.collective_log import LoggedCollective, kind_of
 
 COMPUTE, HOST, MESSAGES, UNKNOWN = "compute", "host", "point-to-point", "collectives"
 MICROSECONDS = 1e-3  # of a nanosecond
@@ -50,7 +50,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ProfileContext:
     """What the profile of a rank does not say: tracks of process groups by name, micro-batches of one run of the
     schedule, and the time since 1970 from which slices of all ranks are counted."""
 
@@ -64,7 +64,7 @@ def range_name(path: str, call: int, stage: int, micro_batch: int) -> str:
     return f"block {path} (call {call}, stage {stage}, micro-batch {micro_batch})"
 
 
-def slices_of(document: Mapping[str, Any], sent: Sequence[Sent], setting: Setting) -> list[Slice]:
+def slices_of(document: Mapping[str, Any], sent: Sequence[LoggedCollective], setting: ProfileContext) -> list[Slice]:
     """The slices of one rank's profile, as `torch.profiler.profile.export_chrome_trace` writes it.
 
     Times are microseconds of the rank's own clock since `setting.origin_ns`.
@@ -185,7 +185,9 @@ def _passes(blocks: Sequence[Slice]) -> list[Slice]:
     return found
 
 
-def _communication(events: Sequence[Event], sent: Sequence[Sent]) -> list[tuple[Event, Sent | None]]:
+def _communication(
+    events: Sequence[Event], sent: Sequence[LoggedCollective]
+) -> list[tuple[Event, LoggedCollective | None]]:
     """The calls of the profile, each with what was written down of it: in the same order, or of none."""
     calls = outermost(events)
     agree = [str(e["name"]) for e in calls] == [one.operator for one in sent]
@@ -193,7 +195,7 @@ def _communication(events: Sequence[Event], sent: Sequence[Sent]) -> list[tuple[
 
 
 def _collectives(
-    calls: Sequence[tuple[Event, Sent | None]], events: Sequence[Event], tracks: Mapping[str, str]
+    calls: Sequence[tuple[Event, LoggedCollective | None]], events: Sequence[Event], tracks: Mapping[str, str]
 ) -> list[Slice]:
     """Collectives on the host: gloo's own events, where there are any, say from when to when it worked on one; else one
     is as long as its call."""
@@ -250,7 +252,7 @@ def _received(message: Slice, events: Sequence[Event]) -> Slice:
     return replace(message, duration_us=max((*ends, message.end_us)) - message.start_us)
 
 
-def _described(message: Slice, calls: Sequence[tuple[Event, Sent | None]]) -> Slice:
+def _described(message: Slice, calls: Sequence[tuple[Event, LoggedCollective | None]]) -> Slice:
     """A message as it runs on the host, with its two stages and its bytes."""
     stage, is_sent = message.details["stage"], "SEND" in message.name
     other = stage + (1 if (message.details["pass"] == "F") == is_sent else -1)

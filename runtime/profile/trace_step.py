@@ -25,10 +25,10 @@ from autopar._torch import private
 from autopar.errors import InputError
 from autopar.ir.plan import Degrees
 from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
-from autopar.runtime.distributed.collective_log import written_down
+from autopar.runtime.distributed.collective_log import log_collectives
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.profile.chrome_trace import check_writable, chrome_trace, write_whole
-from autopar.runtime.profile.timeline import Setting, Slice, slices_of
+from autopar.runtime.profile.timeline import ProfileContext, Slice, slices_of
 
 ALL_RANKS = "all ranks"
 
@@ -46,14 +46,14 @@ def trace_step(
     file cannot be written. `sizes` of what runs are kept in the file, for who compares it with a prediction."""
     _on_first_rank(lambda: check_writable(path))
     step()  # the first of a pipeline opens connections
-    with written_down() as sent:
+    with log_collectives() as sent:
         step()
     origin_ns = int(broadcast_text(str(time.time_ns())))
     document = _profiled(step, device)
     groups = {one.group for one in sent if one.group is not None}
-    setting = Setting(tracks=tracks_of(mesh, groups), micro_batches=degrees.micro_batches, origin_ns=origin_ns)
+    setting = ProfileContext(tracks=tracks_of(mesh, groups), micro_batches=degrees.micro_batches, origin_ns=origin_ns)
     slices = slices_of(document, sent, setting)
-    name = rank_name(dist.get_rank(), degrees)
+    name = rank_label(dist.get_rank(), degrees)
     texts = gather_texts(json.dumps([name, [asdict(one) for one in slices]]))
     about = {
         "schedule": degrees.schedule if degrees.pp > 1 else "",
@@ -118,6 +118,6 @@ def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def rank_name(rank: int, degrees: Degrees) -> str:
+def rank_label(rank: int, degrees: Degrees) -> str:
     """A rank with its coordinates: ``rank 3: pp 1 dp 0 tp 1``."""
     return f"rank {rank}: " + " ".join(f"{name} {degrees.coordinate(name, rank)}" for name in ("pp", "dp", "tp"))

@@ -17,7 +17,7 @@ from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.checkpoint_state import FlatShards
-from autopar.runtime.parameters.packed import by_whole, complete_gradients, joined, with_pieces
+from autopar.runtime.parameters.packed import by_model_parameter, complete_gradients, join_packed, packed_source
 from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity, error, rms, weight_error, worst
 from autopar.runtime.verify.float64_program import promoted
 
@@ -65,7 +65,7 @@ def reference_steps(
 ) -> Steps:
     """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
     averages = program.loss_reduction == "mean" or degrees.per_micro_batch
-    source = with_pieces(program, source)
+    source = packed_source(program, source)
     parameters = {
         name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
         for name, info in program.every_parameter.items()
@@ -114,12 +114,12 @@ def reference_steps(
                 run_calls(main, lambda _, c: evaluating[c.block], values, lambda c: c.results)
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
             gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
-            found.gradients = joined(program, gradients)
+            found.gradients = join_packed(program, gradients)
         found.losses.append(total)
         found.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = joined(program, {n: p.detach() for n, p in parameters.items()})
+    found.weights = join_packed(program, {n: p.detach() for n, p in parameters.items()})
     found.buffers = state
     return found
 
@@ -174,12 +174,12 @@ def parallel_steps(
         optimizer.step()
         optimizer.zero_grad()
     state = {n: _whole(v) for n, v in model.state_dict().items()}
-    found.weights = {n: state[n] for n, _ in by_whole(program) if n in state}
+    found.weights = {n: state[n] for n, _ in by_model_parameter(program) if n in state}
     found.buffers = {n: v for n, v in state.items() if n in program.updates}
     return found
 
 
-def of_all_stages(parts: Sequence[Steps]) -> Steps:
+def merge_stages(parts: Sequence[Steps]) -> Steps:
     """What the ranks of a pipeline found, together. Raises `VerificationError` where two found something else."""
     found = parts[0]
     for part in parts[1:]:
@@ -194,7 +194,7 @@ def of_all_stages(parts: Sequence[Steps]) -> Steps:
     return found
 
 
-def compare(
+def compare_steps(
     reference: Steps, found: Steps, tolerance: float, steps: int
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """Quantities by the error measure, and notes on what was compared by reach."""

@@ -188,7 +188,7 @@ def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str]
     batch = random_batches(program, plan.degrees, 1, 0)[0]
     good = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
     ids, labels = good["input_ids"], good["labels"]
-    unfit: dict[str, Any] = {
+    batch_error: dict[str, Any] = {
         "shape": {"input_ids": ids[:, 1:], "labels": labels},
         "batch": {"input_ids": ids.repeat(2, 1), "labels": labels.repeat(2, 1)},
         "uneven": {"input_ids": ids[:1], "labels": labels},
@@ -199,7 +199,7 @@ def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str]
         "too few": (ids,),
     }
     messages = {}
-    for name, value in unfit.items():
+    for name, value in batch_error.items():
         try:
             model.forward_backward(value)
         except RuntimeInputError as error:

@@ -11,7 +11,7 @@ from priced_models import Case, captured
 from autopar._torch import private
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.distributed.collective_log import Sent, kind_of, written_down
+from autopar.runtime.distributed.collective_log import LoggedCollective, kind_of, log_collectives
 from autopar.runtime.distributed.mesh import RankMesh, training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.stage import attribute
@@ -49,7 +49,7 @@ def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, i
 
 def counted(model: ParallelModel, mesh: RankMesh, part: Mapping[str, Any]) -> Counts:
     """What one step sends, as the runtime writes it down; torch's profiler must have seen the same operators."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, written_down() as sent:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, log_collectives() as sent:
         model.forward_backward(part)
     profiled = Counter(e.name for e in profile.events() if sends(e.name) and not inside_another(e))
     assert profiled == Counter(s.operator for s in sent), (profiled, Counter(s.operator for s in sent))
@@ -74,7 +74,7 @@ def inside_another(event: Any) -> bool:
     return parent is not None
 
 
-def kind(sent: Sent) -> str:
+def kind(sent: LoggedCollective) -> str:
     named = kind_of(sent.operator)
     return named.replace("-", "_") if named else "recv" if "recv" in sent.operator else "send"
 

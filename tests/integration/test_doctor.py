@@ -11,7 +11,7 @@ import pytest
 from autopar.commands.diagnosis import Diagnosis
 from autopar.errors import RankError
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.measure.doctor_checks import ROWS
+from autopar.runtime.measure.doctor_checks import CONVERSION_CASES
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,14 +26,14 @@ def test_every_row_of_the_table_is_checked() -> None:
     from autopar.runtime.codegen import conversions
 
     table = (conversions.__doc__ or "").partition("from -> to")[2].splitlines()[1:]
-    assert [row.name for row in ROWS] == [line.strip().partition("  ")[0] for line in table if "->" in line]
+    assert [row.name for row in CONVERSION_CASES] == [line.strip().partition("  ")[0] for line in table if "->" in line]
 
 
 @pytest.mark.timeout(180)
 def test_ranks_that_are_right_and_one_that_is_slow(four_ranks: Ranks) -> None:
     found = diagnosed(four_ranks, 2, "slow")
     assert found.passed, found.checks
-    names = {f"conversion {row.name}" for row in ROWS} | {"FSDP2", "pipeline of two stages"}
+    names = {f"conversion {row.name}" for row in CONVERSION_CASES} | {"FSDP2", "pipeline of two stages"}
     assert {check.name for check in found.checks} == names
     groups, dtypes = 3, 3
     assert all(c.num_compared >= 2 * groups * dtypes for c in found.checks if c.name.startswith("conversion"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.ir.sharding import Dims, I, Mesh, P, R, S, Type
-from autopar.runtime.parameters.shards import assemble, coordinates, part, parts
+from autopar.runtime.parameters.shards import all_shards, assemble, coordinates, local_shard
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
@@ -34,7 +34,7 @@ def test_local_shapes() -> None:
 
 def test_the_part_of_an_inner_axis_is_strided() -> None:
     value = torch.arange(24)[None].expand(4, 24)
-    mine = part(value, PACKED, (S(1, 1),), Mesh.of(tp=4), (1,))
+    mine = local_shard(value, PACKED, (S(1, 1),), Mesh.of(tp=4), (1,))
     assert mine[0].tolist() == [2, 3, 10, 11, 18, 19]  # head 1 of query, key and value
 
 
@@ -44,7 +44,7 @@ def test_parts_make_the_whole_again(types: list[Type], seed: int) -> None:
         return
     mesh = Mesh.of(dp=2, tp=2)
     value = torch.randn(PACKED.shape, generator=torch.Generator().manual_seed(seed))
-    held = parts(value, PACKED, types, mesh)
+    held = all_shards(value, PACKED, types, mesh)
     whole, apart = assemble(held, PACKED, types, mesh)
     assert torch.equal(whole, value)
     assert apart == 0

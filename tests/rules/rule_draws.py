@@ -12,10 +12,10 @@ import rule_samples_shapes  # noqa: F401
 import torch
 from rule_samples import SAMPLES, Draw
 
-from autopar.testing.rule_proof import Sample, sample_of
+from autopar.testing.rule_proof import OperatorSample, sample_of
 
 
-def draw_sample(target: Any, number: int) -> tuple[Sample, random.Random]:
+def draw_sample(target: Any, number: int) -> tuple[OperatorSample, random.Random]:
     """Sample number `number` of an operator, and the generator for what else is drawn."""
     if target not in SAMPLES:
         pytest.fail(f"add a sample for {target} in tests/rules/rule_samples_*.py")

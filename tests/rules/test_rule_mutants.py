@@ -17,7 +17,7 @@ from autopar.rules.families.random import RANDOM
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.rule import Rule, Spec
 from autopar.rules.variants import split_variants
-from autopar.testing.rule_proof import Disproved, Sample, bind, prove
+from autopar.testing.rule_proof import Disproved, OperatorSample, bind_factors, prove
 
 aten = torch.ops.aten
 FEW_POINTWISE = {"add", "mul", "where", "masked_fill", "gelu", "to", "div", "sub", "pow", "maximum", "clamp", "eq"}
@@ -41,7 +41,7 @@ def _swaps(spec: Spec, others: Sequence[Spec], sizes: Mapping[str, int]) -> Iter
             yield tuple(tuple(exchanged.get(f, f) for f in dim) for dim in spec)
 
 
-def mutants(rule: Rule, sample: Sample) -> Iterator[tuple[str, Rule]]:
+def mutants(rule: Rule, sample: OperatorSample) -> Iterator[tuple[str, Rule]]:
     """Rules that are wrong in one thing."""
     for k, spec in enumerate(rule.inputs):
         others = [*rule.inputs[:k], *rule.inputs[k + 1 :]]
@@ -69,11 +69,11 @@ def _same_variants(rule: Rule, mutant: Rule) -> bool:
     """Nothing that is proved differs, so nothing can be caught."""
     if rule.emit is not mutant.emit or rule.linear != mutant.linear:
         return False
-    first, second = (bind(r, random.Random(0)) for r in (rule, mutant))
+    first, second = (bind_factors(r, random.Random(0)) for r in (rule, mutant))
     return all(split_variants(first, degree) == split_variants(second, degree) for degree in (2, 3))
 
 
-def caught(sample: Sample, mutant: Rule) -> bool:
+def caught(sample: OperatorSample, mutant: Rule) -> bool:
     try:
         for seed in range(2):
             prove(sample, mutant, random.Random(seed))

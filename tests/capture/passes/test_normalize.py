@@ -10,7 +10,7 @@ from torch import fx, nn
 from autopar.capture.passes.normalize import IDENTITY
 from autopar.capture.program import capture_program
 from autopar.runtime.codegen.execute import run_reference
-from autopar.runtime.parameters.packed import joined, with_pieces
+from autopar.runtime.parameters.packed import joined, packed_source
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ def test_the_program_computes_what_the_module_computes(body: str) -> None:
     model = tiny_models.randomise(Model(BODIES[body]).double())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     program = capture_program(model, {"x": x})
-    source = with_pieces(program, dict(model.named_parameters()).__getitem__)
+    source = packed_source(program, dict(model.named_parameters()).__getitem__)
     parameters = {n: source(n).detach().clone().requires_grad_() for n in program.parameters}
     loss = run_reference(program, parameters, {"x": x}, {})[program.loss]
     loss.backward()

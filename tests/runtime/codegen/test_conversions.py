@@ -10,7 +10,7 @@ from autopar._torch import private
 from autopar.ir.sharding import Dims, I, Mesh, P, R, S, Type
 from autopar.runtime.codegen import conversions
 from autopar.runtime.distributed.mesh import make_mesh
-from autopar.runtime.parameters.shards import assemble, parts
+from autopar.runtime.parameters.shards import all_shards, assemble
 from autopar.testing.type_check import CONVERSIONS
 
 # (source, destination) -> collectives of forward and of backward, as in the design's table
@@ -32,7 +32,7 @@ SENT = {
 DIMS = Dims(((6,), (12,), (18,)), ((0,), (1,), (2,)))
 
 
-class Sent(TorchDispatchMode):
+class LoggedCollective(TorchDispatchMode):
     """Names of the collectives called."""
 
     def __init__(self) -> None:
@@ -77,11 +77,11 @@ def test_value_and_gradient_are_kept(function, source: Type, target: Type, degre
     with private.one_process_ranks(degree):
         dim = make_mesh(mesh).dims["tp"]
         x = private.from_ranks(split(whole, source, mesh, generator)).requires_grad_()
-        with Sent() as forward:
+        with LoggedCollective() as forward:
             y = function(x, dim, *(t.dim for t in (source, target) if t.kind == "S"))
         # the cotangent of R is partial, that of P is the same on all ranks
         way = {"R": P, "P": I}.get(target.kind, target)
-        with Sent() as backward:
+        with LoggedCollective() as backward:
             y.backward(private.from_ranks(split(cotangent, way, mesh, generator)))
         value, apart = assemble(private.to_ranks(y.detach(), degree), DIMS, (target,), mesh)
         gradient, apart_too = assemble(private.to_ranks(x.grad, degree), DIMS, (source,), mesh, cotangent=True)
@@ -93,7 +93,7 @@ def test_value_and_gradient_are_kept(function, source: Type, target: Type, degre
 
 def split(whole: torch.Tensor, kind: Type, mesh: Mesh, generator: torch.Generator) -> list[torch.Tensor]:
     """The parts of a value; a partial one is a random sum of as many terms as there are ranks."""
-    held = parts(whole, DIMS, (kind,), mesh)
+    held = all_shards(whole, DIMS, (kind,), mesh)
     if kind.kind == "P":
         noise = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in held[1:]]
         return [whole - sum(noise), *noise]

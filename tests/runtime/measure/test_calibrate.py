@@ -15,7 +15,7 @@ from autopar.ir.samples import Sample, Work
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.measure.calibrate_cuda import dtypes_of, num_units, products_in, reserve_bytes, torch_dtype
 from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, prepared, seconds_of
-from autopar.runtime.measure.calibrate_links import groups_of, link_works, overlap_works
+from autopar.runtime.measure.calibrate_links import link_groups, link_works, overlap_works
 
 CPU = torch.device("cpu")
 BUDGET_S = 0.002
@@ -139,15 +139,15 @@ def test_passes_that_differ_are_told(factor: float, is_disturbed: bool) -> None:
 
 
 def test_groups_follow_the_hosts() -> None:
-    assert groups_of("a") == []
-    assert [g.ranks for g in groups_of("aabb")] == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
-    assert [(g.size, g.hosts) for g in groups_of("aaaabbbb")] == [(2, 1), (4, 1), (2, 2)]
-    assert [g.ranks for g in groups_of("aaa")] == [((0, 1, 2),)]
-    assert groups_of("aab") == []
+    assert link_groups("a") == []
+    assert [g.ranks for g in link_groups("aabb")] == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+    assert [(g.size, g.hosts) for g in link_groups("aaaabbbb")] == [(2, 1), (4, 1), (2, 2)]
+    assert [g.ranks for g in link_groups("aaa")] == [((0, 1, 2),)]
+    assert link_groups("aab") == []
 
 
 def test_messages_are_measured_in_pairs() -> None:
-    pair, four = groups_of("aaaa")
+    pair, four = link_groups("aaaa")
     assert {work.name for work in link_works(pair, "cpu")} - {work.name for work in link_works(four, "cpu")} == {
         "point_to_point"
     }
@@ -169,7 +169,7 @@ def test_samples_are_json() -> None:
 
 @pytest.mark.timeout(300)
 def test_every_collective_runs_on_ranks() -> None:
-    pairs, four = groups_of("aaaa")
+    pairs, four = link_groups("aaaa")
     todo = [
         Stage(name="pairs", works=tuple(smallest(link_works(pairs, "cpu"))), groups=pairs),
         Stage(name="four", works=tuple(smallest(link_works(four, "cpu"))), groups=four),

@@ -8,7 +8,7 @@ from torch import nn
 from autopar.capture.program import capture_program
 from autopar.ir.program import Program
 from autopar.runtime.codegen.execute import run_reference
-from autopar.runtime.parameters.packed import by_whole, complete_gradients, joined, with_pieces
+from autopar.runtime.parameters.packed import by_model_parameter, complete_gradients, join_packed, packed_source
 
 
 class Halting(nn.Module):
@@ -38,11 +38,11 @@ def test_values_are_those_of_the_model() -> None:
         asked.append(name)
         return dict(model.named_parameters())[name].detach()
 
-    get = with_pieces(program, source)
+    get = packed_source(program, source)
     values = {name: get(name) for name in program.parameters}
     assert sorted(asked) == sorted(n for n, _ in model.named_parameters())  # each whole once
-    assert [n for n, _ in by_whole(program)] == [n for n, _ in model.named_parameters()]
-    found = joined(program, values)
+    assert [n for n, _ in by_model_parameter(program)] == [n for n, _ in model.named_parameters()]
+    found = join_packed(program, values)
     assert found.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
 
@@ -50,7 +50,7 @@ def test_values_are_those_of_the_model() -> None:
 def test_a_piece_without_a_gradient_is_trained_like_its_rows() -> None:
     """Weight decay reaches rows whose gradient is zero, as it does on one device."""
     model, inputs, program = halting()
-    get = with_pieces(program, dict(model.named_parameters()).__getitem__)
+    get = packed_source(program, dict(model.named_parameters()).__getitem__)
     parameters: dict[str, Any] = {n: nn.Parameter(get(n).detach().clone()) for n in program.parameters}
     run_reference(program, parameters, inputs, {})[program.loss].backward()
     assert parameters["linear.weight[8:12]"].grad is None
@@ -58,6 +58,6 @@ def test_a_piece_without_a_gradient_is_trained_like_its_rows() -> None:
     model(**inputs).backward()
     for tensors in (parameters.values(), model.parameters()):
         torch.optim.AdamW(tensors, lr=0.1, weight_decay=0.5).step()
-    found = joined(program, {n: p.detach() for n, p in parameters.items()})
+    found = join_packed(program, {n: p.detach() for n, p in parameters.items()})
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach())

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from autopar.errors import InputError
-from autopar.runtime.distributed.collective_log import Sent, kind_of
-from autopar.runtime.profile.chrome_trace import chrome_trace, lanes, track_times, write_whole
-from autopar.runtime.profile.timeline import Setting, Slice, range_name, slices_of
+from autopar.runtime.distributed.collective_log import LoggedCollective, kind_of
+from autopar.runtime.profile.chrome_trace import chrome_trace, nested_tracks, track_times, write_whole
+from autopar.runtime.profile.timeline import ProfileContext, Slice, range_name, slices_of
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -42,8 +42,10 @@ HOST = [
 ]
 
 
-def found(events: list[dict[str, Any]], sent: list[Sent] | None = None) -> set[tuple[str, str, Any, float, float]]:
-    slices = slices_of({"traceEvents": events}, sent or [], Setting(tracks={"5": "tp"}, micro_batches=1))
+def found(
+    events: list[dict[str, Any]], sent: list[LoggedCollective] | None = None
+) -> set[tuple[str, str, Any, float, float]]:
+    slices = slices_of({"traceEvents": events}, sent or [], ProfileContext(tracks={"5": "tp"}, micro_batches=1))
     return {(s.track, s.name, s.details.get("pass"), s.start_us, s.end_us) for s in slices}
 
 
@@ -95,14 +97,14 @@ def test_messages_and_collectives_of_a_pipeline_on_the_host() -> None:
         event("PP:0F0", 50, 10, "user_annotation"),  # the schedule runs again
     ]
     sent = [
-        Sent(operator=name, group=group, num_ranks=2, input_bytes=size, output_bytes=size)
+        LoggedCollective(operator=name, group=group, num_ranks=2, input_bytes=size, output_bytes=size)
         for name, group, size in (
             ("_c10d_functional::all_reduce", "5", 8),
             ("c10d::send", "1", 64),
             ("c10d::recv_", "1", 32),
         )
     ]
-    setting = Setting(tracks={"5": "tp", "1": "pp"}, micro_batches=4, origin_ns=1_000_000)
+    setting = ProfileContext(tracks={"5": "tp", "1": "pp"}, micro_batches=4, origin_ns=1_000_000)
     slices = {s.name: s for s in slices_of({"traceEvents": events, "baseTimeNanoseconds": 2_000_000}, sent, setting)}
     assert slices.keys() == {"0F0", "0F4", "all-reduce", "0SEND_F0", "0RECV_B0"}
     reduce = slices["all-reduce"]
@@ -137,7 +139,7 @@ def at(start: float, end: float, track: str = "tp") -> Slice:
 
 
 def test_slices_that_overlap_get_lanes() -> None:
-    made = lanes([at(0, 10), at(2, 4), at(5, 12), at(10, 11), at(0, 1, "compute")])
+    made = nested_tracks([at(0, 10), at(2, 4), at(5, 12), at(10, 11), at(0, 1, "compute")])
     assert [(track, [(s.start_us, s.end_us) for s in own]) for track, own in made] == [
         ("compute", [(0, 1)]),
         ("tp", [(0, 10), (2, 4), (10, 11)]),

@@ -11,7 +11,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.sharding import Mesh
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import make_plan
-from autopar.runtime.parameters.packed import joined
+from autopar.runtime.parameters.packed import join_packed
 from autopar.testing.gradient_check import gradient_table
 from autopar.testing.one_process import generate_all
 from autopar.testing.type_check import check_types
@@ -69,7 +69,10 @@ def test_equal_to_one_device(model: str, mesh: Mesh) -> None:
     case = the_case(model)
     labels = labelled(case, mesh)
     check(case, labels, mesh)
-    found, expected = joined(case.program, run(case, labels, mesh).gradients), joined(case.program, case.gradients)
+    found, expected = (
+        join_packed(case.program, run(case, labels, mesh).gradients),
+        join_packed(case.program, case.gradients),
+    )
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():  # whole: gradients of keys' biases alone are zero but for rounding
         assert torch.linalg.norm(found[name] - gradient) <= 1e-12 * torch.linalg.norm(gradient), name
