@@ -1,5 +1,6 @@
 """What README and docs say can be typed, works. Heavy commands (make, torchrun) have tests of their own."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,8 @@ from autopar.cli.app import app_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "examples/README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+
+OURS = ("autopar", "benchmarks", "cost_model", "examples", "runtime", "search", "tests", "tools")
 
 
 def shell_lines() -> list[str]:
@@ -83,3 +86,40 @@ def test_the_defaults_in_the_docs_are_the_code_s() -> None:
     assert f"| {DEFAULT_MICRO_BATCH} | | `--accumulate`" in text
     assert f"{small_model.SMALL_LAYERS} layers of width {small_model.SMALL_HIDDEN}" in text
     assert f"sequences of {small_model.SMALL_SEQ_LEN} tokens" in text
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_modules_and_files_that_the_pages_name_exist(page: str) -> None:
+    """Paths of source files, and dotted names of autopar in backticks and imports."""
+    text = (ROOT / page).read_text()
+    paths = {path for path in re.findall(r"`([a-z_]+/[a-z_\d/]+\.\w+)[`:]", text) if path.partition("/")[0] in OURS}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    names = set(re.findall(r"`(autopar(?:\.\w+)+)[`(]", text))
+    for module, imported in re.findall(r"^\s*from (autopar[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+        names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+    assert [name for name in sorted(names) if not _is_there(name)] == []
+
+
+def _is_there(name: str) -> bool:
+    """Whether a dotted name leads from autopar through its modules to something."""
+    found: object = importlib.import_module("autopar")
+    parts = name.split(".")
+    for i, part in enumerate(parts[1:], start=1):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = importlib.import_module(".".join(parts[: i + 1]))
+            except ModuleNotFoundError:
+                return False
+    return True
+
+
+def test_the_picture_of_the_rooms_names_every_package() -> None:
+    picture = (ROOT / "docs/architecture.md").read_text().partition("## The rooms")[2].split("```")[1]
+    named = set(re.findall(r"\w+", picture))
+    rooms = {
+        path.parent.name for top in ("search", "cost_model", "runtime") for path in (ROOT / top).glob("*/__init__.py")
+    }
+    rooms |= {path.parent.name for path in (ROOT / "autopar").glob("*/__init__.py")} - {"_torch"}
+    assert rooms - named == set()
