@@ -1,11 +1,10 @@
 """One rank's graph of a block under its labels, every collective visible.
 
-Values carry a source type per mesh dimension, uses a destination type. A conversion belongs to (value, destination
-type): it is emitted once and shared by all uses.
+A value has a source type on every mesh dimension, a use a destination type. A conversion belongs to a value and a
+destination type. It is emitted once and shared by all uses.
 
-The graph calls operators of ATen and, by the names in `Functions`, what sends: conversions and rewrites. The runtime
-gives functions that send (`autopar.runtime.codegen.generate`), the cost model functions that write down what would be
-sent (`autopar.cost_model.dry_run.stage_run`): what is priced is what runs.
+The graph calls operators of ATen and the functions of this package: conversions, rewrites and random operators. The
+runtime and the cost model run the same graph (`autopar.lowering.communicator`): what is priced is what runs.
 """
 
 import operator
@@ -25,41 +24,25 @@ from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, Type, chunk, same, steps
+from autopar.lowering.functions import CONVERT, all_gather_to_replicate
+from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.randomness import bind_streams
+from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.rule import Call, Local, MeshDimRef, Slot, Step
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
-Functions = Mapping[str, Callable[..., Any]]  # by the names below
-REWRITES = ("vocab_parallel_embedding", "vocab_parallel_cross_entropy_sum")
 LINEAR = torch.ops.aten.linear.default
 _Types = tuple[Type, ...]
 Cuts = Mapping[int, Sequence[int]]
-_NO_DIM: Mapping[tuple[str, str], str] = {
-    ("I", "R"): "invariant_to_replicate",
-    ("P", "I"): "all_reduce_to_invariant",
-    ("P", "R"): "all_reduce_to_replicate",
-    ("I", "P"): "partial_of_invariant",
-    ("R", "I"): "replicate_to_invariant",
-    ("R", "P"): "partial_of_replicate",
-}
-_ONE_DIM: Mapping[tuple[str, str], str] = {
-    ("P", "S"): "reduce_scatter",
-    ("S", "R"): "all_gather_to_replicate",
-    ("S", "I"): "all_gather_to_invariant",
-    ("I", "S"): "shard_of_invariant",
-    ("S", "P"): "partial_of_shard",
-    ("R", "S"): "shard_of_replicate",
-}
-_TWO_DIMS = "all_to_all"
-GATHER, GATHER_LINEAR, KEPT_GATHER_LINEAR = "all_gather_to_replicate", "gather_linear", "kept_gather_linear"
-NAMES = (*_NO_DIM.values(), *_ONE_DIM.values(), _TWO_DIMS, GATHER_LINEAR, KEPT_GATHER_LINEAR, *REWRITES)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalGraph:
-    """A generated graph, the attribute names of the mesh dimensions it uses, and the local types of its ports."""
+    """The generated graph of a block, what it reads from its module, and the types of its ports and results."""
 
     graph: fx.Graph
-    mesh_dims: tuple[str, ...]
+    mesh_dims: tuple[str, ...]  # attributes: the mesh dimensions that it sends over
+    streams: Mapping[str, tuple[str, ...]]  # attributes: random streams, each with the mesh dimensions that it is of
     ports: Mapping[str, _Types]
     results: Mapping[str, _Types]
 
@@ -67,10 +50,8 @@ class LocalGraph:
 class _Writer:
     """Writes one block's graph; holds the conversions made so far."""
 
-    def __init__(
-        self, block: Block, mesh: Mesh, dims: Mapping[str, Dims], functions: Functions, device: str, join: bool
-    ) -> None:
-        self.graph, self.functions = fx.Graph(), functions
+    def __init__(self, block: Block, mesh: Mesh, dims: Mapping[str, Dims], device: str, join: bool) -> None:
+        self.graph = fx.Graph()
         self.block, self.mesh, self.dims, self.device, self.join = block, mesh, dims, device, join
         self.values: dict[str, fx.Node] = {}
         self.types: dict[str, _Types] = {}
@@ -133,13 +114,8 @@ class _Writer:
         if uneven:
             before = _cut(dims.local_sizes(source, degrees), cuts)
             node = self.pad(node, before, source, b, _size(dims, target[i]), degrees[i], cuts)
-        if a.kind == "S" and b.kind == "S":
-            node = self.call(self.functions[_TWO_DIMS], (node, mesh_dim, a.dim, b.dim))
-        elif (a.kind, b.kind) in _NO_DIM:
-            node = self.call(self.functions[_NO_DIM[a.kind, b.kind]], (node, mesh_dim))
-        else:
-            shard = a if a.kind == "S" else b
-            node = self.call(self.functions[_ONE_DIM[a.kind, b.kind]], (node, mesh_dim, shard.dim))
+        shards = (t.dim for t in (a, b) if t.kind == "S")
+        node = self.call(CONVERT[a.kind, b.kind], (node, mesh_dim, *shards))
         _describe(node, target, cuts)
         if uneven and a.kind == "S" and _size(dims, source[i]) % degrees[i]:
             size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]
@@ -194,7 +170,7 @@ class _Writer:
         steps = bound.rule.emit(call, local) if bound.rule.emit else (Step(call.target, call.args, call.kwargs),)
         previous: fx.Node | None = None
         for step in steps:
-            target = self.functions[step.target] if isinstance(step.target, str) else step.target
+            target = REWRITES[step.target] if isinstance(step.target, str) else step.target
             args = self.fill(step.args, operands, previous)
             kwargs = self.fill(dict(step.kwargs), operands, previous)
             if "device" in kwargs:
@@ -273,7 +249,6 @@ def local_graph(
     index: int,
     labels: BlockLabels,
     mesh: Mesh,
-    functions: Functions,
     *,
     device: str = "cpu",
     keep: Sequence[str] | None = None,
@@ -286,7 +261,7 @@ def local_graph(
     `join` makes equal conversions on two neighbouring mesh dimensions one. With `fuse` a gather that feeds matrix
     products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward.
     """
-    writer = _Writer(block, mesh, analysis.dims[index], functions, device, join)
+    writer = _Writer(block, mesh, analysis.dims[index], device, join)
     for port in block.ports:
         node = writer.graph.placeholder(port.name)
         writer.define(port.name, node, tuple(labels.ports.get(port.name, ())), port.differentiable)
@@ -304,20 +279,22 @@ def local_graph(
     outputs = [name for name in block.outputs if keep is None or name in keep]
     writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
     if regather or fuse:
-        fuse_gathers(writer.graph, functions, functions[GATHER_LINEAR if regather else KEPT_GATHER_LINEAR])
+        fuse_gathers(writer.graph, gather_linear if regather else kept_gather_linear)
+    streams = bind_streams(writer.graph, mesh)
     writer.graph.lint()
     return LocalGraph(
         graph=writer.graph,
         mesh_dims=tuple(writer.attributes),
+        streams=streams,
         ports=dict(labels.ports),
         results={name: labels.results[name] for name in outputs},
     )
 
 
-def fuse_gathers(graph: fx.Graph, functions: Functions, gather_linear: Callable[..., Any]) -> None:
-    """Replace every gather all of whose uses are the input of `linear` by `gather_linear`, in place."""
+def fuse_gathers(graph: fx.Graph, fused_function: Callable[..., Any]) -> None:
+    """Replace every gather all of whose uses are the input of `linear` by `fused_function`, in place."""
     for gather in list(graph.nodes):
-        if gather.target is not functions[GATHER] or not gather.users:
+        if gather.target is not all_gather_to_replicate or not gather.users:
             continue
         users = list(gather.users)
         if not all(u.target is LINEAR and u.args[0] is gather and gather not in u.args[1:] for u in users):
@@ -326,7 +303,7 @@ def fuse_gathers(graph: fx.Graph, functions: Functions, gather_linear: Callable[
         if any(isinstance(a, fx.Node) and a > min(users) for a in pairs) or _uses_between(users):
             continue
         with graph.inserting_before(min(users)):
-            fused = graph.call_function(gather_linear, (*gather.args, *pairs), name="gathered")
+            fused = graph.call_function(fused_function, (*gather.args, *pairs), name="gathered")
             pieces = [graph.call_function(operator.getitem, (fused, k), name=u.name) for k, u in enumerate(users)]
         for user, piece in zip(users, pieces, strict=True):
             user.replace_all_uses_with(piece)

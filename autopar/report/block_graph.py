@@ -1,6 +1,6 @@
 """One block as a graph to look at: products, attention and collectives as they run forward, the rest in groups.
 
-The graph is the generated one (`autopar.runtime.codegen.generate`), so that what is drawn is what runs. Operators
+The graph is the generated one (`autopar.lowering.local_graph`), so that what is drawn is what runs. Operators
 between products, attention and collectives are one node for each module and connected piece; conversions that send
 nothing forward are no nodes.
 """
@@ -14,18 +14,13 @@ from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.nodes import operator_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.lowering.conversions import BY_FUNCTION
+from autopar.lowering.local_graph import local_graph
 from autopar.report.explain import placed
-from autopar.runtime.codegen.generate import generate
 from autopar.search.result.report_data import BlockGraph, GraphEdge, GraphNode
 
-_COLLECTIVES = {
-    "all_reduce_to_invariant": "all-reduce",
-    "all_reduce_to_replicate": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather_to_replicate": "all-gather",
-    "all_gather_to_invariant": "all-gather",
-    "all_to_all": "all-to-all",
-}
+# by the name of a conversion's function, of conversions that send something forward
+_COLLECTIVES = {name: row.wire[0].replace("_", "-") for name, row in BY_FUNCTION.items() if row.wire[0] is not None}
 _PRODUCTS = ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "convolution", "einsum")
 MOST_WORDS = 4  # operators of a group that are named
 MOST_NODES = 120  # of a drawing that can be read
@@ -65,7 +60,7 @@ class _Drawing:
         self.program, self.plan, self.index = program, plan, index
         self.block, self.dims = program.blocks[index], analysis.dims[index]
         labels = plan.blocks[index]
-        self.graph = generate(analysis, self.block, index, labels, plan.mesh).graph
+        self.graph = local_graph(analysis, self.block, index, labels, plan.mesh).graph
         self.keys: Mapping[str, str] = {n.name: str(n.meta.get("key", "")) for n in self.block.graph.nodes}
         self.values = {port.name for port in self.block.ports if port.role in ("value", "input")}
         self.flowing: set[fx.Node] = set()  # what depends on a value, not on weights and constants alone

@@ -4,7 +4,7 @@ Collectives are counted on the generated training code of each distinct block, w
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
@@ -12,31 +12,23 @@ from torch import fx
 
 from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.nodes import operator_name, value_infos
-from autopar.cost_model.machine.collectives import Collective, sent_bytes
-from autopar.cost_model.work.conversions import TABLE
+from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import as_text
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, Dims, Kind, Type
+from autopar.ir.sharding import DATA, Dims, Type
 from autopar.ir.stages import stages_of
 from autopar.ir.storage import boundary_types
 from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
-from autopar.lowering.local_graph import GATHER_LINEAR, KEPT_GATHER_LINEAR
-from autopar.runtime.codegen.generate import generate
+from autopar.lowering.conversions import Collective
+from autopar.lowering.functions import conversion_of
+from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.local_graph import local_graph
+from autopar.lowering.vocabulary import vocab_parallel_cross_entropy_sum
 from autopar.search.pricing.stage_partition import block_seconds
 
-_CONVERSIONS: Mapping[str, tuple[Kind, Kind]] = {
-    "invariant_to_replicate": ("I", "R"),
-    "all_reduce_to_invariant": ("P", "I"),
-    "all_reduce_to_replicate": ("P", "R"),
-    "reduce_scatter": ("P", "S"),
-    "all_gather_to_replicate": ("S", "R"),
-    "all_gather_to_invariant": ("S", "I"),
-    "shard_of_invariant": ("I", "S"),
-    "all_to_all": ("S", "S"),
-}
 _FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("embedding", 0): "vocabulary-parallel"}
 _ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
@@ -143,7 +135,7 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
     used = {a for call in program.calls for a in call.arguments} | {program.loss, program.denominator}
     uses = program.uses_of_block(index)
     kept = [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in uses)]
-    generated = generate(
+    generated = local_graph(
         analysis, block, index, plan.blocks[index], plan.mesh,
         keep=kept, regather=plan.regather, fuse=True,
     )  # fmt: skip
@@ -182,15 +174,15 @@ def placed(program: Program, dims: Dims, types: tuple[Type, ...], plan: Plan) ->
 def _sends(graph: fx.Graph, analysis: Analysis, plan: Plan, index: int) -> Iterator[tuple[str, str, Collective, int]]:
     """Every collective of a generated block: mesh dimension, pass, kind, and the bytes that one rank sends."""
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        conversion = conversion_of(node.target)
         wires: tuple[tuple[str, Collective | None], ...] = ()
-        if name in _CONVERSIONS:
-            forward, backward = TABLE[_CONVERSIONS[name]]
+        if conversion is not None:
+            forward, backward = conversion.wire
             wires = (("forward", forward), ("backward", backward if _source(node).meta["differentiable"] else None))
-        elif name in (GATHER_LINEAR, KEPT_GATHER_LINEAR):
+        elif node.target in (gather_linear, kept_gather_linear):
             wires = (("forward", "all_gather"), ("backward", "reduce_scatter"))
-            wires += (("backward", "all_gather"),) if name == GATHER_LINEAR else ()
-        elif name == "vocab_parallel_cross_entropy_sum":
+            wires += (("backward", "all_gather"),) if node.target is gather_linear else ()
+        elif node.target is vocab_parallel_cross_entropy_sum:
             yield from _loss_sends(node, analysis, plan, index)
             continue
         for when, collective in wires:
@@ -247,7 +239,7 @@ def _item_bytes(source: fx.Node, analysis: Analysis, index: int) -> int:
 def _loss_sends(
     node: fx.Node, analysis: Analysis, plan: Plan, index: int
 ) -> Iterator[tuple[str, str, Collective, int]]:
-    """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`runtime.codegen.vocabulary`)."""
+    """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`lowering.vocabulary`)."""
     dim = str(node.args[-1].target) if isinstance(node.args[-1], fx.Node) else ""
     first = node if node.meta["operand_types"] else node.args[0]  # before it, classes may be moved behind the tokens
     assert isinstance(first, fx.Node)

@@ -18,9 +18,9 @@ from torch import fx
 from autopar.errors import VerificationError
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh, Type
-from autopar.runtime.codegen.generate import Generated
-from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_linear
-from autopar.testing.type_check import CONVERSIONS
+from autopar.lowering.functions import conversion_of
+from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.local_graph import LocalGraph
 
 # what enters a parameter through the backward of a conversion from the type it is stored in
 COTANGENT_OF = {"I": "I", "R": "partial", "S": "S", "P": "I"}
@@ -43,7 +43,7 @@ class GradientRow:
 
 
 def gradient_table(
-    program: Program, generated: Sequence[Generated], mesh: Mesh, *, zero: int = 0
+    program: Program, generated: Sequence[LocalGraph], mesh: Mesh, *, zero: int = 0
 ) -> tuple[GradientRow, ...]:
     """The row of every trainable parameter and every mesh dimension of degree > 1.
 
@@ -67,7 +67,7 @@ def gradient_table(
     return tuple(rows)
 
 
-def _stored(program: Program, generated: Sequence[Generated]) -> dict[str, tuple[Type, ...]]:
+def _stored(program: Program, generated: Sequence[LocalGraph]) -> dict[str, tuple[Type, ...]]:
     """How every parameter is stored, the same at every call that uses it."""
     types: dict[str, tuple[Type, ...]] = {}
     for call in program.calls:
@@ -82,7 +82,7 @@ def _stored(program: Program, generated: Sequence[Generated]) -> dict[str, tuple
 
 def _row(
     program: Program,
-    generated: Sequence[Generated],
+    generated: Sequence[LocalGraph],
     name: str,
     index: int,
     mesh_dim: str,
@@ -118,7 +118,7 @@ def _row(
 
 
 def _uses(
-    program: Program, generated: Sequence[Generated], name: str, index: int, mesh_dim: str
+    program: Program, generated: Sequence[LocalGraph], name: str, index: int, mesh_dim: str
 ) -> list[tuple[str, str]]:
     """Per use of a parameter: the type of the gradient it returns, and the conversion that made it so."""
     found: list[tuple[str, str]] = []
@@ -136,15 +136,15 @@ def _returns(node: fx.Node, index: int, mesh_dim: str) -> list[tuple[str, str]]:
     """What the uses of a value return on a mesh dimension, conversions on other mesh dimensions passed through."""
     found: list[tuple[str, str]] = []
     for user in node.users:
-        if user.target in CONVERSIONS:
+        conversion = conversion_of(user.target)
+        if conversion is not None:
             axis = user.args[1]
             assert isinstance(axis, fx.Node)
             if mesh_dim not in (str(axis.target), *str(axis.target).split("_")):
                 found += _returns(user, index, mesh_dim)
                 continue
-            source, target = CONVERSIONS[user.target]
-            communicates = (source, target) in (("I", "R"), ("I", "S"))
-            found.append((_word(source), f"{_name(user)} in backward" if communicates else ""))
+            communicates = (conversion.source, conversion.target) in (("I", "R"), ("I", "S"))
+            found.append((_word(conversion.source), f"{_name(user)} in backward" if communicates else ""))
         elif user.target in (gather_linear, kept_gather_linear):
             found += [(_word(t[index].kind), "") for t in _operand_types(node, user)]
         elif user.op == "output":

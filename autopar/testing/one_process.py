@@ -15,6 +15,7 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Mesh
 from autopar.ir.storage import boundary_types
+from autopar.lowering.local_graph import LocalGraph, local_graph
 from autopar.runtime.codegen.execute import (
     BlockFunction,
     constant_values,
@@ -22,7 +23,6 @@ from autopar.runtime.codegen.execute import (
     module_attributes,
     run_calls,
 )
-from autopar.runtime.codegen.generate import Generated, generate
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import make_mesh
 from autopar.runtime.parameters.shards import all_shards, assemble
@@ -41,8 +41,8 @@ class Outcome:
 
 def generate_all(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any
-) -> list[Generated]:
-    return [generate(analysis, block, i, labels[i], mesh, **options) for i, block in enumerate(program.blocks)]
+) -> list[LocalGraph]:
+    return [local_graph(analysis, block, i, labels[i], mesh, **options) for i, block in enumerate(program.blocks)]
 
 
 def run_in_one_process(
@@ -54,7 +54,7 @@ def run_in_one_process(
     inputs: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     *,
-    generated: Sequence[Generated] | None = None,
+    generated: Sequence[LocalGraph] | None = None,
     **options: Any,
 ) -> Outcome:
     """Run loss and backward of the generated program on `mesh.size` ranks in this process.

@@ -1,8 +1,8 @@
 """Check 1: the `spmd_types` checker in global mode over generated blocks, at the real degrees of a plan.
 
 Every operator of a generated graph runs on one rank's shapes under a fake process group, and the checker derives its
-types by itself; what it derives must be what the plan says. Every conversion of `autopar.runtime.codegen.conversions`
-is replaced by its `spmd_types` counterpart, whose source type must be exactly that of its operand. What global mode
+types by itself; what it derives must be what the plan says. Every conversion of `autopar.lowering.conversions` is
+replaced by its `spmd_types` counterpart, whose source type must be exactly that of its operand. What global mode
 cannot follow passes through `local_map` regions with declared types, which the report lists and counts:
 
 * views and strided pieces of a sharded value: merged dimensions with an inner shard, packed projections;
@@ -30,10 +30,12 @@ from autopar.errors import InputError, VerificationError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh, Type
-from autopar.runtime.codegen import conversions, vocabulary
-from autopar.runtime.codegen.generate import Generated, generate
-from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_linear
-from autopar.runtime.codegen.randomness import attention_with_dropout, dropout
+from autopar.lowering.conversions import CONVERSIONS, Conversion
+from autopar.lowering.functions import conversion_of
+from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.local_graph import LocalGraph, local_graph
+from autopar.lowering.randomness import attention_with_dropout, dropout
+from autopar.lowering.vocabulary import REWRITES
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 
 _ATTENTION = aten.scaled_dot_product_attention.default
@@ -53,33 +55,7 @@ _VIEWS = {
     aten.flatten.using_ints,
     aten.constant_pad_nd.default,
 }
-_REWRITES = {vocabulary.vocab_parallel_embedding, vocabulary.vocab_parallel_cross_entropy_sum}
 CREATES = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
-# conversion -> (source, destination); a shard's dimension stands in the call
-CONVERSIONS: Mapping[Any, tuple[str, str]] = {
-    conversions.invariant_to_replicate: ("I", "R"),
-    conversions.all_reduce_to_invariant: ("P", "I"),
-    conversions.all_reduce_to_replicate: ("P", "R"),
-    conversions.reduce_scatter: ("P", "S"),
-    conversions.all_gather_to_replicate: ("S", "R"),
-    conversions.all_gather_to_invariant: ("S", "I"),
-    conversions.shard_of_invariant: ("I", "S"),
-    conversions.all_to_all: ("S", "S"),
-    conversions.partial_of_invariant: ("I", "P"),
-    conversions.partial_of_shard: ("S", "P"),
-    conversions.replicate_to_invariant: ("R", "I"),
-    conversions.shard_of_replicate: ("R", "S"),
-    conversions.partial_of_replicate: ("R", "P"),
-}
-# source and destination -> collective; every other pair is a `convert`
-COUNTERPARTS: Mapping[tuple[str, str], str] = {
-    ("P", "I"): "all_reduce",
-    ("P", "R"): "all_reduce",
-    ("P", "S"): "reduce_scatter",
-    ("S", "R"): "all_gather",
-    ("S", "I"): "all_gather",
-    ("S", "S"): "all_to_all",
-}
 # linear operators that the checker does not know to be so
 LINEAR_UNKNOWN = {aten.to.dtype, aten.embedding.default, aten.constant_pad_nd.default, aten.slice.Tensor}
 LINEAR_UNKNOWN |= {aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.index.Tensor}
@@ -145,13 +121,13 @@ def check_types(
 ) -> TypeReport:
     """Type-check every distinct block of a program under its labels. Nothing is computed or sent."""
     generated = [
-        generate(analysis, block, i, labels[i], mesh, device="meta", regather=regather, join=False)
+        local_graph(analysis, block, i, labels[i], mesh, device="meta", regather=regather, join=False)
         for i, block in enumerate(program.blocks)
     ]
     return check_generated(program, analysis, generated, mesh)
 
 
-def check_generated(program: Program, analysis: Analysis, generated: Sequence[Generated], mesh: Mesh) -> TypeReport:
+def check_generated(program: Program, analysis: Analysis, generated: Sequence[LocalGraph], mesh: Mesh) -> TypeReport:
     """Type-check generated blocks; the first refusal of each block is reported."""
     spmd = import_spmd_types()
     began = time.perf_counter()
@@ -182,7 +158,7 @@ class _Checker:
     """Runs one generated graph under the checker."""
 
     def __init__(
-        self, spmd: Any, analysis: Analysis, index: int, block: Block, generated: Generated, ranks: RankMesh
+        self, spmd: Any, analysis: Analysis, index: int, block: Block, generated: LocalGraph, ranks: RankMesh
     ) -> None:
         self.spmd, self.block, self.ranks, self.graph = spmd, block, ranks, generated.graph
         self.generated = generated
@@ -285,9 +261,10 @@ class _Checker:
         kwargs: dict[str, Any] = given[1]
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if node.target in CONVERSIONS:
+        conversion = conversion_of(node.target)
+        if conversion is not None:
             self.num_conversions += 1
-            return self.convert(node.target, node.meta["types"], *args)
+            return self.convert(conversion, node.meta["types"], *args)
         if node.target in (gather_linear, kept_gather_linear):
             return self.gather_linear(*args)
         tensors = [v for v in _flat((args, kwargs)) if isinstance(v, torch.Tensor)]
@@ -329,21 +306,23 @@ class _Checker:
         if any(kind == "S" and dim == query.dim() - 2 for kind, dim in self.derived(query)):
             raise VerificationError("causal attention whose queries are split: each rank's mask would begin at 0")
 
-    def convert(self, conversion: Any, types: _Types, x: torch.Tensor, axis: MeshDim, *dims: int) -> torch.Tensor:
+    def convert(
+        self, conversion: Conversion, types: _Types, x: torch.Tensor, axis: MeshDim, *dims: int
+    ) -> torch.Tensor:
         """The counterpart of a conversion, on an operand that must have exactly the source type."""
         if axis.degree == 1:
             return x
-        source, target = CONVERSIONS[conversion]
+        name, source, target = conversion.function, conversion.source, conversion.target
         index = self.axes.index(axis)
         kind, dim = self.derived(x)[index]
         if kind != source and not ({kind, source} == {"I", "R"} and not x.requires_grad):
-            raise VerificationError(f"{_name(conversion)} on {axis.name} meets {kind}, it converts {source}")
+            raise VerificationError(f"{name} on {axis.name} meets {kind}, it converts {source}")
         if source == "S" and dim != dims[0]:
-            raise VerificationError(f"{_name(conversion)} on {axis.name} joins dimension {dims[0]} of a shard of {dim}")
+            raise VerificationError(f"{name} on {axis.name} joins dimension {dims[0]} of a shard of {dim}")
         words: dict[str, Any] = {"I": self.spmd.I, "R": self.spmd.R, "P": self.spmd.P}
         src = self.spmd.S(dims[0]) if source == "S" else words[source]
         dst = self.spmd.S(dims[-1]) if target == "S" else words[target]
-        operation = COUNTERPARTS.get((source, target), "convert")
+        operation = conversion.wire[0] or "convert"  # spmd_types names its collectives as the table does
         options = {"expert_mode": True} if operation == "convert" else {}
 
         def body(value: torch.Tensor) -> torch.Tensor:
@@ -354,7 +333,7 @@ class _Checker:
         if not (self.outer(x, index) or (target == "S" and self.outer_of(types, index))):
             return body(x)
         # The checker redistributes only the innermost of several axes of a dimension.
-        self.note(_name(conversion), _name(conversion), "outer of two shards of a dimension")
+        self.note(name, name, "outer of two shards of a dimension")
         wanted = tuple(
             types[index] if k == index else self.typed(k, have, x.requires_grad, types[k])
             for k, have in enumerate(self.derived(x))
@@ -390,7 +369,7 @@ class _Checker:
         self.num_conversions += 1
         types = tuple(Type(kind or "R", dim, 0) for kind, dim in self.derived(x))  # type: ignore[arg-type]
         types = tuple(Type("R") if a is axis else t for a, t in zip(self.axes, types, strict=True))
-        whole = self.convert(conversions.all_gather_to_replicate, types, x, axis, dim)
+        whole = self.convert(CONVERSIONS["S", "R"], types, x, axis, dim)
         pairs = list(zip(weights[::2], weights[1::2], strict=True))
         self.num_operators += len(pairs)
         return tuple(torch.nn.functional.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
@@ -401,7 +380,7 @@ class _Checker:
         """Why global mode cannot follow a call, "" where it can."""
         if not tensors:
             return ""
-        if node.target in _REWRITES:
+        if node.target in REWRITES.values():
             return "rewritten for a split vocabulary"
         if node.meta.get("rewritten"):
             return "divisor of a split mean"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.dry_run.functions import Ledger
+from autopar.cost_model.dry_run.ledger import Ledger
 from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.dry_run.traffic import local_gradient_elements, trained

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.functions import FUNCTIONS, Key, Ledger, PricedDim, Traffic, dropout
+from autopar.cost_model.dry_run.ledger import Key, Ledger, NoNumbers, PricedDim, Traffic
 from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
 from autopar.ir.program import CallSite
@@ -97,16 +97,14 @@ class _Run:
                 index,
                 labels,
                 mesh,
-                FUNCTIONS,
                 device=self.device,
                 keep=keep,
                 regather=self.plan.regather,
                 fuse=True,
             )
-            for node in made.graph.nodes:
-                if node.target is torch.ops.aten.dropout.default:
-                    node.target = dropout
             root = torch.nn.Module()
+            for name in made.streams:
+                setattr(root, name, NoNumbers())
             for name in made.mesh_dims:
                 indices = mesh.indices(name)
                 at = 0

@@ -12,7 +12,7 @@
     the loss, from the last stage           pp                      1
 
 n are the step's micro-batches. Clipping, the optimizer and evaluation are not part of it. Bytes are those of the
-operand that this rank puts in (`autopar.cost_model.dry_run.functions.Traffic`), of a message those of its tensor.
+operand that this rank puts in (`autopar.cost_model.dry_run.ledger.Traffic`), of a message those of its tensor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.functions import Key, Ledger, Sends, Traffic, collective
+from autopar.cost_model.dry_run.ledger import Key, Ledger, Sends, Traffic, collective
 from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stage
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, passes, shard_elements, zero_step

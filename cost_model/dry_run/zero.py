@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from autopar.cost_model.dry_run.functions import Ledger, collective
+from autopar.cost_model.dry_run.ledger import Ledger, collective
 from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import StageRun
-from autopar.cost_model.machine.collectives import Collective
 from autopar.ir.plan import Degrees
 from autopar.ir.schedules import SCHEDULES, Action, actions
 from autopar.ir.stages import Stage, owners
+from autopar.lowering.conversions import Collective
 
 ROOT = -1
 

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.sharding import Mesh
+from autopar.lowering.conversions import Collective
 
 Number = float | NDArray[Any]
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Transfer = Collective | Literal["send"]
 
 # Shares of the bandwidth, of the latency of a hop inside a host, and of the latency of a hop between hosts.

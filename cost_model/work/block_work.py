@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from autopar.cost_model.work.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
 from autopar.errors import InputError, Problem, did_you_mean
+from autopar.lowering.conversions import Collective
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.polynomials import Number
@@ -51,7 +52,6 @@ SYMBOLS: Mapping[str, str] = {
 MOST_POWER = 16  # of a symbol in a file; powers are evaluated as repeated products
 _TENSOR_DIM = re.compile(r"tp\d")  # of a captured model whose tensor degree is a product of several
 _Kind = Literal["matmul", "attention", "memory"]
-_Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Cause = Literal["value", "regather", "parameter", "inside"]
 ROLES = ("first", "layer", "moe_layer", "last")
 VARIANTS = ("one", "tp", "sp")
@@ -89,7 +89,7 @@ class Sent(Generic[V]):
     summed, which may wait until the end of the step).
     """
 
-    collective: _Collective
+    collective: Collective
     mesh_dim: str
     is_forward: bool
     whole_bytes: V

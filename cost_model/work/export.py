@@ -3,7 +3,7 @@
 Per operator FLOP come from its rule, with symbols for the sizes of factors divided by the degrees that split them
 (`_product`); kernels, their bytes and what is kept for the backward pass from torch's autograd
 (`autopar.cost_model.work.autograd_probe`); collectives from the conversions of the labelling, which are those that run
-(`autopar.cost_model.work.conversions.conversion_steps`). Padding of uneven shards is left out. Where keys of attention
+(`autopar.cost_model.work.conversion_steps`). Padding of uneven shards is left out. Where keys of attention
 are the sequence, their number is the symbol S, which context parallelism makes larger than s.
 """
 
@@ -15,7 +15,7 @@ from math import prod
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.autograd_probe import Known, NodeRun, run_block
 from autopar.cost_model.work.block_work import BlockWork, Cause, Operator, Sent
-from autopar.cost_model.work.conversions import ConversionStep, conversion_steps, wire
+from autopar.cost_model.work.conversion_steps import ConversionStep, conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import operator_name, unruled_flops
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
@@ -23,10 +23,11 @@ from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh
+from autopar.lowering.conversions import wire
 
 Work = BlockWork[Polynomial]
 # what a rewrite sums over ranks, in numbers per target: the highest logit; the sum of exponentials and the target's own
-INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.runtime.codegen.vocabulary`)
+INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
 
 
 def block_works(
@@ -128,7 +129,7 @@ def _is_gather(step: ConversionStep) -> bool:
 
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
-    """Gathers all of whose uses are the input of `linear` are gathered again (`codegen.passes.regather`)."""
+    """Gathers all of whose uses are the input of `linear` are gathered again (`lowering.gather_linear`)."""
     return name is not None and operand == 0 and operator_name(getattr(nodes[name], "target", "")) == "linear"
 
 

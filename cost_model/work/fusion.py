@@ -15,13 +15,14 @@ from typing import Any
 from torch import fx
 
 from autopar.cost_model.work.autograd_probe import ATTENTION, NodeRun
-from autopar.cost_model.work.conversions import ConversionStep, wire
+from autopar.cost_model.work.conversion_steps import ConversionStep
 from autopar.cost_model.work.operator_cost import VIEWS, operator_name
 from autopar.cost_model.work.polynomials import Expr
 from autopar.cost_model.work.sizes import Naming, NodeSizes, Types
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims
+from autopar.lowering.conversions import wire
 
 _LAYOUT = VIEWS | {"clone", "contiguous", "to_copy"}
 RANDOM = frozenset(["dropout", "native_dropout", "bernoulli", "feature_dropout", "alpha_dropout"])

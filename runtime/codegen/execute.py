@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.capture.passes.constants import on_device
 from autopar.ir.program import CallSite, Constants, Program
-from autopar.runtime.codegen.generate import Generated
+from autopar.lowering.local_graph import LocalGraph
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 
@@ -23,7 +23,7 @@ def graph_module(graph: fx.Graph, name: str, attributes: Mapping[str, Any] | Non
     return fx.GraphModule(root, graph, name)
 
 
-def module_attributes(generated: Generated, ranks: RankMesh, streams: Streams) -> dict[str, Any]:
+def module_attributes(generated: LocalGraph, ranks: RankMesh, streams: Streams) -> dict[str, Any]:
     """What a generated graph reads from its module: mesh dimensions and random streams."""
     dims: dict[str, Any] = {name: ranks.dims[name] for name in generated.mesh_dims}
     return dims | {name: streams.of(names) for name, names in generated.streams.items()}

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from autopar._torch import private
-from autopar._torch.operators import aten
 from autopar.runtime.distributed.mesh import MeshDim
 
 
@@ -52,50 +51,16 @@ class RandomStream:
             return private.map_ranks(x, lambda rank, part: draw(tuple(d.of(rank) for d in self.dims), part))
         return draw(tuple(dim.coordinate for dim in self.dims), x)
 
+    def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """An operator that draws from torch's default generator, seeded from this stream."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self.next_seed())
+            return operator(*args, **kwargs)
+
     def next_seed(self) -> int:
         """A seed for an operator that draws from torch's default generator."""
         return self._seed_of(self._next_draw(), tuple(dim.coordinate for dim in self.dims))
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return x * mask * scale
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (mask,) = ctx.saved_tensors
-        return grads[0] * mask * ctx.scale, None, None
-
-
-def dropout(x: torch.Tensor, probability: float, stream: RandomStream) -> torch.Tensor:
-    """Zero elements with the given probability and scale the rest; saves one byte an element for backward."""
-    if not stream.training:
-        return x
-    if probability >= 1:
-        return torch.zeros_like(x) * x
-    out: torch.Tensor = _Dropout.apply(x, stream.keep_mask(x, probability), 1 / (1 - probability))
-    return out
-
-
-def drawn(stream: RandomStream, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run an operator that draws from torch's default generator, seeded from `stream`; fused kernels included."""
-    devices = [stream.device] if stream.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(stream.next_seed())
-        return operator(*args, **kwargs)
-
-
-def attention_with_dropout(stream: RandomStream, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`scaled_dot_product_attention` whose dropout draws from `stream`; without dropout in evaluation."""
-    attention = aten.scaled_dot_product_attention.default
-    if stream.training:
-        return drawn(stream, attention, *args, **kwargs)
-    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)) | kwargs
-    out: torch.Tensor = attention(*args[:3], **{**named, "dropout_p": 0.0})
-    return out
 
 
 class Streams:

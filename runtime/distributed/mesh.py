@@ -15,10 +15,15 @@ from autopar.ir.plan import Degrees
 from autopar.ir.rank_order import strides
 from autopar.ir.sharding import DATA, Mesh
 
+_c10d = torch.ops._c10d_functional
+
 
 @dataclass(frozen=True, eq=False)
 class MeshDim:
-    """One dimension of a running mesh. In one-process mode `stride` tells each rank's coordinate."""
+    """One dimension of a running mesh: the `Communicator` of generated code whose collectives really send.
+
+    In one-process mode `stride` tells each rank's coordinate.
+    """
 
     name: str
     degree: int
@@ -48,6 +53,27 @@ class MeshDim:
         if private.is_rank_tensor(x):
             return private.map_ranks(x, lambda rank, part: function(self.of(rank), part))
         return function(self.coordinate, x)
+
+    # collectives, torch's functional ones; documented in `autopar.lowering.communicator`
+
+    def all_reduce(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        return self.wait(_c10d.all_reduce(x.contiguous(), operation, self.group_name))
+
+    def start_all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _c10d.all_gather_into_tensor(x.contiguous(), self.degree, self.group_name)
+        return out
+
+    def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _c10d.reduce_scatter_tensor(x, "sum", self.degree, self.group_name)
+        return out
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = [x.shape[0] // self.degree] * self.degree
+        return self.wait(_c10d.all_to_all_single(x, sizes, sizes, self.group_name))
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _c10d.wait_tensor(x)
+        return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.sharding import Mesh
-from autopar.runtime.codegen import conversions
+from autopar.lowering import functions
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 
 Parts = list[torch.Tensor]  # one tensor for each rank of a mesh dimension
@@ -75,9 +75,10 @@ def _all_to_all(parts: Parts, dim: int, to: int) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionCase:
-    """One row of the table of `codegen.conversions`: its function's name and what it is, forward and backward.
+    """One conversion: the name of its function, and what one rank computes that both passes should yield.
 
-    `num_dims` is how many tensor dimensions the function takes.
+    The rows are written down here a second time on purpose: `doctor` does not read the table that it checks
+    (`autopar.lowering.conversions`). `num_dims` is how many tensor dimensions the function takes.
     """
 
     name: str
@@ -157,7 +158,7 @@ def _one(
     back = (to, dim) if row.num_dims == 2 else (dim, to)
     wanted = row.backward(grads, *back)[mesh.coordinate]
     x = parts[mesh.coordinate].to(device, dtype, copy=True).requires_grad_()
-    y = getattr(conversions, row.function)(x, mesh, *dims)
+    y = getattr(functions, row.function)(x, mesh, *dims)
     y.backward(grads[mesh.coordinate].to(device, dtype))
     return _apart(y, results[mesh.coordinate]), _apart(x.grad, wanted)
 

@@ -14,8 +14,8 @@ from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import needed_results
 from autopar.ir.storage import boundary_types
+from autopar.lowering.local_graph import local_graph
 from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes
-from autopar.runtime.codegen.generate import generate
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
@@ -72,20 +72,20 @@ class CompiledProgram:
         return self._constants[versions]
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
-        """Generated code per distinct block: the training program, or the one that keeps all outputs."""
+        """LocalGraph code per distinct block: the training program, or the one that keeps all outputs."""
         if outputs not in self._modules:
             wanted = needed_results(self.program, outputs=outputs)
             self._modules[outputs] = [self._generated(i, keep, outputs) for i, keep in enumerate(wanted)]
         return self._modules[outputs]
 
     def partial_module(self, index: int, keep: tuple[str, ...]) -> fx.GraphModule:
-        """Generated code of a block for some of its outputs only; other ports may be given None."""
+        """LocalGraph code of a block for some of its outputs only; other ports may be given None."""
         if (index, keep) not in self._partial:
             self._partial[index, keep] = self._generated(index, keep, False)
         return self._partial[index, keep]
 
     def _generated(self, index: int, keep: Sequence[str], outputs: bool) -> fx.GraphModule:
-        generated = generate(
+        generated = local_graph(
             self.analysis,
             self.program.blocks[index],
             index,

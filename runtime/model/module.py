@@ -421,4 +421,4 @@ class ParallelModel(ShardedModel):
 def readable(code: str) -> str:
     """Generated code without module prefixes and without the deletions that free memory early."""
     code = re.sub(r";  (\w+ = )+None(?=\n|$)", "", code)
-    return re.sub(r"autopar_runtime_(?:passes_)?(?:conversions|vocabulary|regather|randomness)_", "", code).strip()
+    return re.sub(r"autopar_lowering_(?:functions|gather_linear|vocabulary|randomness)_", "", code).strip()

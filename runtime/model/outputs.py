@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.ir.sharding import Dims, R, Type
-from autopar.runtime.codegen.conversions import all_gather_
+from autopar.lowering.functions import all_gather
 from autopar.runtime.distributed.mesh import RankMesh
 
 _DATA = ("dp_replicate", "dp_shard")  # torch's names for the mesh dimension `dp`
@@ -49,7 +49,7 @@ def _gathered(local: torch.Tensor, dims: Dims, types: Sequence[Type], index: int
     held = dims.local_sizes(types, degrees)
     flat = local.reshape([size for dim in held for size in dim])
     axis = sum(len(dim) for dim in held[: t.dim]) + t.position
-    whole = all_gather_(flat, mesh.dims[mesh.spec.names[index]], axis, 0)
+    whole = all_gather(flat, mesh.dims[mesh.spec.names[index]], axis)
     whole = whole.narrow(axis, 0, dims.sizes[t.dim][t.position])
     after = [R if i == index else kind for i, kind in enumerate(types)]
     return whole.reshape(dims.local_shape(after, degrees))

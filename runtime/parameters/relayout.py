@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.program import ParameterInfo
 from autopar.ir.sharding import DATA, Dims, I, Mesh, R, Type, chunk
-from autopar.runtime.codegen import conversions
+from autopar.lowering.functions import CONVERT
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.placement import ParameterPlacement, placement_of
 from autopar.runtime.parameters.shards import pad_axis
@@ -50,10 +50,8 @@ def relayout(value: torch.Tensor, how: ParameterPlacement, used: ParameterPlacem
             current[i] = kind
     for i in tensor:
         dim, pair = mesh.dims[mesh.spec.names[i]], (current[i].kind, used.types[i].kind)
-        if pair == ("I", "R"):
-            value = conversions.invariant_to_replicate(value, dim)
-        elif pair == ("R", "I"):
-            value = conversions.replicate_to_invariant(value, dim)
+        if pair in (("I", "R"), ("R", "I")):
+            value = CONVERT[pair](value, dim)
     for i in tensor:
         if used.types[i].kind == "S" and current[i].kind != "S":
             value = _cut(value, used.dims, used.types, current, i, mesh)
@@ -69,8 +67,7 @@ def _gathered(
     sizes = dims.local_sizes(types, mesh.spec.degrees)
     axis = sum(len(own) for own in sizes[: t.dim]) + t.position
     flat = value.reshape([size for own in sizes for size in own])
-    gather = conversions.all_gather_to_replicate if kind == R else conversions.all_gather_to_invariant
-    whole = gather(flat, dim, axis).narrow(axis, 0, dims.sizes[t.dim][t.position])
+    whole = CONVERT["S", kind.kind](flat, dim, axis).narrow(axis, 0, dims.sizes[t.dim][t.position])
     after = [kind if j == i else other for j, other in enumerate(types)]
     return whole.reshape(dims.local_shape(after, mesh.spec.degrees))
 
@@ -84,7 +81,6 @@ def _cut(
     axis = sum(len(own) for own in sizes[: t.dim]) + t.position
     flat = value.reshape([size for own in sizes for size in own])
     part = chunk(dims.sizes[t.dim][t.position], dim.degree)
-    cut = conversions.shard_of_replicate if types[i].kind == "R" else conversions.shard_of_invariant
-    out = cut(pad_axis(flat, axis, part * dim.degree), dim, axis)
+    out = CONVERT[types[i].kind, "S"](pad_axis(flat, axis, part * dim.degree), dim, axis)
     after = [t if j == i else other for j, other in enumerate(types)]
     return out.reshape(dims.local_shape(after, mesh.spec.degrees))

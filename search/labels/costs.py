@@ -17,10 +17,10 @@ from math import inf, prod
 import numpy as np
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.conversions import TABLE, Wire
 from autopar.cost_model.work.operator_cost import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Kind, Type, chunk
+from autopar.lowering.conversions import CONVERSIONS, Wire
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
 from autopar.search.labels.choices import (
@@ -267,7 +267,7 @@ class DimProblem:
         return self.converted[asked]
 
     def _converted(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
-        forward, backward = TABLE[source, target]
+        forward, backward = CONVERSIONS[source, target].wire
         sends = forward, backward if differentiable else None
         if role in ("constant", "buffer") and sends == (None, None):
             return PER_RANK

@@ -7,7 +7,7 @@ import torch
 
 from autopar.commands.doctor import examine
 from autopar.ir.cluster import ClusterSpec
-from autopar.runtime.codegen import conversions
+from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.measure import doctor_speed
 
 FEW_ROUNDS, TINY = 3, {"cpu": 64}
@@ -16,14 +16,14 @@ FEW_ROUNDS, TINY = 3, {"cpu": 64}
 def with_fault(rank: int, num_ranks: int, who: int, fault: str) -> dict[str, Any]:
     """A diagnosis where rank `who` has a fault; measured briefly, and of nothing large."""
     kept = {name: getattr(doctor_speed, name) for name in ("ROUNDS", "MATMUL_SIZE", "multiply")}
-    conversion = conversions.all_gather_
+    gather = MeshDim.start_all_gather
     doctor_speed.ROUNDS, doctor_speed.MATMUL_SIZE = FEW_ROUNDS, TINY
     if rank == who:
         plant(fault)
     try:
         return examine(ClusterSpec.preset(f"{num_ranks}xcpu"), timeout_s=90).to_dict()
     finally:
-        conversions.all_gather_ = conversion
+        MeshDim.start_all_gather = gather  # type: ignore[method-assign]
         for name, value in kept.items():
             setattr(doctor_speed, name, value)
 
@@ -31,12 +31,12 @@ def with_fault(rank: int, num_ranks: int, who: int, fault: str) -> dict[str, Any
 def plant(fault: str) -> None:
     """Let this rank gather in the wrong order, multiply slowly, or fail in a conversion."""
     if fault == "broken":
-        right = conversions.all_gather_
+        right = MeshDim.start_all_gather
 
-        def wrong(x: torch.Tensor, mesh: Any, dim: int, to: int) -> torch.Tensor:
-            return right(x, mesh, dim, to).flip(dim)
+        def wrong(mesh: MeshDim, x: torch.Tensor) -> torch.Tensor:
+            return mesh.wait(right(mesh, x)).flip(0)
 
-        conversions.all_gather_ = wrong
+        MeshDim.start_all_gather = wrong  # type: ignore[method-assign]
     elif fault == "slow":
 
         def slowly(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -49,4 +49,4 @@ def plant(fault: str) -> None:
         def fail(*_: Any) -> torch.Tensor:
             raise ValueError("a planted fault")
 
-        conversions.all_gather_ = fail
+        MeshDim.start_all_gather = fail  # type: ignore[method-assign]

@@ -8,20 +8,21 @@ from integration_models import Wanted, planned
 from autopar.capture.analysis import analyse
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.codegen import conversions, generate
-from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_linear
+from autopar.lowering import functions
+from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.local_graph import local_graph
 from autopar.runtime.distributed.launch import Ranks
 
 # (forward, backward) collectives of what generated code calls: the table of docs/semantics.md
 SENDS = {
-    conversions.invariant_to_replicate: ((), ("all-reduce",)),
-    conversions.all_reduce_to_invariant: (("all-reduce",), ()),
-    conversions.all_reduce_to_replicate: (("all-reduce",), ("all-reduce",)),
-    conversions.reduce_scatter: (("reduce-scatter",), ("all-gather",)),
-    conversions.all_gather_to_replicate: (("all-gather",), ("reduce-scatter",)),
-    conversions.all_gather_to_invariant: (("all-gather",), ()),
-    conversions.shard_of_invariant: ((), ("all-gather",)),
-    conversions.all_to_all: (("all-to-all",), ("all-to-all",)),
+    functions.invariant_to_replicate: ((), ("all-reduce",)),
+    functions.all_reduce_to_invariant: (("all-reduce",), ()),
+    functions.all_reduce_to_replicate: (("all-reduce",), ("all-reduce",)),
+    functions.reduce_scatter: (("reduce-scatter",), ("all-gather",)),
+    functions.all_gather_to_replicate: (("all-gather",), ("reduce-scatter",)),
+    functions.all_gather_to_invariant: (("all-gather",), ()),
+    functions.shard_of_invariant: ((), ("all-gather",)),
+    functions.all_to_all: (("all-to-all",), ("all-to-all",)),
     gather_linear: (("all-gather",), ("reduce-scatter", "all-gather")),
     kept_gather_linear: (("all-gather",), ("reduce-scatter",)),
 }
@@ -33,7 +34,7 @@ WITH_REGATHER = {"all-gather": (2, 4), "reduce-scatter": (2, 2)}
 def in_code(program: Program, plan: Plan, regather: bool) -> dict[str, tuple[int, int]]:
     """Collectives of the block that is called once per layer, forward and backward."""
     index = max(range(len(program.blocks)), key=lambda i: len(program.uses_of_block(i)))
-    generated = generate(
+    generated = local_graph(
         analyse(program, plan.mesh), program.blocks[index], index, plan.blocks[index], plan.mesh, regather=regather
     )
     forward: Counter[str] = Counter()

@@ -23,10 +23,14 @@ def diagnosed(ranks: Ranks, who: int, fault: str) -> Diagnosis:
 
 
 def test_every_row_of_the_table_is_checked() -> None:
-    from autopar.runtime.codegen import conversions
+    from autopar.lowering.conversions import CONVERSIONS
 
-    table = (conversions.__doc__ or "").partition("from -> to")[2].splitlines()[1:]
-    assert [row.name for row in CONVERSION_CASES] == [line.strip().partition("  ")[0] for line in table if "->" in line]
+    assert [(row.function, row.num_dims) for row in CONVERSION_CASES] == [
+        (c.function, c.num_dims) for c in CONVERSIONS.values()
+    ]
+    assert [row.name.rstrip("'") for row in CONVERSION_CASES] == [
+        f"{c.source} -> {c.target}" for c in CONVERSIONS.values()
+    ]
 
 
 @pytest.mark.timeout(180)

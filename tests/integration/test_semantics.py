@@ -11,7 +11,8 @@ from integration_models import Wanted, built, planned
 from autopar.commands.verify import verify
 from autopar.errors import InputError
 from autopar.ir.plan import Degrees
-from autopar.runtime.codegen.randomness import RandomStream, dropout
+from autopar.lowering.randomness import dropout
+from autopar.runtime.codegen.randomness import RandomStream
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.verify.error_metrics import FLOORS, TOLERANCES, error, rms, weight_error

@@ -16,7 +16,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedules import actions
 from autopar.ir.stages import stages_of
-from autopar.runtime.codegen.generate import generate, vocabulary
+from autopar.lowering import vocabulary
+from autopar.lowering.local_graph import local_graph
 from autopar.runtime.distributed.launch import Ranks
 
 # beyond the conversions: two all-reduces inside, a maximum and a sum
@@ -35,7 +36,7 @@ def in_generated_code(program: Program, plan: Plan, stage: int) -> Counter[str]:
         uses = program.uses_of_block(call.block)
         keep = [o for k, o in enumerate(block.outputs) if any(use.results[k] in used for use in uses)]
         labels = plan.blocks[call.block]
-        code = generate(analysis, block, call.block, labels, plan.mesh, keep=keep, regather=plan.regather)
+        code = local_graph(analysis, block, call.block, labels, plan.mesh, keep=keep, regather=plan.regather)
         for node in code.graph.nodes:
             if node.op == "call_function":
                 forward, backward = (SENDS | INSIDE).get(node.target, ((), ()))

@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from listed_conversions import listed_conversions
+
 from autopar.capture.analysis import analyse
-from autopar.cost_model.work.conversions import conversions
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -51,7 +52,7 @@ def test_bytes_equal_those_of_the_cost_model(name: str, degrees: dict[str, int])
     program, plan = planned(name, **degrees)
     plan = replace(plan, regather=False, summary=None)
     analysis = analyse(program, plan.mesh)
-    listed = conversions(program, analysis, plan.blocks, plan.mesh)
+    listed = listed_conversions(program, analysis, plan.blocks, plan.mesh)
     from autopar.report.explain import summarise
 
     for index, block in enumerate(summarise(program, analysis, plan, CLUSTER).blocks):

@@ -7,10 +7,9 @@ from equivalence import case_of, check, labelled
 from torch import fx
 
 from autopar.ir.sharding import Mesh
-from autopar.lowering.local_graph import fuse_gathers
-from autopar.runtime.codegen.conversions import all_gather_to_replicate
-from autopar.runtime.codegen.generate import FUNCTIONS, generate
-from autopar.runtime.codegen.passes.regather import gather_linear, kept_gather_linear
+from autopar.lowering.functions import all_gather_to_replicate
+from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.local_graph import fuse_gathers, local_graph
 
 aten = torch.ops.aten
 
@@ -25,7 +24,7 @@ def test_megatron_layers(tp: int) -> None:
     index = next(i for i, b in enumerate(case.program.blocks) if b.name.startswith("layers"))
     block = case.program.blocks[index]
     for target, options in ((gather_linear, {"regather": True}), (kept_gather_linear, {"fuse": True})):
-        graph = generate(case.analysis(mesh), block, index, labels[index], mesh, **options).graph
+        graph = local_graph(case.analysis(mesh), block, index, labels[index], mesh, **options).graph
         fused = [n for n in graph.nodes if n.target is target]
         assert [len(n.args[3:]) // 2 for n in fused] == [3, 1]  # query, key and value; the MLP's first product
         assert not [n for n in graph.nodes if n.target is all_gather_to_replicate]
@@ -64,7 +63,7 @@ def gathered(*uses: str) -> fx.Graph:
 def test_which_gathers_are_fused(uses: tuple[str, ...], fuses: bool) -> None:
     graph = gathered(*uses)
     before = [n.target for n in graph.nodes]
-    fuse_gathers(graph, FUNCTIONS, gather_linear)
+    fuse_gathers(graph, gather_linear)
     graph.lint()
     assert (gather_linear in [n.target for n in graph.nodes]) == fuses
     assert fuses or [n.target for n in graph.nodes] == before

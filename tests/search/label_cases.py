@@ -3,10 +3,10 @@
 from functools import cache
 
 import torch
+from listed_conversions import ListedConversion, listed_conversions
 
 from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.program import capture_program
-from autopar.cost_model.work.conversions import Conversion, conversions
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.program import Program
@@ -64,10 +64,10 @@ def operator(found: Labelling, block: str, key: str, dim: int = 1) -> str:
     return block_of(found, block).labels[key][dim]
 
 
-def in_block(model: str, found: Labelling, block: str, mesh_dim: str = "tp") -> list[Conversion]:
+def in_block(model: str, found: Labelling, block: str, mesh_dim: str = "tp") -> list[ListedConversion]:
     """Conversions of one block on one mesh dimension that send something."""
     program = program_of(model)
-    every = conversions(program, analysis_of(model), found.blocks, found.mesh)
+    every = listed_conversions(program, analysis_of(model), found.blocks, found.mesh)
     return [
         c
         for c in every

@@ -11,7 +11,8 @@ from equivalence import Case, case_of, labelled
 from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import I, Mesh, R, S
-from autopar.runtime.codegen.generate import Generated, conversions, generate
+from autopar.lowering import functions
+from autopar.lowering.local_graph import LocalGraph, local_graph
 from autopar.runtime.parameters.placement import placement_of
 from autopar.testing.gradient_check import gradient_table
 from autopar.testing.random_labels import random_labels
@@ -25,9 +26,9 @@ def the_case(model: str) -> Case:
     return case_of(MODELS[model](2))
 
 
-def blocks(case: Case, labels: tuple[BlockLabels, ...], mesh: Mesh = MESH, **how: bool) -> list[Generated]:
+def blocks(case: Case, labels: tuple[BlockLabels, ...], mesh: Mesh = MESH, **how: bool) -> list[LocalGraph]:
     analysis = case.analysis(mesh)
-    return [generate(analysis, b, i, labels[i], mesh, **how) for i, b in enumerate(case.program.blocks)]
+    return [local_graph(analysis, b, i, labels[i], mesh, **how) for i, b in enumerate(case.program.blocks)]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -86,7 +87,7 @@ def test_a_missing_sum_is_refused() -> None:
     )
     generated = blocks(case, whole, mesh)
     graph = generated[-1].graph
-    node = next(n for n in graph.nodes if n.target is conversions.invariant_to_replicate and "norm" in str(n.args[0]))
+    node = next(n for n in graph.nodes if n.target is functions.invariant_to_replicate and "norm" in str(n.args[0]))
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
     with pytest.raises(VerificationError, match=r"norm\.weight on tp: stored as I, but a use returns .* partial"):

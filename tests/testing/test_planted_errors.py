@@ -13,7 +13,8 @@ from torch import fx
 from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import I, Mesh, R
-from autopar.runtime.codegen.generate import Generated, conversions, generate
+from autopar.lowering import functions
+from autopar.lowering.local_graph import LocalGraph, local_graph
 from autopar.testing.gradient_check import gradient_table
 from autopar.testing.type_check import check_generated
 
@@ -35,9 +36,9 @@ def the_labels(model: str, mesh: Mesh, sequence_parallel: bool) -> tuple[BlockLa
     return labelled(the_case(model), mesh, sequence_parallel)
 
 
-def generate_blocks(case: Case, labels: tuple[BlockLabels, ...], mesh: Mesh) -> list[Generated]:
+def generate_blocks(case: Case, labels: tuple[BlockLabels, ...], mesh: Mesh) -> list[LocalGraph]:
     analysis = case.analysis(mesh)
-    return [generate(analysis, block, i, labels[i], mesh) for i, block in enumerate(case.program.blocks)]
+    return [local_graph(analysis, block, i, labels[i], mesh) for i, block in enumerate(case.program.blocks)]
 
 
 def caught_by(
@@ -128,7 +129,7 @@ def test_wrong_mean_is_caught(which: str) -> None:
     check(case, labels, mesh)
     generated = generate_blocks(case, labels, mesh)
     graph = generated[-1].graph
-    wanted = torch.ops.aten.div.Tensor if which == "divisor" else conversions.all_reduce_to_invariant
+    wanted = torch.ops.aten.div.Tensor if which == "divisor" else functions.all_reduce_to_invariant
     node = next(n for n in reversed(list(graph.nodes)) if n.target is wanted)
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)

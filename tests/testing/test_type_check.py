@@ -15,7 +15,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.runtime.codegen.generate import generate
+from autopar.lowering.local_graph import local_graph
 from autopar.search.labels.solve import label
 from autopar.testing.random_labels import random_labels
 from autopar.testing.type_check import check_generated, check_types, import_spmd_types
@@ -38,7 +38,7 @@ def test_labels_of_the_solver_are_accepted(model: str, regather: bool, sequence_
     report = check_types(case.program, case.analysis(mesh), labels, mesh, regather=regather)
     if not regather:
         fused = [
-            generate(case.analysis(mesh), block, i, labels[i], mesh, device="meta", fuse=True, join=False)
+            local_graph(case.analysis(mesh), block, i, labels[i], mesh, device="meta", fuse=True, join=False)
             for i, block in enumerate(case.program.blocks)
         ]
         assert check_generated(case.program, case.analysis(mesh), fused, mesh).passed

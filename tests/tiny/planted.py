@@ -6,56 +6,56 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.runtime.codegen import conversions, vocabulary
-from autopar.runtime.codegen.generate import Generated
+from autopar.lowering import functions, vocabulary
+from autopar.lowering.local_graph import LocalGraph
 
 Mutation = Callable[[fx.Graph], None]
 aten = torch.ops.aten
 
 # the same shapes, another meaning: forward without its sum, with one too many, or with the other backward
 CONFUSED: dict[Any, list[Any]] = {
-    conversions.invariant_to_replicate: [conversions.all_reduce_to_replicate, conversions.all_reduce_to_invariant],
-    conversions.all_reduce_to_invariant: [conversions.all_reduce_to_replicate, conversions.invariant_to_replicate],
-    conversions.all_reduce_to_replicate: [conversions.all_reduce_to_invariant, conversions.invariant_to_replicate],
-    conversions.reduce_scatter: [conversions.shard_of_replicate, conversions.shard_of_invariant],
-    conversions.all_gather_to_replicate: [conversions.all_gather_to_invariant, conversions.partial_of_shard],
-    conversions.all_gather_to_invariant: [conversions.all_gather_to_replicate, conversions.partial_of_shard],
-    conversions.shard_of_invariant: [conversions.shard_of_replicate, conversions.reduce_scatter],
-    conversions.shard_of_replicate: [conversions.shard_of_invariant, conversions.reduce_scatter],
-    conversions.partial_of_invariant: [conversions.invariant_to_replicate],
-    conversions.partial_of_replicate: [conversions.replicate_to_invariant],
-    conversions.replicate_to_invariant: [conversions.invariant_to_replicate],
-    conversions.partial_of_shard: [],
+    functions.invariant_to_replicate: [functions.all_reduce_to_replicate, functions.all_reduce_to_invariant],
+    functions.all_reduce_to_invariant: [functions.all_reduce_to_replicate, functions.invariant_to_replicate],
+    functions.all_reduce_to_replicate: [functions.all_reduce_to_invariant, functions.invariant_to_replicate],
+    functions.reduce_scatter: [functions.shard_of_replicate, functions.shard_of_invariant],
+    functions.all_gather_to_replicate: [functions.all_gather_to_invariant, functions.partial_of_shard],
+    functions.all_gather_to_invariant: [functions.all_gather_to_replicate, functions.partial_of_shard],
+    functions.shard_of_invariant: [functions.shard_of_replicate, functions.reduce_scatter],
+    functions.shard_of_replicate: [functions.shard_of_invariant, functions.reduce_scatter],
+    functions.partial_of_invariant: [functions.invariant_to_replicate],
+    functions.partial_of_replicate: [functions.replicate_to_invariant],
+    functions.replicate_to_invariant: [functions.invariant_to_replicate],
+    functions.partial_of_shard: [],
 }
 BACKWARD_ONLY = {
-    (conversions.all_reduce_to_invariant, conversions.all_reduce_to_replicate),
-    (conversions.all_reduce_to_replicate, conversions.all_reduce_to_invariant),
-    (conversions.all_gather_to_replicate, conversions.all_gather_to_invariant),
-    (conversions.all_gather_to_invariant, conversions.all_gather_to_replicate),
-    (conversions.shard_of_invariant, conversions.shard_of_replicate),
-    (conversions.shard_of_replicate, conversions.shard_of_invariant),
+    (functions.all_reduce_to_invariant, functions.all_reduce_to_replicate),
+    (functions.all_reduce_to_replicate, functions.all_reduce_to_invariant),
+    (functions.all_gather_to_replicate, functions.all_gather_to_invariant),
+    (functions.all_gather_to_invariant, functions.all_gather_to_replicate),
+    (functions.shard_of_invariant, functions.shard_of_replicate),
+    (functions.shard_of_replicate, functions.shard_of_invariant),
 }
 KEEP_SHAPE = {
-    conversions.invariant_to_replicate,
-    conversions.all_reduce_to_invariant,
-    conversions.all_reduce_to_replicate,
-    conversions.partial_of_invariant,
-    conversions.partial_of_replicate,
-    conversions.replicate_to_invariant,
+    functions.invariant_to_replicate,
+    functions.all_reduce_to_invariant,
+    functions.all_reduce_to_replicate,
+    functions.partial_of_invariant,
+    functions.partial_of_replicate,
+    functions.replicate_to_invariant,
 }
-SUMS = {conversions.all_reduce_to_invariant, conversions.all_reduce_to_replicate}
-GATHERS = {conversions.all_gather_to_replicate, conversions.all_gather_to_invariant}
+SUMS = {functions.all_reduce_to_invariant, functions.all_reduce_to_replicate}
+GATHERS = {functions.all_gather_to_replicate, functions.all_gather_to_invariant}
 
 
 def reversed_gather(x: torch.Tensor, mesh: Any, dim: int) -> torch.Tensor:
     """A gather that concatenates the ranks' parts in the wrong order."""
-    whole = conversions.all_gather_to_replicate(x, mesh, dim)
+    whole = functions.all_gather_to_replicate(x, mesh, dim)
     return torch.cat(whole.chunk(mesh.degree, dim)[::-1], dim)
 
 
 def reversed_scatter(x: torch.Tensor, mesh: Any, dim: int) -> torch.Tensor:
     """A reduce-scatter that hands the chunks out in the wrong order."""
-    return conversions.reduce_scatter(torch.cat(x.chunk(mesh.degree, dim)[::-1], dim), mesh, dim)
+    return functions.reduce_scatter(torch.cat(x.chunk(mesh.degree, dim)[::-1], dim), mesh, dim)
 
 
 def shifted_embedding(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, mesh: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ def shifted_loss(
 UNTYPED = ("wrong concatenation", "wrong chunks", "wrong vocabulary offset")
 
 
-def planted(generated: Generated) -> Iterator[tuple[str, Mutation]]:
+def planted(generated: LocalGraph) -> Iterator[tuple[str, Mutation]]:
     """Every error that can be planted into a graph, as a description and what plants it."""
     for node in generated.graph.nodes:
         if node.op != "call_function":
@@ -103,7 +103,7 @@ def _of(node: fx.Node) -> Iterator[tuple[str, Callable[[fx.Graph, fx.Node], None
         yield "doubled", _double
     if node.target in GATHERS:
         yield "wrong concatenation", _retarget(reversed_gather)
-    if node.target is conversions.reduce_scatter:
+    if node.target is functions.reduce_scatter:
         yield "wrong chunks", _retarget(reversed_scatter)
     if node.target is vocabulary.vocab_parallel_embedding:
         yield "wrong vocabulary offset", _retarget(shifted_embedding)

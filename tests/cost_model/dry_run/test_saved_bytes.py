@@ -22,8 +22,8 @@ from autopar.capture.program import capture_program
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
+from autopar.lowering.local_graph import local_graph
 from autopar.runtime.codegen.execute import graph_module, module_attributes
-from autopar.runtime.codegen.generate import generate
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import make_mesh
 from autopar.search.labels.solve import label
@@ -48,7 +48,7 @@ def saved_bytes(tp: int, *, sequence_parallel: bool = False, regather: bool = Fa
     labels = label(program(), analysis, degrees, ClusterSpec.preset("8xh100")).blocks
     index = next(i for i, b in enumerate(program().blocks) if b.name.startswith("layers"))
     block = program().blocks[index]
-    generated = generate(analysis, block, index, labels[index], degrees.mesh, regather=regather, fuse=fuse)
+    generated = local_graph(analysis, block, index, labels[index], degrees.mesh, regather=regather, fuse=fuse)
     infos = {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}
     arguments: dict[str, torch.Tensor] = {}
     for port in block.ports:

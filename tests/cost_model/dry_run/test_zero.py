@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from autopar.cost_model.dry_run.functions import Ledger, Traffic
+from autopar.cost_model.dry_run.ledger import Ledger, Traffic
 from autopar.cost_model.dry_run.zero import ROOT, Group, zero_step
 from autopar.ir.plan import Degrees
 

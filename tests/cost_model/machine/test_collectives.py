@@ -2,9 +2,10 @@
 
 import pytest
 
-from autopar.cost_model.machine.collectives import Collective, Ring, hops, ring_of, sent_bytes
+from autopar.cost_model.machine.collectives import Ring, hops, ring_of, sent_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.sharding import Mesh
+from autopar.lowering.conversions import Collective
 
 KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

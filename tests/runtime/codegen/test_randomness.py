@@ -8,8 +8,8 @@ from tiny_models import randomise
 from torch import fx, nn
 
 from autopar.ir.sharding import I, Mesh, S
-from autopar.runtime.codegen.passes.random_streams import bind_streams
-from autopar.runtime.codegen.randomness import RandomStream, attention_with_dropout, drawn, dropout
+from autopar.lowering.randomness import attention_with_dropout, bind_streams, drawn, dropout
+from autopar.runtime.codegen.randomness import RandomStream
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

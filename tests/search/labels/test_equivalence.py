@@ -5,13 +5,14 @@ from functools import cache
 import pytest
 import tiny_models
 from equivalence import Case, case_of, check
+from listed_conversions import listed_conversions
 from torch import fx
 
-from autopar.cost_model.work.conversions import conversions
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.sharding import Mesh
-from autopar.runtime.codegen.generate import generate
+from autopar.lowering.functions import conversion_of
+from autopar.lowering.local_graph import local_graph
 from autopar.search.labels.result import Labelling
 from autopar.search.labels.solve import label
 
@@ -45,11 +46,11 @@ def test_equal_to_one_device(model: str, mesh: Mesh, degree: int, sequence: bool
 def test_listed_conversions_are_those_of_the_generated_code(model: str, mesh: Mesh) -> None:
     case = the_case(model, 4)
     found = labels_of(case, mesh, None)
-    listed = conversions(case.program, case.analysis(mesh), found.blocks, mesh)
+    listed = listed_conversions(case.program, case.analysis(mesh), found.blocks, mesh)
     for index, block in enumerate(case.program.blocks):
-        code = generate(case.analysis(mesh), block, index, found.blocks[index], mesh).graph
+        code = local_graph(case.analysis(mesh), block, index, found.blocks[index], mesh).graph
         assert sum(c.block == index for c in listed) == len(conversion_calls(code))
 
 
 def conversion_calls(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if getattr(n.target, "__module__", "") == "autopar.runtime.codegen.conversions"]
+    return [n for n in graph.nodes if conversion_of(n.target) is not None]

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from label_cases import LAYERS, analysis_of, block_of, in_block, labelled, operator, port, program_of
+from listed_conversions import listed_conversions
 from work import lines_run
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
-from autopar.cost_model.work.conversions import conversions
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
@@ -105,7 +105,7 @@ def test_data_parallel_splits_the_batch_everywhere(model: str) -> None:
                 assert found.blocks[index].ports[p.name][0] == R
             elif p.role in ("input", "value") and analysis_of(model).dims[index][p.name].sizes:
                 assert found.blocks[index].ports[p.name][0] == S(0)
-    sent = conversions(program, analysis_of(model), found.blocks, found.mesh)
+    sent = listed_conversions(program, analysis_of(model), found.blocks, found.mesh)
     assert [(c.source, c.target, c.forward, c.backward) for c in sent if c.mesh_dim == "dp"] == [
         (P, I, "all_reduce", None)  # the sums of the denominator and of the loss
     ] * 2

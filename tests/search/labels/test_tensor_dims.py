@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 from label_cases import program_of
+from listed_conversions import listed_conversions
 
 from autopar.capture.analysis import analyse
-from autopar.cost_model.work.conversions import conversions
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees, Plan, degrees_from
@@ -48,7 +48,7 @@ def test_keys_are_split_by_the_first_and_queries_by_both() -> None:
 def test_two_mesh_dimensions_send_as_one() -> None:
     """Equal conversions on both are one collective over all ranks: as many as on a single mesh dimension."""
     program, plan = program_of("llama"), planned(Degrees(tp=8, sequence_parallel=True))
-    found = conversions(program, analyse(program, plan.mesh), plan.blocks, plan.mesh)
+    found = listed_conversions(program, analyse(program, plan.mesh), plan.blocks, plan.mesh)
     layer = [c for c in found if program.blocks[c.block].name == "model.layers.0" and c.role != "parameter"]
     sends = Counter((c.mesh_dim, c.forward, c.backward) for c in layer if c.forward or c.backward)
     own = {key: count for key, count in sends.items() if key[0] != "tp1"}  # keys and values are shared on tp1

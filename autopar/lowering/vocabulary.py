@@ -4,29 +4,25 @@ Both follow Megatron-LM (Shoeybi et al. 2019, section 3): each rank looks up, or
 rank ever holds the logits of the whole vocabulary.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from autopar._torch.operators import aten
-from autopar.runtime.distributed.mesh import MeshDim
-
-c10d = torch.ops._c10d_functional
+from autopar.lowering.communicator import Communicator
 
 
-def _all_reduce(x: torch.Tensor, mesh: MeshDim, operation: str) -> torch.Tensor:
-    out: torch.Tensor = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), operation, mesh.group_name))
-    return out
-
-
-def _own_ids(ids: torch.Tensor, mesh: MeshDim, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_ids(ids: torch.Tensor, mesh: Communicator, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids relative to this rank's range, clamped into it, and which of them lie in it."""
     local = ids - mesh.index() * size
     mine = (local >= 0) & (local < size)
     return torch.where(mine, local, torch.zeros_like(local)), mine
 
 
-def vocab_parallel_embedding(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, mesh: MeshDim) -> torch.Tensor:
+def vocab_parallel_embedding(
+    weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, mesh: Communicator
+) -> torch.Tensor:
     """Rows of this rank's part of the table, zero for ids of other ranks; the output is partial.
 
     `weight` is (vocabulary / degree, hidden), `ids` any shape; `padding_idx` (-1: none) gets no gradient.
@@ -43,7 +39,7 @@ def vocab_parallel_embedding(weight: torch.Tensor, ids: torch.Tensor, padding_id
     return rows * mine.unsqueeze(-1).to(rows.dtype)
 
 
-def _without_padding(logits: torch.Tensor, classes: int, mesh: MeshDim) -> torch.Tensor:
+def _without_padding(logits: torch.Tensor, classes: int, mesh: Communicator) -> torch.Tensor:
     """Logits of classes that do not exist are minus infinity; all ranks hold as many."""
     size = logits.shape[-1]
     if size * mesh.degree == classes:
@@ -55,17 +51,17 @@ def _without_padding(logits: torch.Tensor, classes: int, mesh: MeshDim) -> torch
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int, classes: int, mesh: MeshDim
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int, classes: int, mesh: Communicator
     ) -> torch.Tensor:
         logits = _without_padding(logits, classes, mesh)
         valid = target != ignore
         local, mine = _own_ids(target, mesh, logits.shape[-1])
         mine = mine & valid
-        highest = _all_reduce(logits.amax(-1), mesh, "max")
+        highest = mesh.all_reduce(logits.amax(-1), "max")
         exponents = torch.exp(logits - highest.unsqueeze(-1))
         zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
         own = torch.where(mine, torch.gather(logits, -1, local.unsqueeze(-1)).squeeze(-1), zero)
-        sums = _all_reduce(torch.stack((exponents.sum(-1), own)), mesh, "sum")
+        sums = mesh.all_reduce(torch.stack((exponents.sum(-1), own)))
         total, wanted = sums[0], sums[1]
         ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), local, mine, valid)
         return torch.where(valid, torch.log(total) + highest - wanted, zero).sum()
@@ -85,7 +81,7 @@ def vocab_parallel_cross_entropy_sum(
     ignore_index: int,
     label_smoothing: float,
     classes: int,
-    mesh: MeshDim,
+    mesh: Communicator,
 ) -> torch.Tensor:
     """Sum over tokens of the cross-entropy; `logits` (tokens, vocabulary / degree), `target` (tokens,).
 
@@ -95,3 +91,9 @@ def vocab_parallel_cross_entropy_sum(
     assert label_smoothing == 0.0, "label smoothing keeps the vocabulary whole"
     out: torch.Tensor = _CrossEntropySum.apply(logits, target, ignore_index, classes, mesh)
     return out
+
+
+REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {  # by the name that an operator's rule emits
+    "vocab_parallel_embedding": vocab_parallel_embedding,
+    "vocab_parallel_cross_entropy_sum": vocab_parallel_cross_entropy_sum,
+}

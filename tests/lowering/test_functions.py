@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch import private
 from autopar.ir.sharding import Dims, I, Mesh, P, R, S, Type
-from autopar.runtime.codegen import conversions
+from autopar.lowering import functions
+from autopar.lowering.conversions import CONVERSIONS, Conversion
 from autopar.runtime.distributed.mesh import make_mesh
 from autopar.runtime.parameters.shards import all_shards, assemble
-from autopar.testing.type_check import CONVERSIONS
 
 # (source, destination) -> collectives of forward and of backward, as in the design's table
 SENT = {
@@ -49,7 +49,7 @@ def table() -> list[tuple[object, Type, Type]]:
     """Every conversion, with every tensor dimension (pair) for shards."""
     found: list[tuple[object, Type, Type]] = []
     plain = {"I": I, "R": R, "P": P}
-    for function, (source, target) in CONVERSIONS.items():
+    for (source, target), function in functions.CONVERT.items():
         for a, b in itertools.product(range(3), repeat=2):
             if (source, target) == ("S", "S"):
                 if a != b:
@@ -64,7 +64,13 @@ def name(value: object) -> str:
 
 
 def test_the_table_is_complete() -> None:
-    assert sorted(CONVERSIONS.values()) == sorted(SENT)
+    assert sorted(CONVERSIONS) == sorted(SENT)
+
+
+@pytest.mark.parametrize("row", CONVERSIONS.values(), ids=lambda row: row.function)
+def test_a_function_has_the_name_of_its_row(row: Conversion) -> None:
+    assert getattr(functions, row.function) is functions.CONVERT[row.source, row.target]
+    assert getattr(functions, row.function).__name__ == row.function
 
 
 @pytest.mark.parametrize("degree", [2, 3])
@@ -104,5 +110,5 @@ def test_identity_conversions_of_a_mesh_dimension_of_one_rank() -> None:
     with private.one_process_ranks(1):
         dim = make_mesh(Mesh.of(tp=1)).dims["tp"]
         x = torch.arange(6.0).reshape(2, 3)
-        for function in (conversions.all_gather_to_replicate, conversions.reduce_scatter):
+        for function in (functions.all_gather_to_replicate, functions.reduce_scatter):
             torch.testing.assert_close(function(x, dim, 1), x)

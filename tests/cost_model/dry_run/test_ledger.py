@@ -1,34 +1,28 @@
-"""Functions that write down what would be sent: those of the runtime by name, those of the table by what they send."""
+"""Functions of generated code on a mesh dimension that writes down what it would send."""
 
 import pytest
 import torch
-from runtime_functions import FUNCTIONS as RUNTIME
 
-from autopar.cost_model.dry_run.functions import FUNCTIONS, Ledger, PricedDim, Traffic, collective
-from autopar.cost_model.work.conversions import TABLE
+from autopar.cost_model.dry_run.ledger import Ledger, PricedDim, Traffic, collective
 from autopar.ir.sharding import Kind
-from autopar.runtime.codegen.generate import FUNCTIONS as GENERATED
+from autopar.lowering.conversions import CONVERSIONS
+from autopar.lowering.functions import CONVERT
 
 
-def test_names_are_those_of_generated_code() -> None:
-    assert FUNCTIONS.keys() == GENERATED.keys()
-    assert {function.__name__ for function in RUNTIME.values()} < FUNCTIONS.keys()
-
-
-@pytest.mark.parametrize("pair", list(TABLE), ids=str)
+@pytest.mark.parametrize("pair", list(CONVERSIONS), ids=str)
 def test_conversions_send_what_the_table_says(pair: tuple[Kind, Kind]) -> None:
     ledger = Ledger()
     mesh = PricedDim("tp", 2, 0, ledger)
     x = torch.zeros(4, 6, requires_grad=True)
     dims = {"S": (1,)}.get(pair[0], {"S": (1,)}.get(pair[1], ()))
-    out = FUNCTIONS[RUNTIME[pair].__name__](x, mesh, *((0, 1) if pair == ("S", "S") else dims))
+    out = CONVERT[pair](x, mesh, *((0, 1) if pair == ("S", "S") else dims))
     wide = {("S", "R"): (4, 12), ("S", "I"): (4, 12), ("S", "P"): (4, 12), ("S", "S"): (8, 3)}
     wide |= {(a, "S"): (4, 3) for a in "PIR"}
     assert tuple(out.shape) == wide.get(pair, (4, 6))
     forward = ledger.take()
     out.backward(torch.ones_like(out))
     assert x.grad is not None and x.grad.shape == x.shape
-    for kind, sends, operand in zip(TABLE[pair], (forward, ledger.take()), (x, out), strict=True):
+    for kind, sends, operand in zip(CONVERSIONS[pair].wire, (forward, ledger.take()), (x, out), strict=True):
         expected = {} if kind is None else {("tp", kind): collective(kind, 2, operand.numel() * 4)}
         assert sends == expected
 

@@ -1,0 +1,70 @@
+"""What generated code asks of a mesh dimension and of a random stream.
+
+Two packages implement both protocols. `autopar.runtime` sends real tensors between ranks. `autopar.cost_model.dry_run`
+writes each collective down and returns tensors that have a shape and no data.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Communicator(Protocol):
+    """One dimension of the mesh, as one of its ranks sees it.
+
+    A collective whose name begins with `start_` returns at once. `wait` gives its result.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def degree(self) -> int:
+        """How many ranks the dimension has."""
+        ...
+
+    def index(self) -> torch.Tensor | int:
+        """This rank's coordinate on the dimension; a tensor if all ranks run in one process."""
+        ...
+
+    def apply(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`function(coordinate, x)` of this rank."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        """The sum or the maximum ("max") of `x` over the ranks."""
+        ...
+
+    def start_all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, stacked along dimension 0."""
+        ...
+
+    def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's chunk along dimension 0 of the sum over the ranks."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Chunk k along dimension 0 goes to rank k."""
+        ...
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        """The result of a collective that was started."""
+        ...
+
+
+class RandomNumbers(Protocol):
+    """Random numbers for values that the same mesh dimensions split."""
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout drops anything."""
+        ...
+
+    def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
+        """A boolean mask shaped like `x`, False with `probability`."""
+        ...
+
+    def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """An operator that draws from torch's default generator."""
+        ...

@@ -1,0 +1,122 @@
+"""What the dry run gives to generated code in place of ranks: a ledger of collectives, and tensors without data.
+
+The functions of generated code are those that the runtime runs (`autopar.lowering`). Only the mesh dimensions and the
+random streams that they are given differ.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.cost_model.machine.collectives import sent_bytes
+from autopar.lowering.conversions import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives of one kind over one mesh dimension: calls, bytes of what this rank puts in, and of what it sends.
+
+    `bytes` are those of the operand: the shard of an all-gather, the whole of a reduce-scatter and of an all-reduce.
+    `sent_bytes` are what one rank sends over the wire under ring algorithms (`autopar.cost_model.machine.collectives`).
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    sent_bytes: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.sent_bytes + other.sent_bytes)
+
+    def __mul__(self, times: int) -> "Traffic":
+        return Traffic(self.calls * times, self.bytes * times, self.sent_bytes * times)
+
+
+def collective(kind: Collective, ranks: int, operand_bytes: int) -> Traffic:
+    """One collective of a rank that puts in so many bytes."""
+    whole = operand_bytes * ranks if kind in ("all_gather", "all_to_all") else operand_bytes
+    return Traffic(1, operand_bytes, sent_bytes(kind, whole, ranks))
+
+
+Key = tuple[str, str]  # mesh dimension, kind
+Sends = Mapping[Key, Traffic]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What is sent, in sums by (mesh dimension, kind)."""
+
+    entries: dict[Key, Traffic] = field(default_factory=dict)
+
+    def add(self, mesh_dim: str, kind: str, traffic: Traffic, times: int = 1) -> None:
+        if times and traffic.calls:
+            key = (mesh_dim, kind)
+            self.entries[key] = self.entries.get(key, Traffic()) + traffic * times
+
+    def add_all(self, sends: Sends, times: int = 1) -> None:
+        for (mesh_dim, kind), traffic in sends.items():
+            self.add(mesh_dim, kind, traffic, times)
+
+    def take(self) -> dict[Key, Traffic]:
+        """What was written down since the last time."""
+        found = dict(self.entries)
+        self.entries.clear()
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class PricedDim:
+    """A mesh dimension that writes its collectives down in a ledger instead of sending.
+
+    It is a `Communicator` of generated code, in place of `autopar.runtime.distributed.mesh.MeshDim`.
+    """
+
+    name: str
+    degree: int
+    coordinate: int
+    ledger: Ledger
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.degree} ranks>"
+
+    def _note(self, kind: Collective, operand: torch.Tensor) -> None:
+        size = operand.numel() * operand.element_size()
+        self.ledger.add(self.name, kind, collective(kind, self.degree, size))
+
+    def index(self) -> int:
+        return self.coordinate
+
+    def apply(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return function(self.coordinate, x)
+
+    def all_reduce(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        self._note("all_reduce", x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def start_all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._note("all_gather", x)
+        return x.new_empty((x.shape[0] * self.degree, *x.shape[1:]))
+
+    def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        self._note("reduce_scatter", x)
+        return x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        self._note("all_to_all", x)
+        return torch.empty_like(x)
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class NoNumbers:
+    """Random streams without numbers: what they draw has the right shape, and what they keep the right size."""
+
+    training = True
+
+    def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
+        return torch.empty_like(x, dtype=torch.bool)
+
+    def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        return operator(*args, **kwargs)

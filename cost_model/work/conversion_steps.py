@@ -1,0 +1,55 @@
+"""The conversions inside a block under its labels."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.capture.analysis import Analysis
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block
+from autopar.ir.sharding import Mesh, Type, same, steps
+from autopar.rules.variants import by_label, variants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionStep:
+    """One conversion of a value as code is generated for it: `before` are its types, `indices` the mesh dimensions that
+    are converted together, `target` what its users want of it."""
+
+    value: str
+    before: tuple[Type, ...]
+    indices: tuple[int, ...]
+    target: tuple[Type, ...]
+    users: tuple[tuple[str, int], ...]  # (node key, operand), or ("result", -1)
+
+
+def conversion_steps(
+    block: Block, analysis: Analysis, index: int, labels: BlockLabels, mesh: Mesh
+) -> Iterator[ConversionStep]:
+    """Every conversion inside a block under its labels, in the order in which values are defined."""
+    types: dict[str, tuple[Type, ...]] = dict(labels.ports)
+    wanted: dict[tuple[str, tuple[Type, ...]], list[tuple[str, int]]] = {}
+    infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
+
+    def want(name: str, target: tuple[Type, ...], user: str, operand: int) -> None:
+        pairs = zip(types[name], target, strict=True)
+        target = tuple(s if same(s, t, infos[name].differentiable) else t for s, t in pairs)
+        if target != types[name]:
+            wanted.setdefault((name, target), []).append((user, operand))
+
+    for node in block.graph.nodes:
+        if node.op != "call_function":
+            continue
+        bound, key = analysis.bounds[index][node.name], node.meta["key"]
+        pairs = zip(labels.labels[key], mesh.degrees, strict=True)
+        chosen = [by_label(variants(bound, degree), label) for label, degree in pairs]
+        for k, name in enumerate(analysis.operands[index][node.name]):
+            want(name, tuple(v.operands[k] for v in chosen), key, k)
+        types[node.name] = tuple(v.output for v in chosen)
+    for name in block.outputs:
+        want(name, labels.results[name], "result", -1)
+    for (name, target), users in wanted.items():
+        current = list(types[name])
+        for indices in steps(analysis.dims[index][name], current, target, mesh):
+            yield ConversionStep(value=name, before=tuple(current), indices=indices, target=target, users=tuple(users))
+            for j in indices:
+                current[j] = target[j]
