@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.collectives import Collective, RankGroup, Transfer, hops, seconds, sent_bytes
+from autopar.cost_model.machine.collectives import RankGroup, Transfer, hops, seconds, sent_bytes
 from autopar.cost_model.machine.kernel_times import collective_seconds
 from autopar.cost_model.machine.profile import Call
 from autopar.ir.arrays import Floats
+from autopar.lowering.conversions import Collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
