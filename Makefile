@@ -8,12 +8,13 @@ PYTEST_ARGS ?=
 # a file's tests share models and worlds of ranks; the order of files is that of tests/conftest.py
 WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test verify-all lint format types layers sizes clean
+.PHONY: help setup demo test test-all verify-all lint format types layers sizes clean
 
 help:
 	@echo "make demo     train a small Llama-style model on four CPU ranks, compared with one device"
 	@echo "make demo PLAN=3d     the same on eight ranks: pipeline × tensor × data parallelism"
-	@echo "make test     run the tests (PYTEST_ARGS='-k name' selects some)"
+	@echo "make test     run the short suite (PYTEST_ARGS='-k name' selects some tests)"
+	@echo "make test-all     run every test"
 	@echo "make verify-all     every family on every mesh over gloo ranks; writes docs/equivalence.md"
 	@echo "make lint types layers sizes     the static checks; make format rewrites the files"
 	@echo "make clean    remove environments, builds and caches"
@@ -26,6 +27,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+test-all: setup
+	@$(BIN)/python -m pytest -m "" $(WORKERS) $(PYTEST_ARGS)
 
 verify-all: setup
 	@$(BIN)/python tools/equivalence.py

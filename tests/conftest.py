@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "tiny"))  # models, comparisons and `suites` are imported by their own names
 # Files of minutes, and folders of such, the longest first: one that a worker takes last keeps the others waiting.
 LONG_FIRST = (
     "families/test_gloo.py",

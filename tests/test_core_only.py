@@ -66,6 +66,7 @@ def test_own_module_is_planned() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_own_module_is_verified() -> None:
     command = ("verify", "bring_your_own_model:factory", "--world-size", "2", "--tp", "2", "--steps", "2")
     result = subprocess.run(

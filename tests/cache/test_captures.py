@@ -112,6 +112,7 @@ def test_errors_are_those_of_the_model(tmp_path: Path) -> None:
         captured_model("gpt2", folder=tmp_path, dtype="float7")
 
 
+@pytest.mark.long
 def test_a_warm_plan_imports_no_transformers(tmp_path: Path) -> None:
     program = """
 import sys

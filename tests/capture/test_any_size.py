@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 from same_program import differences
+from suites import long
 from torch import nn
 
 from autopar.capture.any_size import Capture, capture
@@ -37,7 +38,7 @@ def check(model: nn.Module, inputs: Any, batches: tuple[int, ...], sequence: int
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mlp", "megatron"])
+@pytest.mark.parametrize("name", [long("llama"), "gpt2", "mlp", "megatron"])
 def test_another_batch(name: str) -> None:
     check(*getattr(tiny_models, name)(2), batches=(2, 4, 7, 64))
 

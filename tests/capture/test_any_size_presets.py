@@ -2,6 +2,7 @@
 
 import pytest
 from same_program import differences
+from suites import thinned
 
 from autopar.capture.any_size import capture
 from autopar.capture.program import capture_program
@@ -11,7 +12,7 @@ from autopar.presets.models import model_presets
 FEW = ("bert-large", "gpt2", "llama3-8b")  # an encoder, packed projections, rotary positions and grouped queries
 
 
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in model_presets()])
+@pytest.mark.parametrize("name", thinned(model_presets(), keep=FEW))
 def test_another_batch_of_a_preset(name: str) -> None:
     found = resolve_model(name, layers=2, hidden=64, seq_len=40, batch=7)
     captured = capture(found.model, found.example_inputs)

@@ -1,4 +1,6 @@
+"""The helpers beside this file are imported by their own names."""
+
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers of these tests, under --import-mode=importlib
+sys.path.insert(0, str(Path(__file__).parent))

@@ -41,6 +41,7 @@ def test_ranks_are_measured_and_the_profile_is_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["device.yaml"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_one_process_as_json() -> None:
     found = json.loads(calibrate("--json"))

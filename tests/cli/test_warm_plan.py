@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from suites import long
 
 DISTRIBUTED = ("torch.distributed.pipelining", "torch.distributed.tensor")
 OWN = (
@@ -43,7 +44,7 @@ def imported(folder: Path, unwanted: tuple[str, ...], *options: str) -> str:
     "options, unwanted",
     [
         (("--fix", "pp=2", "--fix", "schedule=interleaved-zero-bubble,zbv-zero-bubble"), SLOW),
-        (("--fix", "pp=2", "--trials", "0"), (*SLOW, "optuna", "sqlalchemy")),
+        long(("--fix", "pp=2", "--trials", "0"), (*SLOW, "optuna", "sqlalchemy")),
         (("--fix", "pp=1"), (*SLOW, "optuna", "sqlalchemy")),
     ],
     ids=["zero-bubble", "no-trials", "no-pipeline"],

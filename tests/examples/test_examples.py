@@ -9,6 +9,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from suites import long
 
 pytest.importorskip("transformers")
 
@@ -30,7 +31,7 @@ def losses(text: str) -> list[float]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("plan", "sizes"),
-    [("2d", "tp 2 × dp_shard 2 = 4 ranks, ZeRO-3"), ("3d", "pp 2 × tp 2 × dp_shard 2 = 8 ranks, ZeRO-3")],
+    [("2d", "tp 2 × dp_shard 2 = 4 ranks, ZeRO-3"), long("3d", "pp 2 × tp 2 × dp_shard 2 = 8 ranks, ZeRO-3")],
 )
 def test_demo(tmp_path: Path, plan: str, sizes: str) -> None:
     small = ["--plan", plan, "--steps", "6", "--check-steps", "3", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
@@ -67,7 +68,7 @@ def test_train_gpt2_and_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize("tp", [long("1"), "2"])
 def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
     shown = forked.run(EXAMPLES / "bring_your_own_model.py", ["--tp", tp, "--steps", "21"], tmp_path, 2)
     found = losses(shown)
@@ -76,7 +77,7 @@ def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("rule", [True, False], ids=["rule", "no rule"])
+@pytest.mark.parametrize("rule", [True, long(False)], ids=["rule", "no rule"])
 def test_own_operator(tmp_path: Path, rule: bool) -> None:
     """With its rule the operator lies between column and row products; without it, its operands are gathered."""
     options = ["--tp", "2", "--steps", "41", *([] if rule else ["--no-rule"])]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from suites import long
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 SMALL = ["--layers", "2", "--width", "32", "--seq-len", "16"]
@@ -49,7 +50,7 @@ def test_hybrid_sharding(tmp_path: Path) -> None:
     assert 2 * int(held.replace(",", "")) == int(whole.replace(",", ""))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence parallel", "not"])
+@pytest.mark.parametrize("sequence_parallel", [True, long(False)], ids=["sequence parallel", "not"])
 def test_tensor_parallel(tmp_path: Path, sequence_parallel: bool) -> None:
     pytest.importorskip("transformers")
     option = "--sequence-parallel" if sequence_parallel else "--no-sequence-parallel"
@@ -61,7 +62,7 @@ def test_tensor_parallel(tmp_path: Path, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "last_rank"), [("1f1b", "1F0 1B0 1F1 1B1"), ("zbv-zero-bubble", "1F0 2F0")], ids=str
+    ("schedule", "last_rank"), [long("1f1b", "1F0 1B0 1F1 1B1"), ("zbv-zero-bubble", "1F0 2F0")], ids=str
 )
 def test_pipeline_parallel(tmp_path: Path, schedule: str, last_rank: str) -> None:
     pytest.importorskip("transformers")

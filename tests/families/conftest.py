@@ -1,7 +1,6 @@
-"""The zoo and the comparisons of ../tiny are imported by their own names."""
+"""The zoo is imported by its own name."""
 
 import sys
 from pathlib import Path
 
-for folder in (Path(__file__).parent, Path(__file__).parent.parent / "tiny"):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(Path(__file__).parent))

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from suites import thinned
 
 pytest.importorskip("transformers")
 
@@ -82,7 +83,7 @@ def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) 
     )
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("family", thinned(zoo.FAMILIES, keep=("gpt2", "t5", "clip", "mixtral", "resnet")))
 def test_nothing_is_lost_in_the_cut(family: str) -> None:
     case = the_case(family)
     program, most = case.program, 1

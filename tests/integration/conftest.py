@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tiny"))
 sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it
 
 from autopar.runtime.distributed.launch import Ranks

@@ -76,6 +76,18 @@ CASES = (
     case(MIXTRAL, tp=2, dp=2, zero=3),
     case(T5, pp=2, tp=2, micro_batches=2),
 )
+SHORT = (
+    case(LLAMA, tp=4, sequence_parallel=True),
+    case(LLAMA, tp=2, dp=2, zero=1, accumulate=2),
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="full", regather=False),
+    case(LLAMA, dp_replicate=2, dp_shard=2, zero=0),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, sequence_parallel=True, regather=False),
+    case(LLAMA, pp=2, dp=2, zero=1, micro_batches=2, accumulate=2, schedule="interleaved-1f1b"),
+    case(GPT2, tp=2, dp=2, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
+    case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble"),
+    case(GPT2, pp=2, tp=2, micro_batches=2, schedule="interleaved-zero-bubble", recompute="full"),
+    case(UNEVEN, tp=2, dp=2, zero=3),
+)
 
 
 def degrees_of(one: Case) -> Degrees:

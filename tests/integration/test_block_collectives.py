@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from integration_models import Wanted, planned
+from suites import long
 
 from autopar.capture.analysis import analyse
 from autopar.ir.plan import Plan
@@ -60,9 +61,9 @@ def test_generated_block(spec: str, wish: dict[str, int]) -> None:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    "sequence_parallel, per_block", ((False, {"all-reduce": 4}), (True, {"all-gather": 6, "reduce-scatter": 4}))
+    "sequence_parallel, per_block", (long(False, {"all-reduce": 4}), (True, {"all-gather": 6, "reduce-scatter": 4}))
 )
-@pytest.mark.parametrize("spec", ("llama3-8b", "gpt2"))
+@pytest.mark.parametrize("spec", ("llama3-8b", long("gpt2")))
 def test_profiled_step(spec: str, sequence_parallel: bool, per_block: dict[str, int], four_ranks: Ranks) -> None:
     """The third layer's collectives: those of a step with three layers without those of a step with two."""
     counts = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built, planned
+from suites import long
 
 from autopar.commands.verify import materialised
 from autopar.models.load import resolve_model
@@ -51,7 +52,9 @@ def test_what_is_saved(trained: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish", ({"tp": 2, "dp": 2, "zero": 3}, {"tp": 4}, {"dp": 4, "zero": 1}, {"tp": 2, "dp": 2, "zero": 0}), ids=str
+    "wish",
+    (long({"tp": 2, "dp": 2, "zero": 3}), {"tp": 4}, {"dp": 4, "zero": 1}, long({"tp": 2, "dp": 2, "zero": 0})),
+    ids=str,
 )
 def test_loads_bit_equal_and_goes_on(wish: dict[str, int], trained: dict[str, Any], four_ranks: Ranks) -> None:
     batch = 8 // wish.get("dp", 1)
@@ -83,7 +86,7 @@ def test_loads_on_one_device(trained: dict[str, Any]) -> None:
     torch.testing.assert_close(loss.detach().double(), trained["losses"][2].double(), rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("zero", (1, 2, 3))
+@pytest.mark.parametrize("zero", (1, long(2), long(3)))
 def test_an_evaluation_leaves_parameters_sharded(zero: int, worlds: Any) -> None:
     """What forward passes gather is sharded again, or the optimizer's state would be saved without its parameters."""
     _, plan = planned(WANTED, 2, {"dp": 2, "zero": zero})

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from suites import long
 
 from autopar.commands.diagnosis import Diagnosis
 from autopar.errors import RankError
@@ -74,7 +75,7 @@ def test_a_rank_that_fails_is_named_with_the_check(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launched", (True, False), ids=("torchrun", "by itself"))
+@pytest.mark.parametrize("launched", (long(True), False), ids=("torchrun", "by itself"))
 def test_the_command(launched: bool, tmp_path: Path) -> None:
     """Under torchrun, and by itself; JSON on stdout and nothing else."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torchrun
 from integration_models import Wanted, planned
+from suites import long
 
 from autopar.commands.verify import verify
 from autopar.errors import AutoparError, CaptureError, InputError, PlanError, RankError
@@ -37,7 +38,11 @@ def is_running(pid: int) -> bool:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "who, fault, cause",
-    ((2, "raise", "a planted fault"), (1, "kill", "exit code -9 .SIGKILL."), (3, "abort", "exit code -6 .SIGABRT.")),
+    (
+        (2, "raise", "a planted fault"),
+        (1, "kill", "exit code -9 .SIGKILL."),
+        long(3, "abort", "exit code -6 .SIGABRT."),
+    ),
 )
 def test_a_failing_rank_ends_all(who: int, fault: str, cause: str, four_ranks: Ranks) -> None:
     _, plan = planned(WANTED, 4, {"tp": 2, "dp": 2, "zero": 3})
@@ -63,7 +68,7 @@ def test_an_interrupted_run_ends_all_ranks(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("fault, cause", (("raise", "ValueError: a planted fault"), ("kill", "Signal 9 (SIGKILL)")))
+@pytest.mark.parametrize("fault, cause", (long("raise", "ValueError: a planted fault"), ("kill", "Signal 9 (SIGKILL)")))
 def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) -> None:
     process = torchrun.start(2, "torchrun_fault.py", tmp_path, fault)
     while not (tmp_path / "planted").exists() and process.poll() is None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from suites import long
 
 from autopar.runtime.distributed.launch import Ranks
 
@@ -22,8 +23,8 @@ def test_batch_norm_uses_what_training_recorded(wish: dict[str, Any], two_ranks:
     ("spec", "wish"),
     (
         ("padded_by_two", {"tp": 2}),
-        ("padded", {"tp": 4}),
-        ("grouped", {"tp": 4}),
+        long("padded", {"tp": 4}),
+        long("grouped", {"tp": 4}),
     ),
     ids=str,
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from suites import long
 
 from autopar.commands.verify import verify
 from autopar.errors import PlanError
@@ -24,7 +25,7 @@ def check(spec: str, ranks: Ranks, dtype: str = "float64", sizes: dict[str, Any]
     ({"tp": 3}, {"dp": 3, "zero": 0}, {"dp": 3, "zero": 1, "accumulate": 2}, {"dp": 3, "zero": 3, "accumulate": 3}),
     ids=str,
 )
-@pytest.mark.parametrize("spec", ("odd", "summed"))
+@pytest.mark.parametrize("spec", ("odd", long("summed")))
 def test_three_ranks(spec: str, wish: dict[str, int], worlds: Worlds) -> None:
     check(spec, worlds(3), **wish)
 
@@ -35,7 +36,7 @@ def test_rows_that_the_ranks_do_not_divide(zero: int, worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("wish", ({"zero": 0}, {"zero": 3}, {"zero": 2, "accumulate": 2}), ids=str)
-@pytest.mark.parametrize("spec", ("odd", "summed"))
+@pytest.mark.parametrize("spec", (long("odd"), "summed"))
 def test_two_by_two(spec: str, wish: dict[str, int], four_ranks: Ranks) -> None:
     check(spec, four_ranks, tp=2, dp=2, **wish)
 

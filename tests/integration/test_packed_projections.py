@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built, planned
+from suites import long
 
 from autopar.commands.verify import materialised, verify
 from autopar.models.load import resolve_model
@@ -45,7 +46,7 @@ def trained(config: str, tmp_path_factory: pytest.TempPathFactory, worlds: World
     return {"folder": folder, "data": data, "losses": losses, "whole": whole, "plan": plan, "wanted": wanted}
 
 
-@pytest.mark.parametrize("wish", ({"tp": 2, "dp": 2, "zero": 3}, {"tp": 2, "dp": 2, "zero": 0}), ids=str)
+@pytest.mark.parametrize("wish", ({"tp": 2, "dp": 2, "zero": 3}, long({"tp": 2, "dp": 2, "zero": 0})), ids=str)
 def test_equals_one_device(wish: dict[str, int], config: str, four_ranks: Ranks) -> None:
     """Every gradient and, after three steps of AdamW, every weight, under the model's names."""
     report = verify(config, world_size=4, degrees=wish, batch=2, ranks=four_ranks, **SIZES)
@@ -74,7 +75,7 @@ def test_state_has_the_models_names(trained: dict[str, Any]) -> None:
     assert tuple(state[f"{PACKED}.exp_avg"].shape) == shapes[PACKED] and float(state[f"{PACKED}.step"]) == 2
 
 
-@pytest.mark.parametrize("wish", ({"tp": 4}, {"dp": 4, "zero": 1}, {"dp": 4, "zero": 0}), ids=str)
+@pytest.mark.parametrize("wish", (long({"tp": 4}), {"dp": 4, "zero": 1}, long({"dp": 4, "zero": 0})), ids=str)
 def test_loads_bit_equal_and_goes_on(wish: dict[str, int], trained: dict[str, Any], four_ranks: Ranks) -> None:
     """Under other degrees; the step count of every piece is loaded too, or AdamW would correct its moments wrongly."""
     wanted = replace(trained["wanted"], batch=8 // wish.get("dp", 1))

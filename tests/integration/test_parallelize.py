@@ -6,6 +6,7 @@ from pathlib import Path
 import forked
 import pytest
 import torchrun
+from suites import long
 
 CASES = {
     "cpu model",
@@ -22,7 +23,7 @@ SOME = {1: ("cpu model", "tuple inputs"), 2: tuple(CASES), 4: ("safetensors, pla
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@pytest.mark.parametrize("world_size", (1, 2, long(4)))
 def test_losses_equal_the_single_device(world_size: int, tmp_path: Path) -> None:
     """One rank by itself, two under torchrun, four as forks."""
     script, arguments = torchrun.HERE / "torchrun_parallelize.py", [str(world_size), *SOME[world_size]]

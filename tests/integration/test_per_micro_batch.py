@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from suites import long
 
 from autopar.commands.verify import verify
 from autopar.runtime.distributed.launch import Ranks
@@ -14,12 +15,12 @@ ALONE: dict[str, Any] = {"accumulate": 3, "per_micro_batch": True}
 @pytest.mark.parametrize(
     ("spec", "wish"),
     (
-        ("residual", {"dp": 2, "zero": 2}),
+        long("residual", {"dp": 2, "zero": 2}),
         ("residual", {"tp": 2}),
         ("contrastive", {"dp": 2, "zero": 3}),
-        ("contrastive", {"tp": 2}),
+        long("contrastive", {"tp": 2}),
         ("experts", {"dp": 2, "zero": 3}),
-        ("experts", {"tp": 2}),
+        long("experts", {"tp": 2}),
         ("summed", {"dp": 2, "zero": 1}),
     ),
     ids=str,
@@ -33,7 +34,7 @@ def test_equal_to_one_device_that_does_the_same(spec: str, wish: dict[str, Any],
     assert report.plan["degrees"]["per_micro_batch"] is True
 
 
-@pytest.mark.parametrize("wish", ({"tp": 1, "dp": 4, "zero": 2}, {"tp": 2, "dp": 2, "zero": 3}), ids=str)
+@pytest.mark.parametrize("wish", (long({"tp": 1, "dp": 4, "zero": 2}), {"tp": 2, "dp": 2, "zero": 3}), ids=str)
 def test_a_loss_that_could_be_summed(wish: dict[str, Any], four_ranks: Ranks) -> None:
     """Targets ignored in different numbers make it another loss; a short batch, where they could not count, is refused
     on all ranks, another length is not."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from integration_models import Wanted, planned
+from suites import thinned
 
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
@@ -27,7 +28,7 @@ def with_plan(name: str) -> tuple[Wanted, Plan]:
     return wanted, planned(wanted, 4, wish)[1]
 
 
-@pytest.mark.parametrize("saving", PLANS)
+@pytest.mark.parametrize("saving", thinned(PLANS, keep=("tp × dp", "pp in a v")))
 def test_loads_bit_equal_under_another_plan(saving: str, four_ranks: Ranks, tmp_path: Path) -> None:
     names = list(PLANS)
     at = names.index(saving)

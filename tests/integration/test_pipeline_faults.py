@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torchrun
+from suites import long
 from test_faults import is_running
 
 from autopar.commands.verify import rank_name
@@ -32,12 +33,12 @@ WAITS = re.compile(
             "raise",
             ("ValueError: a planted fault", "in pipeline stage 1, forward pass of micro-batch 1", "pipeline_ranks.py"),
         ),
-        ("kill", ("the process ended with exit code -9",)),
+        long("kill", ("the process ended with exit code -9",)),
         (
             "sleep",
             ("did not answer within 30 s", "rank 3: in pipeline stage 1, forward pass of micro-batch 1, ", "in fail"),
         ),
-        ("stop", ("did not answer within 30 s",)),
+        long("stop", ("did not answer within 30 s",)),
     ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -55,6 +56,7 @@ def test_first_cause_and_stage_are_named(fault: str, says: tuple[str, ...], tmp_
     assert len(pids) == 4 and not any(is_running(pid) for pid in pids if pid != os.getpid())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_under_torchrun_waiting_ranks_name_whom_they_wait_for(tmp_path: Path) -> None:
     """Rank 3, of stage 1, sleeps: its peer of stage 1 is in a collective with it, stage 0 waits for messages."""

@@ -8,6 +8,7 @@ import torch
 from data_models import tokens
 from integration_models import Wanted, planned
 from shared_captures import all_traced_once
+from suites import long
 
 from autopar.commands.verify import Report, verify
 from autopar.ir.schedules import actions, live_micro_batches
@@ -43,15 +44,15 @@ def test_schedules(schedule: str, worlds: Worlds) -> None:
     "wish",
     (
         {"tp": 2, "sequence_parallel": True},
-        {"dp": 2, "zero": 0},
+        long({"dp": 2, "zero": 0}),
         {"dp": 2, "zero": 1, "recompute": "full"},
-        {"dp": 2, "zero": 2, "accumulate": 2, "micro_batches": 2},
-        {"dp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full", "recompute_blocks": 1},
+        long({"dp": 2, "zero": 2, "accumulate": 2, "micro_batches": 2}),
+        long({"dp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full", "recompute_blocks": 1}),
         {"dp": 2, "zero": 2, "schedule": "zbv-zero-bubble", "accumulate": 2, "micro_batches": 2},
         {"dp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full", "recompute_blocks": (1, 0, 1, 0)},
-        {"tp": 2, "recompute": "full", "recompute_blocks": (2, 1)},
-        {"dp": 2, "zero": 3, "schedule": "dualpipev", "recompute": "full"},
-        {"tp": 2, "schedule": "interleaved-zero-bubble", "virtual_stages": 2},
+        long({"tp": 2, "recompute": "full", "recompute_blocks": (2, 1)}),
+        long({"dp": 2, "zero": 3, "schedule": "dualpipev", "recompute": "full"}),
+        long({"tp": 2, "schedule": "interleaved-zero-bubble", "virtual_stages": 2}),
     ),
     ids=str,
 )
@@ -68,9 +69,9 @@ def test_all_dimensions_together(worlds: Worlds) -> None:
     "wish",
     (
         {"tp": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"},
-        {"tp": 2, "zero": 1, "schedule": "interleaved-1f1b"},
-        {"dp_replicate": 2, "zero": 2, "schedule": "zbv-zero-bubble"},
-        {"pp": 4, "zero": 0},
+        long({"tp": 2, "zero": 1, "schedule": "interleaved-1f1b"}),
+        long({"dp_replicate": 2, "zero": 2, "schedule": "zbv-zero-bubble"}),
+        long({"pp": 4, "zero": 0}),
     ),
     ids=str,
 )
@@ -95,13 +96,13 @@ def test_groups_hold_the_ranks_of_the_order(worlds: Worlds) -> None:
     assert (found["pp"], found["ends"], found["dp"]) == ([1, 3, 5, 7], [1, 7], [6, 7])
 
 
-@pytest.mark.parametrize("spec, layers", (("t5-large", 3), ("bert-large", 4), ("vit-l-16", 4)))
+@pytest.mark.parametrize("spec, layers", (("t5-large", 3), long("bert-large", 4), long("vit-l-16", 4)))
 def test_other_models_on_four_stages(spec: str, layers: int, worlds: Worlds) -> None:
     """T5's encoder output goes to every layer of the decoder, its masks are made anew by every stage."""
     verified(spec, worlds, 4, layers=layers, pp=4, micro_batches=2)
 
 
-@pytest.mark.parametrize("schedule", ("interleaved-zero-bubble", "zbv-zero-bubble", "dualpipev"))
+@pytest.mark.parametrize("schedule", (long("interleaved-zero-bubble"), "zbv-zero-bubble", long("dualpipev")))
 def test_backward_in_parts_where_layers_share_a_table(schedule: str, worlds: Worlds) -> None:
     """T5's relative positions are computed from a weight alone and added in every layer."""
     wish = {"pp": 2, "virtual_stages": 2, "micro_batches": 4, "schedule": schedule}
@@ -121,9 +122,9 @@ FULL_SHORT_EMPTY = [((4, 4), 8), ((3, 1), 8), ((2, 0), 8)]
 @pytest.mark.parametrize(
     "wish",
     (
-        {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2},
+        long({"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2}),
         {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 4, "schedule": "zbv-zero-bubble"},
-        {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2, "accumulate": 2, "schedule": "gpipe"},
+        long({"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2, "accumulate": 2, "schedule": "gpipe"}),
     ),
     ids=str,
 )

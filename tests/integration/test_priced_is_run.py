@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from priced_models import CASES, RANKS, Case, planned_case
+from priced_models import CASES, RANKS, SHORT, Case, planned_case
+from suites import thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import memory_of
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(240)
 TOLERANCE = 0.01
 
 
-@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", thinned(CASES, keep=SHORT), ids=lambda one: one.name)
 def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     program, plan = planned_case(one)
     analysis = analyse(program, plan.mesh)

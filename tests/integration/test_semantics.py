@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from integration_models import Wanted, built, planned
+from suites import long
 
 from autopar.commands.verify import verify
 from autopar.errors import InputError
@@ -153,7 +154,7 @@ def test_ranks_and_micro_batches_have_different_numbers_of_targets() -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("wish", ({"zero": 0}, {"zero": 3}, {"zero": 2, "accumulate": 2}), ids=str)
+@pytest.mark.parametrize("wish", (long({"zero": 0}), {"zero": 3}, long({"zero": 2, "accumulate": 2})), ids=str)
 def test_gradients_add_over_calls(wish: dict[str, int], four_ranks: Ranks) -> None:
     wanted = Wanted(spec="llama3-8b", float64=True)
     _, plan = planned(wanted, 4, {"tp": 2, "dp": 2, "sequence_parallel": True, **wish})

@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built, planned
 from integration_models import padded as padded_model
+from suites import long
 
 from autopar.commands.verify import verify
 from autopar.ir.plan import Plan
@@ -19,13 +20,13 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("spec", "wish"),
     (
-        ("padded", {"tp": 4, "sequence_parallel": False}),
+        long("padded", {"tp": 4, "sequence_parallel": False}),
         ("padded", {"tp": 4, "sequence_parallel": True}),
         ("padded_by_two", {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True}),
-        ("padded_by_two", {"tp": 2, "dp": 2, "zero": 1, "accumulate": 2}),
-        ("padded_by_two", {"tp": 2, "dp_shard": 1, "dp_replicate": 2, "zero": 0}),
-        ("grouped", {"tp": 4, "sequence_parallel": False}),
-        ("grouped", {"tp": 4, "sequence_parallel": True}),
+        long("padded_by_two", {"tp": 2, "dp": 2, "zero": 1, "accumulate": 2}),
+        long("padded_by_two", {"tp": 2, "dp_shard": 1, "dp_replicate": 2, "zero": 0}),
+        long("grouped", {"tp": 4, "sequence_parallel": False}),
+        long("grouped", {"tp": 4, "sequence_parallel": True}),
         ("grouped", {"tp_dims": [2, 2], "sequence_parallel": True}),
     ),
     ids=str,
@@ -38,13 +39,14 @@ def test_equal_to_one_device(spec: str, wish: dict[str, Any], four_ranks: Ranks)
     assert (report.plan["degrees"]["tp_dims"] is not None) == (spec == "grouped")
 
 
+@pytest.mark.long
 def test_grouped_heads_with_zero(worlds: Any) -> None:
     wish = {"tp": 4, "dp": 2, "zero": 3}
     report = verify("integration_models:grouped", world_size=8, degrees=wish, steps=2, ranks=worlds(8))
     assert report.passed, [(q.name, q.where, q.max_error) for q in report.quantities]
 
 
-@pytest.mark.parametrize("spec", ("padded", "grouped"))
+@pytest.mark.parametrize("spec", ("padded", long("grouped")))
 def test_a_checkpoint_knows_nothing_of_it(spec: str, four_ranks: Ranks, tmp_path: Any) -> None:
     """Saved where parts are uneven, or split by two mesh dimensions; loaded under ZeRO-3 and on one device."""
     wanted = Wanted(spec=f"integration_models:{spec}", float64=True, as_it_is=True)

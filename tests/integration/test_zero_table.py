@@ -12,6 +12,7 @@ micro-batches, and an all-reduce of x elements counted as 2x (it is a reduce-sca
 
 import pytest
 from integration_models import Wanted, planned
+from suites import long
 
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -55,7 +56,7 @@ def volume(counts: Counts, n: int) -> int:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("zero", (0, 1, 2, 3))
-@pytest.mark.parametrize("spec, n", (("llama3-8b", 1), ("llama3-8b", 3), ("gpt2", 3)))
+@pytest.mark.parametrize("spec, n", (long("llama3-8b", 1), long("llama3-8b", 3), ("gpt2", 3)))
 def test_calls_and_elements(spec: str, zero: int, n: int, two_ranks: Ranks) -> None:
     wanted = Wanted(spec=spec, batch=6)
     program, plan = planned(wanted, 2, {"dp": 2, "zero": zero, "accumulate": n})

@@ -2,8 +2,10 @@
 
 import pytest
 from program_check import check_kind
+from suites import thinned
 
 
 @pytest.mark.timeout(600)
-def test_equal_to_one_device() -> None:
-    check_kind("features")
+@pytest.mark.parametrize("seed", thinned(range(4), keep=(0,)))
+def test_equal_to_one_device(seed: int) -> None:
+    check_kind("features", seed)

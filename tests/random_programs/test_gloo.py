@@ -9,6 +9,7 @@ from program_draws import KINDS, draw_source
 from program_source import Source
 from random_meshes import ill_conditioned, unmodified
 from random_ranks import LOGGER, Step, captured
+from suites import long
 
 from autopar.capture.record.pickled import to_bytes
 from autopar.errors import PlanError
@@ -20,7 +21,6 @@ from autopar.planning.fixed import label_plan
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.error_metrics import error, rms
 
-NUM_PROGRAMS = 20
 TOLERANCE = 1e-9
 WISHES = (
     {"tp": 4}, {"tp": 2, "dp": 2, "zero": 0}, {"tp": 2, "dp": 2, "zero": 1}, {"tp": 2, "dp": 2, "zero": 2},
@@ -51,11 +51,14 @@ def planned(number: int) -> tuple[Source, Plan, Program] | None:
 
 
 @pytest.mark.timeout(600)
-def test_gloo_ranks_equal_the_unmodified_module(four_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_programs", (7, long(20)))
+def test_gloo_ranks_equal_the_unmodified_module(
+    num_programs: int, four_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logging.getLogger(LOGGER), "disabled", True)
     done, number, stages = 0, 0, set()
-    while done < NUM_PROGRAMS:
-        assert number < 4 * NUM_PROGRAMS, f"only {done} of {number} programs have a plan"
+    while done < num_programs:
+        assert number < 4 * num_programs, f"only {done} of {number} programs have a plan"
         found = planned(number)
         number += 1
         if found is None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from suites import long
 
 pytest.importorskip("transformers")
 
@@ -33,7 +34,7 @@ def counts(plan: Plan, block: str, mesh_dim: str) -> dict[tuple[str, str], int]:
     return {(t.when, t.collective): t.count for t in found.traffic if t.mesh_dim == mesh_dim}
 
 
-@pytest.mark.parametrize(("name", "block"), [("llama3-8b", "model.layers"), ("gpt2", "transformer.h")])
+@pytest.mark.parametrize(("name", "block"), [("llama3-8b", "model.layers"), long("gpt2", "transformer.h")])
 def test_decoder_block_has_megatrons_collectives(name: str, block: str) -> None:
     _, plain = planned(name, tp=4, sequence_parallel=False)
     assert counts(plain, block, "tp") == {("forward", "all_reduce"): 2, ("backward", "all_reduce"): 2}
@@ -47,7 +48,7 @@ def test_decoder_block_has_megatrons_collectives(name: str, block: str) -> None:
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 4}, {"tp": 2, "dp": 2}, {"dp": 4}])
-@pytest.mark.parametrize("name", ["llama3-8b", "gpt2"])
+@pytest.mark.parametrize("name", [long("llama3-8b"), "gpt2"])
 def test_bytes_equal_those_of_the_cost_model(name: str, degrees: dict[str, int]) -> None:
     program, plan = planned(name, **degrees)
     plan = replace(plan, regather=False, summary=None)

@@ -1,4 +1,4 @@
-"""The helper modules of this folder are imported by their own names."""
+"""The helpers beside this file are imported by their own names."""
 
 import sys
 from pathlib import Path

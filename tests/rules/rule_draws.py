@@ -14,6 +14,9 @@ from rule_samples import SAMPLES, Draw
 
 from autopar.testing.rule_proof import OperatorSample, sample_of
 
+# of the pointwise operators, which all have one rule
+FEW_POINTWISE = {"add", "mul", "where", "masked_fill", "gelu", "to", "div", "sub", "pow", "maximum", "clamp", "eq"}
+
 
 def draw_sample(target: Any, number: int) -> tuple[OperatorSample, random.Random]:
     """Sample number `number` of an operator, and the generator for what else is drawn."""

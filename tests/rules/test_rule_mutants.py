@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule_draws import draw_sample
+from rule_draws import FEW_POINTWISE, draw_sample
 
 from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.families.random import RANDOM
@@ -20,7 +20,6 @@ from autopar.rules.variants import split_variants
 from autopar.testing.rule_proof import Disproved, OperatorSample, bind_factors, prove
 
 aten = torch.ops.aten
-FEW_POINTWISE = {"add", "mul", "where", "masked_fill", "gelu", "to", "div", "sub", "pow", "maximum", "clamp", "eq"}
 NEEDS_EMISSION = {
     aten.reshape.default, aten.expand.default, aten.repeat.default, aten.slice.Tensor, aten.mean.default, aten.mean.dim,
     aten.full.default, aten.zeros.default, aten.new_full.default, aten.mse_loss.default, aten.group_norm.default,

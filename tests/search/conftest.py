@@ -1,7 +1,6 @@
-"""The tiny models of ../tiny, and the labelled ones beside this file, are imported by their own names."""
+"""The helpers beside this file are imported by their own names."""
 
 import sys
 from pathlib import Path
 
-for folder in (Path(__file__).parent, Path(__file__).parent.parent / "tiny"):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(Path(__file__).parent))

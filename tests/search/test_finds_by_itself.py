@@ -59,7 +59,7 @@ def test_recomputation_only_where_memory_forces_it() -> None:
     assert tight.seconds > roomy.seconds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_repeated_layers_are_those_of_a_whole_capture() -> None:
     whole = captured_whole(LLAMA, H100S)
     for tp in (1, 8):

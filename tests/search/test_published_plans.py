@@ -192,7 +192,7 @@ def test_no_published_plan_is_faster(source: str) -> None:
         check(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_published_plan_of_all_is_faster(source: str) -> None:
     for rows in works_of_source(source)[OF_A_SOURCE:]:

@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 import torch
 from equivalence import Case, case_of, check, labelled, run
+from suites import long
 
 from autopar._torch import private
 from autopar.ir.sharding import Mesh
@@ -19,7 +20,7 @@ def the_case(model: str, degree: int, batch: int = 4) -> Case:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sp"])
-@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize("tp", [long(2), 3, long(4), long(8)])
 @pytest.mark.parametrize("model", MODELS)
 def test_tensor_parallel(model: str, tp: int, sequence_parallel: bool) -> None:
     case, mesh = the_case(model, tp), Mesh.of(dp=1, tp=tp)
@@ -27,21 +28,21 @@ def test_tensor_parallel(model: str, tp: int, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sp"])
-@pytest.mark.parametrize("mesh", [Mesh.of(dp=2, tp=2), Mesh.of(dp=2, tp=4)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh.of(dp=2, tp=2), long(Mesh.of(dp=2, tp=4))], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_with_data_parallel(model: str, mesh: Mesh, sequence_parallel: bool) -> None:
     case = the_case(model, 4)
     check(case, labelled(case, mesh, sequence_parallel), mesh)
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(dp=4, tp=1), Mesh.of(dp=3, tp=2)], ids=str)
+@pytest.mark.parametrize("mesh", [long(Mesh.of(dp=4, tp=1)), Mesh.of(dp=3, tp=2)], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_data_parallel_with_other_batches(model: str, mesh: Mesh) -> None:
     case = the_case(model, 2, batch=6 if mesh.degrees[0] == 3 else 4)
     check(case, labelled(case, mesh), mesh)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sp"])
+@pytest.mark.parametrize("sequence_parallel", [long(False), True], ids=["plain", "sp"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("how", ["regather", "fuse"])
 def test_fused_gathers(model: str, sequence_parallel: bool, how: str) -> None:

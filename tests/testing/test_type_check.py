@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 from equivalence import Case, case_of, labelled
+from suites import long
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
@@ -49,7 +50,7 @@ def test_labels_of_the_solver_are_accepted(model: str, regather: bool, sequence_
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=4), Mesh.of(dp=2, tp=2), Mesh.of(tp=2, tq=2)], ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", (0, long(1)))
 @pytest.mark.parametrize("model", MODELS)
 def test_random_labels_are_accepted(model: str, mesh: Mesh, seed: int) -> None:
     case = the_case(model)

@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 from same_program import differences
+from suites import thinned
 from torch import nn
 
 from autopar.capture.any_size import capture
@@ -131,13 +132,15 @@ def test_tiny_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model, inputs, monkeypatch)
 
 
-SMALL = {"gpt2": 5, "llama3-8b": 4, "t5-large": 5, "mixtral-8x22b": 3}
-SLOW = {"gemma2-9b": 6, "bert-large": 3, "vit-l-16": 3, "whisper-large": 3, "qwen3-30b-a3b": 4, "falcon-40b": 3}
+PRESETS = {
+    "gpt2": 5, "llama3-8b": 4, "t5-large": 5, "mixtral-8x22b": 3, "gemma2-9b": 6, "bert-large": 3, "vit-l-16": 3,
+    "whisper-large": 3, "qwen3-30b-a3b": 4, "falcon-40b": 3,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", thinned(PRESETS, keep=("gpt2", "mixtral-8x22b")))
 def test_presets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = resolve_model(name, layers=(SMALL | SLOW)[name], hidden=64, seq_len=40, batch=7)
+    found = resolve_model(name, layers=PRESETS[name], hidden=64, seq_len=40, batch=7)
     taken = []
     real = fewer_layers.with_fewer_layers
     monkeypatch.setattr(fewer_layers, "with_fewer_layers", lambda *args: taken.append(real(*args)) or taken[-1])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from same_program import differences
+from suites import thinned
 from torch import nn
 
 from autopar.capture import program as tracing
@@ -156,12 +157,14 @@ def test_other_widths(monkeypatch: pytest.MonkeyPatch, written: list[bool]) -> N
     assert written == []
 
 
-SMALL = {"llama3-8b": 8, "gpt2": 7, "mixtral-8x22b": 8}
-SLOW = {"gemma2-9b": 13, "t5-large": 9, "bert-large": 7, "whisper-large": 8, "qwen3-30b-a3b": 7, "vit-l-16": 8}
+PRESETS = {
+    "llama3-8b": 8, "gpt2": 7, "mixtral-8x22b": 8, "gemma2-9b": 13, "t5-large": 9, "bert-large": 7,
+    "whisper-large": 8, "qwen3-30b-a3b": 7, "vit-l-16": 8,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", thinned(PRESETS, keep=("llama3-8b", "gpt2")))
 def test_presets(name: str, monkeypatch: pytest.MonkeyPatch, written: list[bool]) -> None:
-    found = resolve_model(name, layers=(SMALL | SLOW)[name], hidden=64, seq_len=40, batch=7)
+    found = resolve_model(name, layers=PRESETS[name], hidden=64, seq_len=40, batch=7)
     check(found.model, found.example_inputs, monkeypatch)
     assert written == [True]

@@ -64,6 +64,7 @@ print(from_bytes(path.read_bytes()).fingerprint)
 """
 
 
+@pytest.mark.long
 def test_operators_of_ours_in_a_process_that_captured_nothing(tmp_path: Path) -> None:
     """Experts choose by topk, each of whose results is an operator that a capture defines."""
     said = []

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from suites import long
 
 pytest.importorskip("transformers")
 
@@ -26,7 +27,7 @@ def recomputing(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("model", "wish"),
     (
-        ("llama3-8b", {"schedule": "interleaved-zero-bubble"}),
+        long("llama3-8b", {"schedule": "interleaved-zero-bubble"}),
         ("gpt2", {"schedule": "zbv-zero-bubble", "micro_batches": 4}),
         ("llama3-8b", {"schedule": "dualpipev", "micro_batches": 4}),
     ),

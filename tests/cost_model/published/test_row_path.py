@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from suites import thinned
 
 from autopar.cost_model.estimate import estimate_works
 from autopar.cost_model.machine.engine import Engine, engine_named
@@ -125,12 +126,12 @@ def assert_agree(name: str, folder: Path, layouts: tuple[tuple[str, int], ...]) 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", thinned(QUICK, keep=("gpt2", "phi3-mini")))
 def test_rows_and_captures_agree(name: str, tmp_path: Path) -> None:
     assert_agree(name, tmp_path, QUICK[name])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", decoders())
 def test_rows_and_captures_of_every_decoder_agree(name: str, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Exported blocks: the files are what a new capture gives, and agree with captures of real models."""
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
+from suites import long, thinned
 
 pytest.importorskip("transformers")
 
@@ -37,11 +39,10 @@ def decoders() -> list[str]:
     return [name for name, preset in model_presets().items() if preset.config["model_type"] not in known]
 
 
-# variants of a family, and labels over data-parallel ranks, are captured by the slow run; one of each by default
-VARIANTS = ("llama-mha", "mistral-window", "mpt-torch", "phi3-mha", "phi3-window", "phi3-mha-window", "pythia",
-            "qwen2-moe-mha")  # fmt: skip
-FILES = [pytest.param(n, False, marks=[pytest.mark.slow] * (n in VARIANTS[1:])) for n in sorted(tool().CAPTURES)]
-FILES += [pytest.param(n, True, marks=[pytest.mark.slow] * (n != "gpt2")) for n in sorted(tool().CAPTURES)]
+FILES = thinned(
+    product(sorted(tool().CAPTURES), (False, True)),
+    keep=[*product(("gpt2", "llama", "mixtral"), [False]), ("gpt2", True)],
+)
 
 
 @pytest.mark.timeout(400)
@@ -92,8 +93,10 @@ def works_of(name: str, tp: int, is_sequence_parallel: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize(("name", "variant"), ROWS)
+@pytest.mark.parametrize("tp", [long(2), 4])
+@pytest.mark.parametrize(
+    ("name", "variant"), thinned(ROWS, keep=[("gpt2", "tp"), ("llama3-8b", "sp"), ("mixtral-8x7b", "tp")])
+)
 def test_row_path_is_graph_path(name: str, variant: str, tp: int) -> None:
     """A family's expressions at a preset's sizes, against that preset captured at its own sizes and labelled there."""
     config = model_presets()[name].config
@@ -133,11 +136,11 @@ def test_flops_are_those_of_the_rules(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "hidden", "plan"),
     [
-        ("bert-large", 96, {"tp": 2, "dp_shard": 2}),
+        long("bert-large", 96, {"tp": 2, "dp_shard": 2}),
         ("t5-large", 96, {"tp": 2}),
         ("vit-l-16", 96, {"tp": 2, "dp_shard": 2}),
         ("llama3-8b", 64, {"tp": 8, "sequence_parallel": True}),  # two tensor mesh dimensions
-        ("qwen1.5-moe-a2.7b", 96, {"tp": 2, "dp_shard": 2}),
+        long("qwen1.5-moe-a2.7b", 96, {"tp": 2, "dp_shard": 2}),
     ],
 )
 def test_any_captured_model(name: str, hidden: int, plan: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from label_cases import program_of
 from search_cases import Case, machinery_with
 from searched_models import BATCH, model, small, tokens
+from suites import thinned
 
 import autopar
 from autopar.cost_model.estimate import MEMORY
@@ -79,7 +80,7 @@ def enumerated(case: Case, fix: Mapping[str, Any]) -> list[tuple[Priced, Priced]
     return [(one(i, True), one(i, False)) for i in range(len(found))]
 
 
-@pytest.mark.parametrize(("case", "fix"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "fix"), thinned(CASES, keep=CASES[::5]), ids=str)
 def test_no_plan_is_better_under_either_setting(case: Case, fix: Mapping[str, Any]) -> None:
     found, every = searched(case, fix), enumerated(case, fix)
     fits = [one.seconds for pair in every for one in pair if one.fits]
@@ -121,7 +122,7 @@ def _bare(one: Priced) -> Degrees:
     return replace(one.degrees, recompute="none", recompute_blocks=None)
 
 
-@pytest.mark.parametrize(("case", "fix"), CASES[::5], ids=str)
+@pytest.mark.parametrize(("case", "fix"), thinned(CASES[::5], keep=CASES[::15]), ids=str)
 def test_no_candidate_saves_more_than_its_bound(case: Case, fix: Mapping[str, Any]) -> None:
     found = searched(case, fix)
     pairs = enumerated(case, fix)

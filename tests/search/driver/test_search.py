@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 from search_cases import Case
+from suites import thinned
 
 from autopar.ir.rank_order import ORDERS
 from autopar.search.bounds.lower_bounds import screen
@@ -48,7 +49,7 @@ def searched(case: Case, most: int = 10_000) -> Searched:
     return search_degrees(case.works, case.spec, case.limits, wishes(), case.on, most_exact=most)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, keep=CASES[::5]), ids=str)
 def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
     found = searched(case)
     assert found.proof.is_proven
@@ -62,7 +63,7 @@ def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
     assert len(found.exact) < len(found.candidates)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", LARGER, ids=str)
 def test_no_plan_is_better_on_more_devices(case: Case) -> None:
     test_no_plan_is_better_than_the_one_found(case)
@@ -80,7 +81,7 @@ def both_orders(case: Case) -> tuple[list[Priced], list[Priced]]:
     return sides
 
 
-@pytest.mark.parametrize("case", IN_HOSTS, ids=str)
+@pytest.mark.parametrize("case", thinned(IN_HOSTS, keep=IN_HOSTS[1:]), ids=str)
 def test_no_order_of_ranks_is_better_than_the_one_found(case: Case) -> None:
     """Whether candidates of the other order are listed or not."""
     found = searched(case)
@@ -105,7 +106,7 @@ def check_not_listed(case: Case, default: list[Priced], other: list[Priced]) -> 
     assert left_out or case.spec.num_hosts == 2  # in whose hosts every pipeline beside another fits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", LARGER_IN_HOSTS, ids=str)
 def test_orders_of_ranks_on_more_devices(case: Case) -> None:
     found, sides = searched(case), both_orders(case)
@@ -118,7 +119,9 @@ def test_orders_of_ranks_on_more_devices(case: Case) -> None:
 SHARED = replace(CASES[1], ranks_per_core=2.0)
 
 
-@pytest.mark.parametrize("case", (*CASES[::3], *IN_HOSTS, SHARED), ids=str)
+@pytest.mark.parametrize(
+    "case", thinned((*CASES[::3], *IN_HOSTS, SHARED), keep=(*CASES[::9], IN_HOSTS[1], SHARED)), ids=str
+)
 def test_bounds_are_bounds(case: Case) -> None:
     found = candidates(case.limits, wishes())
     for tp in set(found.tp.tolist()):

@@ -12,6 +12,7 @@ import pytest
 import study_worker
 from optuna.storages.journal import JournalFileBackend
 from study_worker import QUESTION, STARTS, refined
+from suites import long
 
 from autopar.errors import InputError
 from autopar.search.driver.study import CANDIDATES, NAME, study_place
@@ -24,7 +25,7 @@ def at(folder: Path, name: str) -> str:
     return name.format(folder) if "://" in name else str(folder / name)
 
 
-@pytest.mark.parametrize("name", ("plan.log", "sqlite:///{}/plan.sqlite"))
+@pytest.mark.parametrize("name", (long("plan.log"), "sqlite:///{}/plan.sqlite"))
 def test_a_search_goes_on_where_it_stopped(tmp_path: Path, name: str) -> None:
     where = at(tmp_path, name)
     first: list[str] = []
@@ -46,7 +47,7 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ("plan.log", "plan.db"))
+@pytest.mark.parametrize("name", ("plan.log", long("plan.db")))
 def test_two_processes_share_one(tmp_path: Path, name: str) -> None:
     where, trials = str(tmp_path / name), 16
     command = [sys.executable, study_worker.__file__, where, str(trials)]

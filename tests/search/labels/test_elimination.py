@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from label_cases import program_of
+from suites import long
 
 from autopar.cache.captures import captured_model
 from autopar.ir.cluster import ClusterSpec
@@ -154,7 +155,7 @@ def test_the_smallest_table_first() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("degrees", [Degrees(tp=2), Degrees(tp=4, dp_shard=2), Degrees(tp=8)], ids=str)
-@pytest.mark.parametrize("model", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", long("mixtral")])
 def test_models_are_labelled_as_by_the_integer_program(
     model: str, degrees: Degrees, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 from equivalence import Case, case_of, check
 from listed_conversions import listed_conversions
+from suites import long, thinned
 from torch import fx
 
 from autopar.ir.cluster import ClusterSpec
@@ -33,8 +34,8 @@ def labels_of(case: Case, mesh: Mesh, sequence: bool | None) -> Labelling:
     return label(case.program, case.analysis(mesh), degrees, cluster, mesh=mesh)
 
 
-@pytest.mark.parametrize("sequence", [None, False])
-@pytest.mark.parametrize(("mesh", "degree"), MESHES, ids=str)
+@pytest.mark.parametrize("sequence", [None, long(False)])
+@pytest.mark.parametrize(("mesh", "degree"), thinned(MESHES, keep=(MESHES[1], MESHES[2], MESHES[4])), ids=str)
 @pytest.mark.parametrize("model", list(MODELS))
 def test_equal_to_one_device(model: str, mesh: Mesh, degree: int, sequence: bool | None) -> None:
     case = the_case(model, degree)

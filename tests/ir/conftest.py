@@ -1,6 +1,0 @@
-"""Helpers of ../tiny are imported by their own names."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tiny"))
