@@ -11,18 +11,18 @@ from program_draws import draw_source
 from program_source import Source
 from random_meshes import Checked, check_program, ill_conditioned
 
-NUM_PROGRAMS = 13  # of each kind and seed
+FEW, MANY = 13, 52  # programs of each kind; the few are the first of the many
 LOGGER = "torch._subclasses.fake_tensor"  # tells at length why a capture at another sequence length failed
 Drawn = tuple[Source, int]
 
 
-def check_kind(kind: str, seed: int) -> None:
-    """`NUM_PROGRAMS` distinct programs of a kind equal one device, each on a drawn mesh and with drawn labels."""
+def check_kind(kind: str, num_programs: int) -> None:
+    """Distinct programs of a kind equal one device, each on a drawn mesh and with drawn labels."""
     distinct: dict[Source, Checked] = {}
 
-    @hypothesis.seed(seed)
+    @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=3 * NUM_PROGRAMS,
+        max_examples=3 * num_programs,
         deadline=None,
         database=None,
         print_blob=False,
@@ -32,16 +32,17 @@ def check_kind(kind: str, seed: int) -> None:
     @hypothesis.given(_programs(kind))
     def every(drawn: Drawn) -> None:
         source, seed = drawn
-        if source not in distinct and len(distinct) < NUM_PROGRAMS and not ill_conditioned(source):
+        if source not in distinct and len(distinct) < num_programs and not ill_conditioned(source):
             distinct[source] = check_program(source, random.Random(seed))
 
     with mock.patch.object(logging.getLogger(LOGGER), "disabled", True):
         every()
-    assert len(distinct) == NUM_PROGRAMS
+    assert len(distinct) == num_programs
     labellings = Counter[str]()
     for checked in distinct.values():
         labellings.update(equal=checked.equal, refused=checked.refused)
-    assert labellings["equal"] > 1.5 * NUM_PROGRAMS, labellings  # most degrees divide what they have to
+    if num_programs == MANY:  # few programs may by chance have many degrees that divide nothing
+        assert labellings["equal"] > 1.5 * num_programs, labellings
 
 
 def _programs(kind: str) -> st.SearchStrategy[Drawn]:

@@ -1,11 +1,11 @@
 """Random programs over token tables equal one device on random meshes of up to 8 ranks, solved and random labels."""
 
 import pytest
-from program_check import check_kind
-from suites import thinned
+from program_check import FEW, MANY, check_kind
+from suites import long
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", thinned(range(4), keep=(0,)))
-def test_equal_to_one_device(seed: int) -> None:
-    check_kind("tokens", seed)
+@pytest.mark.parametrize("num_programs", (FEW, long(MANY)))
+def test_equal_to_one_device(num_programs: int) -> None:
+    check_kind("tokens", num_programs)
