@@ -1,6 +1,0 @@
-"""The helper that forks ranks, in ../tiny, is imported by its own name."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tiny"))

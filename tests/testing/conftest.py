@@ -1,6 +1,0 @@
-"""The tiny models of ../tiny are imported by their own names."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tiny"))
