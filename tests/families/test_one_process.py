@@ -15,7 +15,7 @@ from autopar.capture.export.export import named_outputs
 from autopar.cost_model.work.coverage import coverage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
-from autopar.runtime.parameters.packed import joined
+from autopar.runtime.parameters.packed import join_packed
 from autopar.runtime.verify.error_metrics import TOLERANCES, error, rms
 
 BATCH = 4
@@ -58,7 +58,7 @@ def test_the_capture_is_the_model(family: str) -> None:
     scale = rms(case.gradients.values())
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     trained = {name: grad for name, grad in case.gradients.items() if case.program.parameters[name].requires_grad}
-    gradients = joined(case.program, trained)
+    gradients = join_packed(case.program, trained)
     assert found.keys() == gradients.keys()
     assert max(error(grad, gradients[name], scale) for name, grad in found.items()) < TOLERANCES["float32"]
 

@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import BlockLabels, Degrees
 from autopar.ir.sharding import Mesh
-from autopar.runtime.parameters.packed import joined
+from autopar.runtime.parameters.packed import join_packed
 from autopar.runtime.verify.error_metrics import error, rms
 from autopar.search.labels.solve import label
 from autopar.testing.random_labels import random_labels
@@ -39,7 +39,7 @@ def check_program(source: Source, rng: random.Random) -> Checked:
     loss, gradients = unmodified(source)
     assert bool(torch.isfinite(loss)), source
     scale = rms(gradients.values())
-    captured = joined(case.program, case.gradients)  # a packed linear is captured in pieces
+    captured = join_packed(case.program, case.gradients)  # a packed linear is captured in pieces
     assert gradients.keys() == captured.keys(), source
     apart = [error(captured[name], grad, scale) for name, grad in gradients.items()]
     assert max(error(case.loss, loss, 0.0), *apart) < TOLERANCE, f"the captured program differs\n{source!r}"

@@ -10,7 +10,7 @@ from torch import fx, nn
 from autopar.capture.passes.normalize import IDENTITY
 from autopar.capture.program import capture_program
 from autopar.runtime.codegen.execute import run_reference
-from autopar.runtime.parameters.packed import joined, packed_source
+from autopar.runtime.parameters.packed import join_packed, packed_source
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def test_the_program_computes_what_the_module_computes(body: str) -> None:
     expected = model(x)
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    gradients = joined(program, {n: p.grad for n, p in parameters.items() if p.grad is not None})
+    gradients = join_packed(program, {n: p.grad for n, p in parameters.items() if p.grad is not None})
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
     for block in program.blocks:

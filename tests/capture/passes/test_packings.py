@@ -13,7 +13,7 @@ from torch.nn import functional
 from autopar.capture.program import capture_program
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.runtime.parameters.packed import joined
+from autopar.runtime.parameters.packed import join_packed
 
 Body = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -159,7 +159,7 @@ def against_the_model(body: Body) -> Any:
     loss = model(**inputs)
     loss.backward()
     torch.testing.assert_close(case.loss, loss.detach())
-    gradients = joined(case.program, case.gradients)
+    gradients = join_packed(case.program, case.gradients)
     used = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == used.keys()
     for name, gradient in used.items():
