@@ -15,8 +15,8 @@ import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.machine import usable_bytes
 from autopar.cost_model.memory.formula import step_memory
-from autopar.cost_model.published.estimate import FULL
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
 from autopar.cost_model.work import block_work as expressions
 from autopar.errors import InputError
@@ -135,7 +135,7 @@ def _largest(
     )
     needed = memory.needed_bytes
     heads = ASPECT * blocks / HEAD
-    fits = (needed <= FULL * memory_bytes) & (pp <= blocks) & (tp <= heads)
+    fits = (needed <= usable_bytes(memory_bytes)) & (pp <= blocks) & (tp <= heads)
     if not fits.any():
         return Largest(way=way, devices=devices, parameters=0.0, blocks=0, hidden=0, peak_bytes=0.0, **_named(plans[0]))
     row = int(np.flatnonzero(fits.any(axis=1))[-1])

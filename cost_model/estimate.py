@@ -23,8 +23,8 @@ import numpy as np
 
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
 from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.machine import usable_bytes
 from autopar.cost_model.pricing import Pricing, Question, layouts_of, without_data_parallelism
-from autopar.cost_model.published.estimate import FULL
 from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
 from autopar.ir.arrays import Floats
@@ -195,7 +195,7 @@ def estimate_works(
         other_s=_named(OTHER, step.parts),
         peak_bytes=peak,
         device_bytes=machine.memory_bytes,
-        fits=needed <= FULL * machine.memory_bytes,
+        fits=needed <= usable_bytes(machine.memory_bytes),
         memory_bytes=parts | {MEMORY["cache"]: peak - needed},
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,

@@ -14,7 +14,7 @@ from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.estimate import MEMORY, Estimate
 from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.machine.machine import usable_bytes
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -70,6 +70,6 @@ def with_exact_memory(made: Estimate, held: RankMemory) -> Estimate:
         made,
         memory_bytes=parts,
         peak_bytes=sum(parts.values()),
-        fits=needed <= FULL * made.device_bytes,
+        fits=needed <= usable_bytes(made.device_bytes),
         assumptions=(*made.assumptions, KERNELS),
     )

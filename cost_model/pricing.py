@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from autopar.cost_model.machine.cluster import ClusterMachine
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import StepMemory, step_memory
 from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
 from autopar.cost_model.pipeline.stages import Stages, pipeline_of, stages_at, whole_message_s
@@ -105,7 +105,7 @@ class Pricing:
         self,
         works: ProgramWorks,
         question: Question,
-        machine: ClusterMachine,
+        machine: Machine,
         constants: Mechanisms,
         precision: str,
     ) -> None:
@@ -194,7 +194,7 @@ class Pricing:
             self.family(layouts),
             self.shape,
             layouts,
-            self.machine.machine,
+            self.machine,
             self.question.engine,
             self.constants,
             in_float8=self.precision == "fp8",
@@ -203,12 +203,11 @@ class Pricing:
         )
 
     def _pipeline(self, stages: Stages, *, every_rank: bool) -> Pipeline:
-        sharing = ranks_per_core(self.machine, self.question.cluster)
-        exposed = self.constants.message_exposed
+        exposed, sharing = self.constants.message_exposed, self.machine.ranks_per_core
         return pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
 
     def _memory_options(self) -> dict[str, Any]:
-        reserve = self.machine.profile.reserve_bytes
+        reserve = self.machine.reserve_bytes
         return {"reserve_bytes": reserve, "cache": self.constants.allocator_cache, "fused": self.fused}
 
     def _memory(self, layouts: Layouts) -> StepMemory:
@@ -302,11 +301,6 @@ def shape_of(works: ProgramWorks) -> Shape:
         element_bytes=float(works.element_bytes),
         tensor_dims=tuple(dims),
     )
-
-
-def ranks_per_core(machine: ClusterMachine, cluster: ClusterSpec) -> float:
-    """How many ranks of one host share a core of it; 1 on devices that ranks have for themselves."""
-    return machine.machine.ranks_per_core if cluster.num_hosts == 1 else 1.0
 
 
 def without_data_parallelism(layouts: Layouts) -> Layouts:

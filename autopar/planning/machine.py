@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from autopar.cost_model.machine.cluster import ClusterMachine, cluster_machine
+from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 ENGINE = "autopar"
 
 
-def machine_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: str) -> ClusterMachine:
+def machine_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: str) -> Machine:
     """Raises `InputError` where the precision is unknown or the cluster's devices do not have it."""
     return cluster_machine(cluster, engine_named(ENGINE), mechanisms(), precision=precision, profile=profile)
 
@@ -24,16 +25,13 @@ def machinery_of(
     cluster: ClusterSpec, profile: DeviceProfile | None, precision: str, pinned: "Pinned | None" = None
 ) -> "Machinery":
     """The machine of `machine_of` and what else candidates are priced with; raises as it does."""
-    from autopar.cost_model.pricing import ranks_per_core
     from autopar.search.bounds.lower_bounds import Machinery
     from autopar.search.space.constraints import Pinned
 
-    machine = machine_of(cluster, profile, precision)
     return Machinery(
-        machine=machine,
+        machine=machine_of(cluster, profile, precision),
         engine=engine_named(ENGINE),
         mechanisms=mechanisms(),
         precision=precision,
-        ranks_per_core=ranks_per_core(machine, cluster),
         pinned=pinned or Pinned(),
     )

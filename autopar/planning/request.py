@@ -16,7 +16,7 @@ from autopar.search.result.result import OBJECTIVES, ON_FEWER_DEVICES
 from autopar.search.space.candidates import wishes
 
 if TYPE_CHECKING:
-    from autopar.cost_model.machine.cluster import ClusterMachine
+    from autopar.cost_model.machine.machine import Machine
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.program import Program
     from autopar.search.bounds.lower_bounds import Machinery
@@ -95,7 +95,7 @@ def question_of(
 
 
 def question_about(
-    asked: SearchRequest, cluster: "ClusterSpec", machine: "ClusterMachine", precision: str, name: str
+    asked: SearchRequest, cluster: "ClusterSpec", machine: "Machine", precision: str, name: str
 ) -> dict[str, str | int]:
     """The part of `question_of` that can be said without the program."""
     wanted = wishes(asked.fix, asked.forbid)

@@ -246,7 +246,7 @@ def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequ
         tensor_degrees=tensor_degrees(*counts),
         accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
         num_stages=pinned.num_stages,
-        devices_per_host=goal.parts[counts[-1]].on.machine.machine.links.devices_per_host,
+        devices_per_host=goal.parts[counts[-1]].on.machine.links.devices_per_host,
     )
 
 

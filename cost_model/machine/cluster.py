@@ -1,14 +1,13 @@
-"""A cluster and a device profile as the time model's machine."""
+"""The machine of a cluster and a device profile, and the precisions that layouts are priced in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.machine.machine import Machine, links_of, speeds_of
 from autopar.cost_model.machine.presets import cluster_profile
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.published.machine import links_of, speeds_of
-from autopar.cost_model.step.context import Machine
 from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link
@@ -17,18 +16,6 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "fp32": "f
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # no message crosses these: a host of one device, a cluster of one host
 _NO_LINK = Link(bytes_per_s=1e12, latency_s=1e-6, name="none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterMachine:
-    """What a plan runs on. `peak_flops_per_s` is the dense peak that utilisation is a part of."""
-
-    machine: Machine
-    device: Device
-    profile: DeviceProfile
-    memory_bytes: float
-    peak_flops_per_s: float
-    assumptions: tuple[str, ...]
 
 
 def default_precision(cluster: ClusterSpec) -> str:
@@ -73,7 +60,7 @@ def cluster_machine(
     *,
     precision: str,
     profile: DeviceProfile | None = None,
-) -> ClusterMachine:
+) -> Machine:
     """The machine of the cluster's slowest device, by the cluster's profile or the shipped one unless one is given.
 
     Raises InputError for an unknown precision, or one that the device has no unit for, and ClusterError for a profile
@@ -98,16 +85,13 @@ def cluster_machine(
         devices_per_host=float(group.devices_per_host),
     )
     speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
-    return ClusterMachine(
-        machine=Machine(
-            speeds=speeds,
-            links=links,
-            overlap_slowdown=found.overlap_slowdown,
-            ranks_per_core=found.measured.ranks_per_core if found.measured is not None else 1.0,
-            host=device.host,
-        ),
+    return Machine(
         device=device,
         profile=found,
+        speeds=speeds,
+        links=links,
+        ranks_per_core=found.measured.ranks_per_core if found.measured and cluster.num_hosts == 1 else 1.0,
+        host=device.host,
         memory_bytes=float(cluster.min_memory_bytes),
         peak_flops_per_s=float(device.peak_flops_per_s.get(dtype, speeds.peak_flops_per_s)),
         assumptions=(*cluster.assumptions, *found.assumptions(), *_simplified(cluster)),

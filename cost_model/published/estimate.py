@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
+from autopar.cost_model.machine.machine import FLOAT8, Machine, usable_bytes
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.memory.formula import StepMemory, step_memory
 from autopar.cost_model.published.families import (
@@ -28,7 +29,7 @@ from autopar.cost_model.published.families import (
     shape_of,
     with_chosen_parameters,
 )
-from autopar.cost_model.published.machine import FLOAT8, RowMachine, machine_for, machine_of, memory_bytes_of
+from autopar.cost_model.published.machine import engine_of, row_machine
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
@@ -40,7 +41,6 @@ from autopar.ir.arrays import Floats
 # a run that does not say whether it recomputes is taken to where it would miss the device's memory by more than the
 # model of memory is off
 SURELY = 1.2
-FULL = 0.96  # part of a device's memory that a run may fill: allocators lose the rest to fragments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class _Case:
     """A row, settled."""
 
     row: Row
-    machine: RowMachine
+    machine: Machine
+    engine: Engine
     family: str
     fused: bool
     global_batch: int
@@ -64,7 +65,14 @@ class Group:
     shape: Shape
     layouts: Layouts
     memory: StepMemory
-    memory_bytes: float
+
+    @property
+    def machine(self) -> Machine:
+        return self.cases[0].machine
+
+    @property
+    def engine(self) -> Engine:
+        return self.cases[0].engine
 
     @property
     def precision(self) -> str:
@@ -72,7 +80,7 @@ class Group:
 
     @property
     def profile(self) -> DeviceProfile:
-        return self.cases[0].machine.profile
+        return self.machine.profile
 
     def step(self, constants: Mechanisms, profile: DeviceProfile) -> StepSeconds:
         """Price the rows with the numbers of a profile and of mechanisms."""
@@ -81,8 +89,8 @@ class Group:
             with_experts(self.family, self.layouts, constants),
             self.shape,
             self.layouts,
-            machine_for(replace(first.machine, profile=profile), constants, precision=self.precision),
-            first.machine.engine,
+            row_machine(first.row, self.engine, constants, profile=profile),
+            self.engine,
             constants,
             in_float8=self.precision in FLOAT8,
             fused=first.fused,
@@ -109,7 +117,8 @@ def prepare(rows: Sequence[Row]) -> tuple[list[Group], dict[int, Unmodelled]]:
             continue
         machine = case.machine
         key = (
-            *(machine.preset.name, machine.engine.name, machine.inter_host_bytes_per_s, machine.devices_per_host),
+            *(machine.device.name, case.engine.name),
+            *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
             *(case.family, case.fused, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
         )
         groups.setdefault(key, []).append((index, case))
@@ -120,19 +129,20 @@ def _case(row: Row) -> _Case | Unmodelled:
     missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch")]
     if missing:
         return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
+    engine = engine_of(row)
     try:
-        machine = machine_of(row)
+        machine = row_machine(row, engine, mechanisms())
     except ClusterError as error:
         return Unmodelled(id=row.id, reason=str(error))
     family = family_name(row)
     attn = (row.attn_impl or "").lower()
-    fused = machine.engine.attention == "fused" if not attn else "unfused" not in attn
+    fused = engine.attention == "fused" if not attn else "unfused" not in attn
     batch = row.global_batch or int(_dp(row) * (row.micro_batch or 1) * (row.grad_accum or 1) * _default_count(row))
-    return _Case(row=row, machine=machine, family=family, fused=fused, global_batch=batch)
+    return _Case(row=row, machine=machine, engine=engine, family=family, fused=fused, global_batch=batch)
 
 
 def _is_over_data(case: _Case) -> bool:
-    return case.machine.engine.data_ranks == "joint" and _dp(case.row) > 1
+    return case.engine.data_ranks == "joint" and _dp(case.row) > 1
 
 
 def _default_count(row: Row) -> int:
@@ -147,13 +157,12 @@ def _dp(row: Row) -> float:
 def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     cases = tuple(case for _, case in members)
     first = cases[0]
-    engine, profile = first.machine.engine, first.machine.profile
+    engine, machine = first.engine, first.machine
     shape, layouts = shape_of([case.row for case in cases]), _layouts(cases, engine)
     each = [numbers_of(case.row) for case in cases]
     numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
     works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
     family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
-    memory_bytes = memory_bytes_of(first.machine.preset, first.row.gpu_mem_gb)
     unstated = np.array([case.row.recompute is None for case in cases])
 
     def memory_of(layouts: Layouts) -> StepMemory:
@@ -162,14 +171,14 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
             shape,
             layouts,
             engine,
-            reserve_bytes=profile.reserve_bytes,
+            reserve_bytes=machine.reserve_bytes,
             cache=mechanisms().allocator_cache,
             fused=first.fused,
         )
 
     memory = memory_of(layouts)
     for level in (1, 2):  # what does not say whether it recomputes does so as little as fits
-        tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * memory_bytes)
+        tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * machine.memory_bytes)
         if tight.any():
             layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
             memory = memory_of(layouts)
@@ -180,14 +189,13 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
         shape=shape,
         layouts=layouts,
         memory=memory,
-        memory_bytes=memory_bytes,
     )
 
 
 def _estimates(group: Group) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
     needed = memory.needed_bytes
-    held = np.maximum(needed, np.minimum(memory.peak_bytes, group.memory_bytes))
+    held = np.maximum(needed, np.minimum(memory.peak_bytes, group.machine.memory_bytes))
     seconds, needed, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, needed, held))
     parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}
     return [
@@ -195,7 +203,7 @@ def _estimates(group: Group) -> list[RowEstimate]:
             id=case.row.id,
             seconds=float(seconds[i]),
             peak_bytes=float(peak[i]),
-            fits=bool(needed[i] <= FULL * group.memory_bytes),
+            fits=bool(needed[i] <= usable_bytes(group.machine.memory_bytes)),
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
         )

@@ -1,7 +1,7 @@
 """A step put together from its prices: blocks on stages, messages, and what the end of a step waits for.
 
-Prices may be those of every layout (`autopar.cost_model.step.step`), or those of few combinations of fields, spread
-over the layouts that have them (`autopar.cost_model.screening`).
+Prices are either of every layout (`autopar.cost_model.step.step`), or of few combinations of fields and spread over
+the layouts that share them (`autopar.search.bounds.lower_bounds`).
 """
 
 from collections.abc import Callable, Mapping
@@ -118,13 +118,6 @@ def assembled(
 
 
 # ---- blocks and stages ----
-
-
-def passes_of_roles(
-    basis: Basis, layouts: Layouts, prices: StepPrices, weights: Mapping[str, Floats]
-) -> dict[str, Passes]:
-    """What a `Pipeline` is told: seconds of one micro-batch in every role."""
-    return _of_roles(prices, _with_and_without_gathers(basis, layouts, prices)[1], weights)
 
 
 def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes], weights: Mapping[str, Floats]) -> dict[str, Passes]:

@@ -1,7 +1,7 @@
 """Seconds of one micro-batch in one block on one rank: computing, and collectives that are not hidden behind it.
 
-Nothing here depends on pipeline stages, on ZeRO or on recomputation, so that layouts which differ in these alone share
-its prices (`autopar.cost_model.screening`); blocks that send over data-parallel ranks feel how far apart these lie.
+Nothing here depends on pipeline stages, on ZeRO or on recomputation: layouts that differ in these alone share prices.
+Blocks that send over data-parallel ranks depend on how far apart the ranks lie.
 """
 
 from dataclasses import dataclass

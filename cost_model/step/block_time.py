@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.kernel_times import (
     attention_flops,
     attention_seconds,
@@ -27,7 +26,7 @@ from autopar.cost_model.machine.kernel_times import (
     memory_seconds,
     tile_part,
 )
-from autopar.cost_model.machine.profile import AttentionEfficiency, Tile
+from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.ir.arrays import Floats
 
@@ -36,23 +35,6 @@ CAST_BYTES = 3.0
 ALIGNED = 8  # elements of 16 bits in the 16 bytes that tensor cores want aligned
 CORNER = 4.0
 COLLECTIVE_KERNELS = 3.0  # what a collective costs the host: checks, streams and events around its kernel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
-    """What kernels reach on one device: FLOP/s of large products in 16 bits and in the training precision, bytes/s, and
-    seconds of a kernel's start on the device and on the host. `in_one_thread`: the host is the device."""
-
-    peak_flops_per_s: float
-    product_flops_per_s: float
-    float8_flops_per_s: float | None
-    attention: AttentionEfficiency
-    tile: Tile
-    bytes_per_s: float
-    launch_s: float
-    host_s: float
-    misaligned: float
-    in_one_thread: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +146,3 @@ def _materialised(one: Operator[Any], speeds: Speeds) -> tuple[Floats, Floats]:
         products + SCORE_BYTES[0] * scores + 2 * speeds.launch_s,
         2 * products + SCORE_BYTES[1] * scores + 3 * speeds.launch_s,
     )
-
-
-def host_seconds(engine: Engine, mechanisms: Mechanisms, host_launch_s: float) -> float:
-    """Host seconds of one kernel under the engine's way of dispatch."""
-    share = {"eager": 1.0, "lean": mechanisms.lean_dispatch, "graph": mechanisms.graph_dispatch}[engine.dispatch]
-    return share * host_launch_s

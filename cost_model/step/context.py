@@ -7,24 +7,10 @@ import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
-from autopar.cost_model.machine.links import Links
-from autopar.cost_model.step.block_time import Speeds
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Shape
 from autopar.cost_model.step.unique_rows import spread
 from autopar.ir.arrays import Floats
-from autopar.ir.device import HostShare
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """One kind of device and its links, as the time model uses them. `ranks_per_core`: `Measurement` has it; `host` is
-    what a device has of its host, where that is known."""
-
-    speeds: Speeds
-    links: Links
-    overlap_slowdown: float
-    ranks_per_core: float = 1.0
-    host: HostShare | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

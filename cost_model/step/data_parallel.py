@@ -1,7 +1,7 @@
 """Data-parallel collectives: gathers of ZeRO 2 and 3 beside blocks, sums of gradients at the end of a step.
 
-Their bytes are those of a rank's parameters, so that nothing but where ranks stand decides their prices: layouts that
-differ in micro-batches, virtual stages or recomputation share them (`autopar.cost_model.screening`).
+Their bytes follow from a rank's parameters. Their prices depend on `RANK_FIELDS` alone: layouts that differ in
+micro-batches, virtual stages or recomputation share them.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 
+RANK_FIELDS = ("tp", "pp", "cp", "ep", "dp", "shard", "data_stride")  # of layouts
 _ENDS = ("first", "last")
 HALF_BYTES = 2  # what engines' bytes of parameters are for; wider training gathers so much more
 BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed

@@ -12,8 +12,8 @@ The last factor is the expected largest of n normal variables: every rank waits 
 
 A step is put together (`autopar.cost_model.step.assembly`) from the prices of one micro-batch in each block
 (`autopar.cost_model.step.block_prices`) and of what moves between data-parallel ranks
-(`autopar.cost_model.step.data_parallel`). `step_seconds` prices both for every layout, `autopar.cost_model.screening`
-once for all layouts that share them.
+(`autopar.cost_model.step.data_parallel`). `step_seconds` prices both for every layout; a search prices them once for
+all layouts that share them.
 """
 
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.assembly import (
     Assembled,
     Pipeline,
@@ -34,7 +35,7 @@ from autopar.cost_model.step.assembly import (
     sums_beside_blocks,
 )
 from autopar.cost_model.step.block_prices import BlockParts, block_prices, end_passes
-from autopar.cost_model.step.context import Basis, Machine, repeated_roles, weighted
+from autopar.cost_model.step.context import Basis, repeated_roles, weighted
 from autopar.cost_model.step.data_parallel import data_prices, end_gathers, gather_prices, gathering, gathers_blocks
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work.block_work import Family

@@ -9,17 +9,21 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.machine.cluster import ClusterMachine
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.cost_model.pricing import family_at, shape_of
-from autopar.cost_model.published.estimate import FULL
 from autopar.cost_model.screened_model import model_of_program
-from autopar.cost_model.screening import RANK_FIELDS
 from autopar.cost_model.step.assembly import Assembled, StepPrices, assembled
 from autopar.cost_model.step.block_prices import block_prices, end_passes
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles
-from autopar.cost_model.step.data_parallel import DataPrices, data_prices, end_gathers, gather_prices
+from autopar.cost_model.step.data_parallel import (
+    RANK_FIELDS,
+    DataPrices,
+    data_prices,
+    end_gathers,
+    gather_prices,
+)
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, strides
 from autopar.cost_model.step.offload import can_offload, host_bytes
@@ -54,24 +58,23 @@ NO_SHARE = 2.0  # of the blocks: recomputing all of them is not enough
 class Machinery:
     """What candidates are priced on, and what of them is decided already, and beyond what runs."""
 
-    machine: ClusterMachine
+    machine: Machine
     engine: Engine
     mechanisms: Mechanisms
     precision: str
-    ranks_per_core: float = 1.0
     pinned: Pinned = field(default_factory=Pinned)
     beyond: Beyond = Beyond()
 
     @property
     def capacity_bytes(self) -> float:
         """What a rank may hold."""
-        return FULL * self.machine.memory_bytes
+        return usable_bytes(self.machine.memory_bytes)
 
     def allows(self, works: ProgramWorks, layouts: Layouts) -> NDArray[np.bool_]:
         """Whether expert ranks divide the data-parallel ones, and the host has room for the optimizer."""
         found = np.mod(layouts.data_ranks, self.beyond.ep) == 0
         if self.beyond.offload:
-            host = self.machine.machine.host
+            host = self.machine.host
             room = 0.0 if host is None else host.memory_bytes
             found = found & can_offload(layouts) & (host_bytes(works.num_parameters, layouts) <= room)
         return np.asarray(found)
@@ -128,7 +131,7 @@ def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
     """What a captured model's blocks are priced with."""
     return Basis(
         shape=shape_of(works),
-        machine=on.machine.machine,
+        machine=on.machine,
         engine=on.engine,
         mechanisms=on.mechanisms,
         in_float8=on.precision == "fp8",
@@ -147,7 +150,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         virtual=layouts.virtual,
         micro_batches=layouts.micro_batches,
         counts=works.counts,
-        ranks_per_core=on.ranks_per_core,
+        ranks_per_core=on.machine.ranks_per_core,
     )
     cuts: list[EvenCuts] = []
     prices, weights = _prices(basis, works, layouts)
@@ -164,7 +167,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         on.engine,
         cuts[0],
         capacity_bytes=on.capacity_bytes,
-        reserve_bytes=on.machine.profile.reserve_bytes,
+        reserve_bytes=on.machine.reserve_bytes,
         fused=basis.fused,
     )
     least = np.broadcast_to(memory.share, layouts.pp.shape)

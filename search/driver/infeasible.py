@@ -114,7 +114,7 @@ def _offloaded(asked: Asked, _: Callable[[], bool]) -> str | None:
     def on_host(cluster: ClusterSpec) -> Machinery:
         return machinery_of(asked.machinery(cluster), Beyond(offload=True))
 
-    if asked.machinery(asked.cluster).machine.machine.host is None:
+    if asked.machinery(asked.cluster).machine.host is None:
         return None
     found = _fitting(replace(asked, machinery=on_host))
     if found is None:
@@ -161,7 +161,7 @@ def _least_hosts(asked: Asked) -> int:
 def _room(asked: Asked) -> float:
     """Bytes of a device for the model."""
     on = asked.machinery(asked.cluster)
-    return on.capacity_bytes - on.machine.profile.reserve_bytes
+    return on.capacity_bytes - on.machine.reserve_bytes
 
 
 def with_hosts(cluster: ClusterSpec, num_hosts: int) -> ClusterSpec:

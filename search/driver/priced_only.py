@@ -104,7 +104,7 @@ def combinations(works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> It
     """Those that the model and the cluster allow, but none of all; those that change least come first."""
     context = [n for n in divisors(cluster.num_devices) if works.sequence % n == 0 and n <= MOST_TENSOR_RANKS]
     experts = [n for n in divisors(cluster.num_devices) if n == 1 or (works.num_experts and works.num_experts % n == 0)]
-    places = [False, True] if on.machine.machine.host is not None else [False]
+    places = [False, True] if on.machine.host is not None else [False]
     every = [Beyond(cp=cp, ep=ep, offload=offload) for cp, ep, offload in product(context, experts, places)]
     yield from sorted(every, key=lambda one: (one.offload, (one.cp > 1) + (one.ep > 1), one.cp * one.ep))[1:]
 

@@ -97,7 +97,7 @@ def _devices(base: Base, factor: float) -> _Changed | None:
 
 
 def _bandwidth(base: Base, factor: float) -> _Changed | None:
-    links = base.part.on.machine.machine.links
+    links = base.part.on.machine.links
     if base.part.cluster.num_devices == 1:
         return None
     if base.part.cluster.num_hosts == 1:
@@ -107,7 +107,7 @@ def _bandwidth(base: Base, factor: float) -> _Changed | None:
     else:
         value = links.inter_host_bytes_per_s * factor
         links = replace(links, inter_host_bytes_per_s=value)
-    machine = replace(base.part.on.machine, machine=replace(base.part.on.machine.machine, links=links))
+    machine = replace(base.part.on.machine, links=links)
     return _changed(base, value, on=replace(base.part.on, machine=machine))
 
 
@@ -198,7 +198,7 @@ def _bound(base: Base, changed: _Changed) -> float | None:
         global_batch=changed.global_batch,
         local_batch=None,
         tensor_degrees=tuple(tp for tp in divisors(count) if tp <= max(base.limits.tensor_degrees)),
-        devices_per_host=changed.on.machine.machine.links.devices_per_host,
+        devices_per_host=changed.on.machine.links.devices_per_host,
     )
     every = candidates(limits, base.wanted)
     least = np.inf

@@ -32,7 +32,7 @@ class _Terms:
     def __init__(self, best: Priced, pricing: Pricing, parts: dict[str, float]) -> None:
         self.best, self.pricing, self.parts = best, pricing, parts
         self.degrees, self.machine = best.degrees, pricing.machine
-        self.speeds, self.profile = pricing.machine.machine.speeds, pricing.machine.profile.name
+        self.speeds, self.profile = pricing.machine.speeds, pricing.machine.profile.name
         self.passes, self.message_s = pricing.mean_passes_and_message()
         self.num_micro_batches = float(self.degrees.num_micro_batches)
         self.busy_s, self.num_blocks, self.share = self._slowest()

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
 from autopar.cost_model.pipeline.stages import Known, Stages, pipelines_of, stages_at
-from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between, ranks_per_core
+from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.step import StepSeconds, step_of
 from autopar.cost_model.work.program_costs import ProgramWorks
@@ -94,7 +94,7 @@ class Prepared:
         least_memory: bool = False,
     ) -> None:
         self.works, self.degrees, self.on, self.least_memory = works, degrees, on, least_memory
-        self.sharing = ranks_per_core(on.machine, cluster)
+        self.sharing = on.machine.ranks_per_core
         self.shared = SharedPrices(works, layouts, on)
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
@@ -185,7 +185,7 @@ class Prepared:
         """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned; `even` are
         the cuts of stages that recompute as many blocks each, which hold what is `held`."""
         capacity, pinned, cuts, stages = self.on.capacity_bytes, self.on.pinned, even, held.stages
-        room = capacity - self.on.machine.profile.reserve_bytes
+        room = capacity - self.on.machine.reserve_bytes
         if pinned.cuts is None and pinned.recompute_blocks is None:
             cuts = cuts_by_stage(self.works.calls, self._costs(index, cut), stages, room_bytes=room) or even
             if cuts != even:

@@ -21,11 +21,17 @@ from autopar.cost_model.memory.formula import (
 )
 from autopar.cost_model.memory.per_stage import RoleBytes, role_bytes
 from autopar.cost_model.screened_model import model_of_program
-from autopar.cost_model.screening import RANK_FIELDS
 from autopar.cost_model.step.assembly import StepPrices
 from autopar.cost_model.step.block_prices import block_prices, end_passes
 from autopar.cost_model.step.context import Passes, repeated_roles
-from autopar.cost_model.step.data_parallel import Gathers, data_prices, end_gathers, gather_prices, gathers_blocks
+from autopar.cost_model.step.data_parallel import (
+    RANK_FIELDS,
+    Gathers,
+    data_prices,
+    end_gathers,
+    gather_prices,
+    gathers_blocks,
+)
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.step import PricedBlocks
@@ -85,7 +91,7 @@ class SharedPrices:
     def memory_options(self) -> dict[str, float]:
         """What memory is counted with."""
         return {
-            "reserve_bytes": self.on.machine.profile.reserve_bytes,
+            "reserve_bytes": self.on.machine.reserve_bytes,
             "cache": self.on.mechanisms.allocator_cache,
         }
 

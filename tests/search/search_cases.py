@@ -8,7 +8,7 @@ from label_cases import program_of
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.published.estimate import FULL
+from autopar.cost_model.machine.machine import USABLE
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
@@ -32,13 +32,12 @@ def machinery_with(cluster: ClusterSpec, memory_bytes: float, ranks_per_core: fl
     """A cluster on whose devices a plan may hold `memory_bytes` beside the reserve."""
     engine = engine_named("autopar")
     machine = cluster_machine(cluster, engine, mechanisms(), precision="bf16")
-    memory = (machine.profile.reserve_bytes + memory_bytes) / FULL
+    memory = (machine.reserve_bytes + memory_bytes) / USABLE
     return Machinery(
-        machine=replace(machine, memory_bytes=memory, machine=replace(machine.machine, ranks_per_core=ranks_per_core)),
+        machine=replace(machine, memory_bytes=memory, ranks_per_core=ranks_per_core),
         engine=engine,
         mechanisms=mechanisms(),
         precision="bf16",
-        ranks_per_core=ranks_per_core,
     )
 
 
@@ -80,5 +79,5 @@ class Case:
             global_batch=self.global_batch,
             most_stages=len(calls),
             tensor_degrees=tuple(tp for tp in (1, 2, 4, 8) if self.spec.num_devices % tp == 0),
-            devices_per_host=self.on.machine.machine.links.devices_per_host,
+            devices_per_host=self.on.machine.links.devices_per_host,
         )

@@ -12,12 +12,13 @@ from autopar.cost_model.machine.collectives import hops, sent_bytes
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
+from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import Call, LinkProfile, Measurement
 from autopar.cost_model.pipeline.simulator import equal_stages, shared_step_s, simulate
 from autopar.cost_model.pipeline.stages import pipeline_of, stages_at
 from autopar.cost_model.step.assembly import Pipelined
-from autopar.cost_model.step.block_time import Speeds, block_seconds
+from autopar.cost_model.step.block_time import block_seconds
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.ir.cluster import ClusterSpec
@@ -116,8 +117,10 @@ def _measured_links() -> Links:
     group = replace(ClusterSpec.preset("4xcpu").groups[0], num_hosts=2)
     cluster = ClusterSpec(name="two", groups=(group,), inter_host=Link(bytes_per_s=1e8, latency_s=1e-3))
     found = cluster_machine(cluster, ENGINE, mechanisms(), precision="fp32", profile=profile)
-    assert found.machine.ranks_per_core == 2.0 and found.machine.speeds.in_one_thread
-    return found.machine.links
+    assert found.ranks_per_core == 1.0 and found.speeds.in_one_thread  # cores were measured in one host
+    alone = cluster_machine(ClusterSpec.preset("4xcpu"), ENGINE, mechanisms(), precision="fp32", profile=profile)
+    assert alone.ranks_per_core == 2.0
+    return found.links
 
 
 @pytest.mark.parametrize(("kind", "speed", "call_s"), [("all_gather", 5e8, 1e-3), ("reduce_scatter", 2.5e8, 2e-3)])

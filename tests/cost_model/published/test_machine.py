@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.published.machine import (
+    engine_of,
     inter_host_bytes_per_s,
-    machine_for,
-    machine_of,
     memory_bytes_of,
     preset_of,
+    row_machine,
 )
 from autopar.cost_model.published.row import Row
 from autopar.errors import ClusterError
@@ -62,14 +63,18 @@ def test_links_that_are_not_stated(text: str | None) -> None:
     assert inter_host_bytes_per_s(text, 8) is None
 
 
+def machine_of(row: Row) -> Machine:
+    return row_machine(row, engine_of(row), mechanisms())
+
+
 def test_an_nvlink_domain_is_a_host() -> None:
-    assert machine_of(Row(id="r", gpu_type="GB200", gpus_per_node=4)).devices_per_host == 72
-    assert machine_of(Row(id="r", gpu_type="A100-80", gpus_per_node=4)).devices_per_host == 4
+    for device, expected in (("GB200", 72), ("A100-80", 4)):
+        assert machine_of(Row(id="r", gpu_type=device, gpus_per_node=4)).links.devices_per_host == expected
 
 
 @pytest.mark.parametrize(("device", "is_switched"), [("V100-16", False), ("MI300X", False), ("H100-SXM", True)])
 def test_switches_are_the_preset_s(device: str, is_switched: bool) -> None:
-    machine = machine_for(machine_of(Row(id="r", gpu_type=device)), mechanisms(), precision="fp16")
+    machine = machine_of(Row(id="r", gpu_type=device, precision="fp16"))
     assert machine.links.is_switched == is_switched
 
 
@@ -77,11 +82,11 @@ def test_switches_are_the_preset_s(device: str, is_switched: bool) -> None:
 def test_kernels_for_a_device_are_its_profile_s(device: str, faster: bool) -> None:
     """TransformerEngine prefers cuDNN's attention on Hopper and later, FlashAttention 2 before."""
     row = Row(id="r", gpu_type=device, framework="Megatron-Core")
-    native = machine_for(machine_of(row), mechanisms(), precision="bf16").speeds.attention.forward
-    second = machine_for(machine_of(replace(row, framework="torchtitan")), mechanisms(), precision="bf16")
+    native = machine_of(row).speeds.attention.forward
+    second = machine_of(replace(row, framework="torchtitan"))
     assert (native > second.speeds.attention.forward) == faster
 
 
 def test_a_row_without_framework_gets_one_that_fits() -> None:
-    assert machine_of(Row(id="r", gpu_type="A100-80", pp=4)).engine.name == "megatron"
-    assert machine_of(Row(id="r", gpu_type="A100-80", pp=1)).engine.name == "fsdp"
+    assert engine_of(Row(id="r", gpu_type="A100-80", pp=4)).name == "megatron"
+    assert engine_of(Row(id="r", gpu_type="A100-80", pp=1)).name == "fsdp"

@@ -24,7 +24,7 @@ LLAMA = Deep(preset="llama2-7b", layers=32, tokens=4096)
 
 
 def hosted(on: Machinery, host: HostShare = HOST) -> Machinery:
-    return replace(on, machine=replace(on.machine, machine=replace(on.machine.machine, host=host)))
+    return replace(on, machine=replace(on.machine, host=host))
 
 
 def case_of(memory_bytes: float) -> tuple[Case, Machinery]:

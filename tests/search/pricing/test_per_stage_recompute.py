@@ -43,7 +43,7 @@ def machinery(degrees: Degrees, part: float) -> Machinery:
             priced(CASE.works(1), degrees, CASE.spec, pinned(roomy, recompute_blocks=1_000_000)),
         )
     )
-    reserve = roomy.machine.profile.reserve_bytes
+    reserve = roomy.machine.reserve_bytes
     return machinery_with(CASE.spec, float(least + part * (most - least)) - reserve)
 
 

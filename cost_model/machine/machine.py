@@ -1,0 +1,114 @@
+"""What layouts are priced on: the speeds of one kind of device, its links and its memory.
+
+A cluster (`autopar.cost_model.machine.cluster`) and a published run (`autopar.cost_model.published.machine`) are built
+into the same `Machine`, by `speeds_of` and `links_of`.
+"""
+
+from dataclasses import dataclass, replace
+
+from autopar.cost_model.machine.collectives import Transfer
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.machine.links import Links, MeasuredCalls
+from autopar.cost_model.machine.profile import AttentionEfficiency, Call, DeviceProfile, Tile
+from autopar.ir.device import Device, HostShare, Link
+
+USABLE = 0.96  # part of a device's memory that a run may fill: allocators lose the rest to fragments
+FLOAT8 = ("fp8", "mxfp8", "nvfp4")  # precisions whose products are priced in float8
+
+
+def usable_bytes(memory_bytes: float) -> float:
+    """What a run may hold of a device's memory. A plan fits if its fullest rank needs no more."""
+    return USABLE * memory_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What kernels reach on one device: FLOP/s of large products in 16 bits and in the training precision, bytes/s, and
+    seconds of a kernel's start on the device and on the host. `in_one_thread`: the host is the device."""
+
+    peak_flops_per_s: float
+    product_flops_per_s: float
+    float8_flops_per_s: float | None
+    attention: AttentionEfficiency
+    tile: Tile
+    bytes_per_s: float
+    launch_s: float
+    host_s: float
+    misaligned: float
+    in_one_thread: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One kind of device and its links, under one engine, profile and precision."""
+
+    device: Device
+    profile: DeviceProfile
+    speeds: Speeds
+    links: Links
+    memory_bytes: float
+    peak_flops_per_s: float  # dense, of the precision; what MFU is a part of
+    ranks_per_core: float = 1.0  # CPU ranks that share a core
+    host: HostShare | None = None  # one device's part of its host, if known
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def overlap_slowdown(self) -> float:
+        """How much slower computing and a collective are beside each other."""
+        return self.profile.overlap_slowdown
+
+    @property
+    def reserve_bytes(self) -> float:
+        """Bytes that the framework itself holds on a device."""
+        return self.profile.reserve_bytes
+
+
+def links_of(profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
+    """What collectives reach of links with the given figures."""
+    inside = profile.link("in_host")
+    near, between = inside.usual, profile.link("inter_host").usual
+    kinds: dict[Transfer, Call] = {"send" if k == "point_to_point" else k: call for k, call in inside.kinds.items()}
+    return Links(
+        in_host_bytes_per_s=in_host.bytes_per_s * near.efficiency,
+        in_host_latency_s=in_host.latency_s + near.call_s / 4,
+        inter_host_bytes_per_s=inter_host.bytes_per_s * between.efficiency,
+        inter_host_latency_s=inter_host.latency_s,
+        devices_per_host=devices_per_host,
+        is_switched=in_host.is_switched,
+        calls=MeasuredCalls(bytes_per_s=in_host.bytes_per_s, latency_s=in_host.latency_s, kinds=kinds)
+        if kinds
+        else None,
+    )
+
+
+def speeds_of(
+    device: Device, profile: DeviceProfile, engine: Engine, mechanisms: Mechanisms, *, precision: str
+) -> Speeds:
+    """What kernels of `precision` ("bf16", "fp16", "fp8", "fp32") reach on a device under an engine."""
+    peaks = device.peak_flops_per_s
+    wide = "bfloat16" if "bfloat16" in peaks and precision != "fp16" else "float16"
+    if precision == "fp32" or wide not in peaks:
+        wide = "float32"  # torch multiplies float32 in tf32 only if it is asked to
+    scale = {
+        "first": mechanisms.first_attention,
+        "second": 1.0,
+        "native": mechanisms.native_attention if profile.native_attention else 1.0,
+    }[engine.attention_kernel]
+    attention: AttentionEfficiency = replace(
+        profile.attention, forward=profile.attention.forward * scale, backward=profile.attention.backward * scale
+    )
+    has_float8 = "float8" in peaks and precision in FLOAT8
+    dispatch = {"eager": 1.0, "lean": mechanisms.lean_dispatch, "graph": mechanisms.graph_dispatch}[engine.dispatch]
+    return Speeds(
+        peak_flops_per_s=peaks[wide],
+        product_flops_per_s=peaks[wide] * profile.efficiency_of(wide),
+        float8_flops_per_s=peaks["float8"] * profile.efficiency_of("float8") if has_float8 else None,
+        attention=attention,
+        tile=profile.tile,
+        bytes_per_s=device.memory_bandwidth_bytes_per_s * profile.memory_efficiency,
+        launch_s=profile.launch_s,
+        host_s=dispatch * profile.host_launch_s,
+        misaligned=mechanisms.misaligned,
+        in_one_thread=device.device_type == "cpu",
+    )
