@@ -27,10 +27,11 @@ import optuna
 from search_problem import Problem
 
 from autopar.ir.rank_order import ORDERS
+from autopar.ir.schedules.registry import SCHEDULE_NAMES
 from autopar.search.driver.optuna_refine import MISSING, MOST_MOVED, STARTUP
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Priced, priced
-from autopar.search.space.candidates import NAMES, Candidates, Wishes, candidates, wishes
+from autopar.search.space.candidates import Candidates, Wishes, candidates, wishes
 
 SEEDS = 20
 REFINING_TRIALS, WHOLE_TRIALS = 40, 150
@@ -181,7 +182,7 @@ def words(found: Candidates) -> dict[str, list[Any]]:
         "order": [ORDERS[position] for position in found.order.tolist()],
         "zero": found.zero.tolist(),
         "micro_batch": found.micro_batch.tolist(),
-        "schedule": [NAMES[position] for position in found.schedule.tolist()],
+        "schedule": [SCHEDULE_NAMES[position] for position in found.schedule.tolist()],
         "virtual": found.virtual.tolist(),
     }
 

@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 from autopar.cost_model.pipeline.simulator import Orders, StageSeconds, equal_stages, replay_of, run_seconds, simulate
 from autopar.cost_model.published.row import read_rows
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.schedules import actions
+from autopar.ir.schedules.registry import actions
 
 RUNS = Path(__file__).parent / "data" / "published_runs.csv"
 RANKS, MICRO_BATCHES = 64, 512

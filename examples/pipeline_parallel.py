@@ -26,7 +26,7 @@ from common import (
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.ir.schedules import SCHEDULES, actions
+from autopar.ir.schedules.registry import SCHEDULES, actions
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from common import (
 )
 
 import autopar
-from autopar.ir.schedules import SCHEDULES
+from autopar.ir.schedules.registry import SCHEDULES
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from autopar.ir.rank_order import ORDERS
-from autopar.ir.schedules import actions
+from autopar.ir.schedules.registry import actions
 from autopar.ir.summary import BlockSummary, Summary
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from autopar.errors import InputError, PlanError, Problem, did_you_mean, short_r
 from autopar.files.atomic import write_text
 from autopar.ir.explanation import as_text
 from autopar.ir.rank_order import ORDERS, strides
-from autopar.ir.schedules import SCHEDULES, rank_of_stage
+from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh, Type
 from autopar.ir.summary import Summary
 
@@ -46,7 +46,7 @@ class Degrees:
     micro_batch: int | None = None
     accumulate: int = 1
     per_micro_batch: bool = False
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     virtual_stages: int = 1
     micro_batches: int = 1
     recompute: str = "none"
@@ -76,6 +76,11 @@ class Degrees:
         """How many repeated blocks of a stage compute again, where anything does; None for all."""
         blocks = self.recompute_blocks
         return blocks[stage] if isinstance(blocks, tuple) else blocks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the pipeline runs backward passes in two parts, one for inputs and one for weights."""
+        return self.pp > 1 and SCHEDULES[self.schedule].splits_backward
 
     def rank_of_stage(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
@@ -308,7 +313,7 @@ def labels_from_dict(data: Mapping[str, Any]) -> BlockLabels:
 
 _ALIASES = {"dp": "dp_shard"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "schedule": tuple(SCHEDULES),
+    "schedule": SCHEDULE_NAMES,
     "recompute": ("none", "full"),
     "order": ORDERS,
 }

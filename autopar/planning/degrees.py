@@ -13,7 +13,7 @@ from typing import Any
 from autopar.errors import PlanError, Problem
 from autopar.ir.plan import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS
-from autopar.ir.schedules import default_virtual_stages, schedule_problems
+from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 
 DEFAULT_MICRO_BATCH = 2  # at a global micro-batch of 1 the batch dimension cannot be told from a broadcast one
 
@@ -32,7 +32,7 @@ def resolve_degrees(
     if not {"dp", "dp_shard"} & set(given):
         asked = replace(asked, dp_shard=max(1, world_size // (asked.pp * asked.tp * asked.dp_replicate)))
     if asked.pp > 1 and "virtual_stages" not in given:
-        asked = replace(asked, virtual_stages=default_virtual_stages(asked.schedule))
+        asked = replace(asked, virtual_stages=SCHEDULES[asked.schedule].least_stages)
     problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given)
     if global_batch is not None:
         more, local_batch = _local_of_global(global_batch, asked.dp, local_batch)

@@ -6,7 +6,7 @@ from typing import Any
 from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.plan import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS
-from autopar.ir.schedules import SCHEDULES
+from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 from autopar.planning.degrees import resolve_degrees
 
 _NOT_DEGREES = ("global_batch", "seq_len")
@@ -35,7 +35,9 @@ class PlanOptions:
         "Lets models accumulate whose samples depend on each other (batch norm, contrastive loss, MoE balance loss); "
         "the loss is then not that of the whole batch. (default: off)"
     )
-    schedule: str | None = _option(f"Order of micro-batches in a pipeline: {', '.join(SCHEDULES)}. (default: 1f1b)")
+    schedule: str | None = _option(
+        f"Order of micro-batches in a pipeline: {', '.join(SCHEDULE_NAMES)}. (default: {DEFAULT_SCHEDULE})"
+    )
     virtual_stages: int | None = _option("Stages of one pipeline rank. (default: the fewest that the schedule has)")
     micro_batches: int | None = _option("Micro-batches of one run of the pipeline. (default: twice the stages)")
     cut_at: str | None = _option(

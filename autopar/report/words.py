@@ -6,6 +6,7 @@ from typing import Any
 from autopar.cost_model.estimate import MEMORY
 from autopar.ir.explanation import blocks_in_words
 from autopar.ir.rank_order import ORDERS
+from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
 from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
 from autopar.search.result.format import plan_in_words, readable_value
 from autopar.search.result.result import Contender, SearchResult
@@ -26,7 +27,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
     shard, copies = d.get("dp_shard", 1), d.get("dp_replicate", 1)
     if pp > 1:
         stages = f", {d['virtual_stages']} stages a rank" if d.get("virtual_stages", 1) > 1 else ""
-        yield f"pipeline of {pp} ({d.get('schedule', '1f1b')}{stages}, {d.get('micro_batches', 1)} micro-batches)"
+        schedule = d.get("schedule", DEFAULT_SCHEDULE)
+        yield f"pipeline of {pp} ({schedule}{stages}, {d.get('micro_batches', 1)} micro-batches)"
     if tp > 1:
         yield f"tensor parallel {tp}"
     if shard * copies > 1:

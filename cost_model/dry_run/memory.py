@@ -12,7 +12,7 @@
 
 Inputs of the batch and constants are not counted; allocators round up and keep what is free, which is not counted
 either. "Live at once" follows the action list: a micro-batch from its forward pass to the last part of its backward
-pass (`autopar.ir.schedules`).
+pass (`autopar.ir.schedules.registry`).
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from autopar.cost_model.dry_run.traffic import local_gradient_elements, trained
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, padded_elements, zero_step
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.schedules import SCHEDULES, actions
+from autopar.ir.schedules.registry import actions
 
 _NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
 STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
@@ -70,7 +70,7 @@ def memory_of(setting: Setting, runs: Mapping[int, StageRun]) -> RankMemory:
         groups = groups_of(setting, stage, runs[stage.index])
         gathered += zero_step(setting, stage, groups, Ledger())
         waits = [group.gradient_bytes for group in groups] or [0]
-        splits = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
+        splits = degrees.splits_backward
         accumulates = degrees.zero == 1 and degrees.num_micro_batches > 1
         whole += sum(waits) if splits or accumulates else max(waits)
         largest = max(largest, *(group.shard_bytes * degrees.dp_shard for group in groups), *waits)

@@ -7,7 +7,6 @@ from functools import cached_property
 from autopar.capture.analysis import Analysis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.schedules import SCHEDULES
 from autopar.ir.sharding import DATA, Type
 from autopar.ir.stages import Stage, recomputed_calls, separates, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
@@ -76,6 +75,4 @@ class Setting:
 
     def splits_backward(self, stage: Stage) -> bool:
         """Whether a stage runs backward passes in two parts, for what it received and for its weights."""
-        degrees = self.plan.degrees
-        has_parts = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
-        return has_parts and stage.index > 0 and separates(self.program, stage, self.recomputed)
+        return self.plan.degrees.splits_backward and stage.index > 0 and separates(self.program, stage, self.recomputed)

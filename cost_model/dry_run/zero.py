@@ -15,7 +15,8 @@ from autopar.cost_model.dry_run.ledger import Ledger, collective
 from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.ir.plan import Degrees
-from autopar.ir.schedules import SCHEDULES, Action, actions
+from autopar.ir.schedules.action import Action
+from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import Stage, owners
 from autopar.lowering.conversions import Collective
 
@@ -174,7 +175,7 @@ def zero_step(setting: Setting, stage: Stage, groups: Sequence[Group], ledger: L
     if not groups:
         return 0
     hooks = _Hooks(groups, degrees, ledger)
-    splits = degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
+    splits = degrees.splits_backward
     runs = list(passes(degrees, stage.index))
     for number, order in enumerate(runs):
         last = max(k for k, action in enumerate(order) if action.kind != "F")

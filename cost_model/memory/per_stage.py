@@ -22,12 +22,12 @@ from autopar.cost_model.memory.formula import (
     logit_bytes,
     state_bytes,
 )
-from autopar.cost_model.pipeline.closed_forms import live_stage_micro_batches
 from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, counted, per_rank
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
+from autopar.ir.schedules.registry import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +209,7 @@ def _live_bytes(stages: Stages, held_bytes: Floats) -> NDArray[np.float64]:
         rows, first = _rows_of_ranks(*run)
         most: NDArray[np.float64] = np.maximum.reduceat(rows @ held_bytes, first)
         return most
-    live = live_stage_micro_batches(
-        stages.schedule,
+    live = SCHEDULES[stages.schedule].most_in_flight(
         pp=stages.pp,
         virtual_stages=stages.virtual,
         micro_batches=stages.micro_batches,

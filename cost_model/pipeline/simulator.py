@@ -1,4 +1,4 @@
-"""Pipelines replayed: the action lists of `autopar.ir.schedules`, which the runtime executes, with seconds per pass.
+"""Pipelines replayed: the action lists that the runtime executes, with seconds per pass (`autopar.ir.schedules`).
 
 A rank runs its actions in their order. A pass begins when the one before it has ended and what it needs is there: a
 forward pass the values of the stage before, a backward pass its own forward pass and the gradients of the stage after,
@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import PlanError, Problem
-from autopar.ir.schedules import KINDS, Action, Pass, live_micro_batches, numbered_actions, rank_of_stage
+from autopar.ir.schedules.action import KINDS, Action, Pass, live_micro_batches
+from autopar.ir.schedules.registry import numbered_actions, rank_of_stage
 
 Orders = Sequence[Sequence[Action]]
 _NEVER = -1.0  # times are not negative

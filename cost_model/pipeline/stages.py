@@ -22,7 +22,7 @@ from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.ir.arrays import Floats
 from autopar.ir.plan import Degrees
-from autopar.ir.schedules import SCHEDULES, rank_of_stage
+from autopar.ir.schedules.registry import SCHEDULES, rank_of_stage
 
 MOST_ACTIONS = 10_000
 ENDS = ("first", "last")
@@ -57,8 +57,7 @@ class Stages:
 
     @property
     def num_actions(self) -> int:
-        passes = 3 if SCHEDULES[self.schedule].splits_backward else 2
-        return passes * len(self.roles) * self.micro_batches
+        return SCHEDULES[self.schedule].passes_per_micro_batch * len(self.roles) * self.micro_batches
 
     def of_rank(self, rank: int) -> tuple[str, ...]:
         """The roles of all calls of a rank."""

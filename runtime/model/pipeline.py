@@ -20,7 +20,8 @@ from autopar._torch import private
 from autopar.capture.nodes import value_infos
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Degrees
-from autopar.ir.schedules import Action, actions
+from autopar.ir.schedules.action import Action
+from autopar.ir.schedules.registry import SCHEDULES, actions
 from autopar.ir.stages import Stage, recomputed_calls, separates
 from autopar.runtime.distributed.hang_report import Place, frames_of, rank_position
 from autopar.runtime.distributed.mesh import MeshDim
@@ -69,7 +70,7 @@ class _TorchStage(PipelineStage):
         super().__init__(submodule, *arguments, **options)
         self.degrees, self.separates = degrees, separates
         self.is_final = True  # whether this run of the schedule is the step's last
-        self.splits_backward = zero.splits_backward(degrees)
+        self.splits_backward = degrees.splits_backward
 
     @property
     def module(self) -> StageModule:
@@ -178,7 +179,7 @@ class Pipeline:
         self._torch_stages = []
         for number in sorted(modules):
             stage = stages[number]
-            is_last, detaches = number == len(stages) - 1, zero.splits_backward(degrees)
+            is_last, detaches = number == len(stages) - 1, degrees.splits_backward
             submodule = _Submodule(modules[number], stage, self.loss, is_last, detaches)
             sent = (self.loss,) if is_last else stage.sends
             made = _TorchStage(
@@ -264,8 +265,9 @@ def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tenso
 
 def refuse_compiling(degrees: Degrees) -> None:
     """Raise `RuntimeInputError` where compiled blocks cannot run the schedule."""
-    if zero.splits_backward(degrees):
+    if degrees.splits_backward:
+        whole = ", ".join(name for name, schedule in SCHEDULES.items() if not schedule.splits_backward)
         raise RuntimeInputError(
-            f"schedule {degrees.schedule} runs the backward pass in two parts, which torch.compile cannot; use 1f1b or "
-            "interleaved-1f1b, or do not compile"
+            f"schedule {degrees.schedule} runs the backward pass in two parts, which torch.compile cannot; use a "
+            f"schedule with whole backward passes ({whole}), or do not compile"
         )

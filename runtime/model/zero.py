@@ -22,15 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar._torch import private
 from autopar.ir.plan import Degrees
-from autopar.ir.schedules import SCHEDULES
 from autopar.runtime.distributed.mesh import RankMesh
 
 _Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
-
-
-def splits_backward(degrees: Degrees) -> bool:
-    """Whether the backward pass runs in two parts, for which FSDP2 must keep a stage's parameters gathered."""
-    return degrees.pp > 1 and SCHEDULES[degrees.schedule].splits_backward
 
 
 def is_zero_sharded(parameter: torch.Tensor) -> bool:
@@ -51,7 +45,8 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
     fully_shard(
         module,
         mesh=mesh.device_mesh[names],
-        reshard_after_forward=degrees.zero == 3 and not root and not splits_backward(degrees),
+        # backward passes in two parts both need the stage's parameters
+        reshard_after_forward=degrees.zero == 3 and not root and not degrees.splits_backward,
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
         ignored_params=whole,
     )

@@ -24,11 +24,12 @@ from autopar.cost_model.memory.formula import (
     logit_bytes,
     state_bytes,
 )
-from autopar.cost_model.pipeline.closed_forms import live_stage_micro_batches, warm_up_passes
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
-from autopar.search.bounds.pipeline import IS_V, NAMES
+from autopar.ir.schedules.interleaved_1f1b import round_size
+from autopar.ir.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from autopar.search.bounds.pipeline import IS_V
 from autopar.search.bounds.uniform_partition import EvenCuts
 
 MOST_SHARE = 2.0  # of the blocks that a rank would have to recompute: as if it had fewer and others more
@@ -66,7 +67,7 @@ def memory_bounds(
     reserve_bytes: float,
     fused: bool,
 ) -> MemoryBounds:
-    """`schedule` are positions in `autopar.search.bounds.pipeline.NAMES`; `capacity_bytes` is what a rank may hold."""
+    """`schedule` are positions in `SCHEDULE_NAMES`; `capacity_bytes` is what a rank may hold."""
     saved, inputs = activations(family, shape, layouts, engine, fused=fused)
     kept = [kept_bytes(saved, inputs, np.asarray(level), engine) for level in (0, 2)]
     found: list[tuple[Floats, Floats, Floats]] = []
@@ -105,15 +106,15 @@ def _held_blocks(
     found = np.zeros(schedule.shape)
     for position in np.unique(schedule):
         mine = schedule == position
-        one, name = layouts.at(mine), NAMES[position]
+        one, kind = layouts.at(mine), SCHEDULES[SCHEDULE_NAMES[position]]
         p, v, n = one.pp, np.maximum(one.virtual, 1), one.micro_batches
         first, last, least = (np.broadcast_to(x, mine.shape)[mine] for x in (cuts.first, cuts.last, cuts.least))
         run: dict[str, Any] = {"pp": p, "virtual_stages": v, "micro_batches": n, "rank": p - 1 if is_last else 0 * p}
-        live = live_stage_micro_batches(name, **run)
+        live = kind.most_in_flight(**run)
         if IS_V[position]:
             held = live * (least if is_last else np.minimum(first, last))
         else:  # micro-batches go through a rank's stages in rounds until the first comes back
-            warm, in_round = warm_up_passes(name, **run), n // np.maximum(1, n // p)
+            warm, in_round = kind.warm_up_passes(**run), round_size(p, n)
             rounds, rest = np.divmod(warm, in_round * v)
             of_end = rounds * in_round + np.clip(rest - (v - 1 if is_last else 0) * in_round, 0, in_round)
             end = last if is_last else first

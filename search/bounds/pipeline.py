@@ -7,9 +7,7 @@ messages that it waits for, and from its last backward pass until that micro-bat
     in loops   the last rank waits for the forward passes of the stages before it, and where backward passes are whole
                those of the same stages follow on its last one
     in v       the last rank holds the turn; the stages before it forward come first
-    1f1b       the passes of one micro-batch through all stages, and of the others what cannot run beside them
-               (the last path of `autopar.cost_model.pipeline.closed_forms.unequal_1f1b_lower_s`)
-    gpipe      two flow shops, sum + (n-1)·largest, of forward and of backward passes (Huang et al. 2019; exact)
+    some       a bound of the schedule's own (`step_bound` of `autopar.ir.schedules.schedule.Schedule`)
 
 Where ranks share cores, those that compute are faster while others wait, by as much as they share at most, and the work
 of all ranks takes its time. Blocks of several roles count as their mean, so that these are bounds for models whose
@@ -26,18 +24,18 @@ from numpy.typing import NDArray
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.ir.arrays import Floats
-from autopar.ir.schedules import SCHEDULES
+from autopar.ir.schedules.registry import SCHEDULES
+from autopar.ir.schedules.schedule import PassSeconds
 from autopar.search.bounds.uniform_partition import EvenCuts, even_cuts
 
-NAMES = tuple(SCHEDULES)
-IS_V = np.array([kind.order == "v" for kind in SCHEDULES.values()])
+IS_V = np.array([kind.placement == "v" for kind in SCHEDULES.values()])
 SPLITS_BACKWARD = np.array([kind.splits_backward for kind in SCHEDULES.values()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Candidates: schedule (a position in `NAMES`), ranks, stages of each, micro-batches; `counts` of repeated blocks
-    by role."""
+    """Candidates: schedule (a position in `SCHEDULE_NAMES`), ranks, stages of each, micro-batches; `counts` of repeated
+    blocks by role."""
 
     schedule: NDArray[np.int64]
     pp: Floats
@@ -109,14 +107,21 @@ def _longest(
     whole = np.maximum(n * (total[0] + total[1]) / run.pp, total[0] + back + hops + (n - 1) * others)
     for path in paths:
         whole = np.maximum(whole, path.head + n * (path.busy + sent) + path.tail)
-    left = np.maximum(0, n - run.pp)
-    forward, backward = paths[0].forward, paths[0].backward
-    turned = np.maximum((n - 1) * backward + left * forward, (n - 1) * forward + left * backward)
-    is_1f1b = run.schedule == NAMES.index("1f1b")
-    whole = np.where(is_1f1b, np.maximum(whole, total[0] + total[1] + hops + turned), whole)
-    slowest = [np.maximum(cuts.first * block[i] + ends[0][i], cuts.last * block[i] + ends[1][i]) for i in (0, 1)]
-    shops = [total[i] + (n - 1) * np.maximum(slowest[i], cuts.most * block[i]) for i in (0, 1)]
-    whole = np.where(run.schedule == NAMES.index("gpipe"), np.maximum(whole, shops[0] + shops[1]), whole)
+    ends_s = [np.maximum(cuts.first * block[i] + ends[0][i], cuts.last * block[i] + ends[1][i]) for i in (0, 1)]
+    seconds = PassSeconds(
+        pp=run.pp,
+        micro_batches=n,
+        forward=total[0],
+        backward=total[1],
+        slowest_forward=np.maximum(ends_s[0], cuts.most * block[0]),
+        slowest_backward=np.maximum(ends_s[1], cuts.most * block[1]),
+        first_forward=paths[0].forward,
+        first_backward=paths[0].backward,
+        messages=hops,
+    )
+    for position, kind in enumerate(SCHEDULES.values()):
+        if kind.step_bound is not None:
+            whole = np.where(run.schedule == position, np.maximum(whole, kind.step_bound(seconds)), whole)
     if run.ranks_per_core > 1:
         return _sharing(run, whole, total[0] + total[1], sent)
     busy = paths[0].busy

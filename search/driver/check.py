@@ -18,7 +18,7 @@ from autopar.cost_model.pricing import layouts_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import Problem, SearchError
 from autopar.ir.plan import Degrees, Plan
-from autopar.ir.schedules import SCHEDULES, schedule_problems
+from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 from autopar.search.driver.search import Searched
 from autopar.search.pricing.exact import Priced, pricing_of
 from autopar.search.pricing.objective import Part

@@ -22,14 +22,13 @@ from autopar.cost_model.pipeline.stages import (
 from autopar.cost_model.pricing import Pricing, layouts_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.schedules import actions
+from autopar.ir.schedules.registry import SCHEDULE_NAMES, actions
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.search import Searched
 from autopar.search.explain.step_formulas import terms_of
 from autopar.search.pricing.exact import Priced, pricing_of
 from autopar.search.result.report_data import WAITING, Details, Points, RankCost, Rates, Timeline
-from autopar.search.space.candidates import NAMES
 
 MOST_PASSES = 4000  # of a time line that is kept whole
 MOST_POINTS = 1500
@@ -176,7 +175,7 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
         "seconds": tuple(_short(float(value)) for value in seconds[chosen]),
         "bytes": tuple(float(f"{value:.4g}") for value in needed[chosen]),
         "exact": tuple(int(value) for value in is_exact[chosen]),
-        "schedule": tuple(NAMES[int(index)] for index in candidates.schedule[chosen]),
+        "schedule": tuple(SCHEDULE_NAMES[int(index)] for index in candidates.schedule[chosen]),
     }
     numbers = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual")
     columns |= {name: tuple(int(value) for value in getattr(candidates, name)[chosen]) for name in numbers}

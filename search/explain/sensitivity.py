@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Degrees
 from autopar.ir.rank_order import ORDERS
-from autopar.ir.schedules import schedule_problems
+from autopar.ir.schedules.registry import schedule_problems
 from autopar.search.bounds.lower_bounds import Machinery, screen
 from autopar.search.driver.search import Works
 from autopar.search.pricing.exact import BY_STAGE, Priced, priced

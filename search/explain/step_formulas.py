@@ -142,7 +142,7 @@ class _Terms:
             Value(symbol="u", meaning="a micro-batch on the slowest rank", value=self.busy_s, unit="s"),
             Value(symbol="w", meaning="waiting for its own messages", value=waits, unit="s"),
         )
-        yield self.term("bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, ir/schedules.py")
+        yield self.term("bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, ir/schedules")
         one = self.message_s or 1.0
         sends = Value(symbol="k", meaning="messages waited for", value=self.parts["messages"] / one, unit="")
         lasting = Value(symbol="q", meaning="one message", value=one, unit="s")

@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.pipeline.closed_forms import live_stage_micro_batches
 from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages
 from autopar.ir.arrays import Floats
+from autopar.ir.schedules.registry import SCHEDULES
 from autopar.search.pricing.stage_partition import partition_with
 
 
@@ -38,9 +38,11 @@ class CallCosts:
 def live_micro_batches(stages: Stages) -> Floats:
     """Micro-batches of every stage that its rank holds when it holds most stages' micro-batches."""
     pp, ranks = stages.pp, np.array(stages.ranks)
-    run = {"pp": pp, "virtual_stages": stages.virtual, "micro_batches": stages.micro_batches}
     if stages.num_actions > MOST_ACTIONS:
-        live = np.asarray(live_stage_micro_batches(stages.schedule, **run, rank=np.arange(pp)), dtype=np.float64)
+        most = SCHEDULES[stages.schedule].most_in_flight(
+            pp=pp, virtual_stages=stages.virtual, micro_batches=stages.micro_batches, rank=np.arange(pp)
+        )
+        live = np.asarray(most, dtype=np.float64)
         return np.asarray(live[ranks] / stages.virtual)
     rows = most_held(stages.schedule, pp, stages.virtual, stages.micro_batches)
     fullest = [each[np.argmax(each.sum(axis=1))] for each in rows]

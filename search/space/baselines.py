@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.search.space.candidates import NAMES, Candidates
+from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
+from autopar.search.space.candidates import Candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ def baselines(found: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
     per_host = min(group.devices_per_host for group in cluster.groups)
     sharded = (found.dp_replicate == 1) & (found.pp == 1) & (found.zero == 3)
     in_host = _largest_up_to(found.tp[whole], per_host)
-    staged = (found.pp > 1) & (found.schedule == NAMES.index("1f1b")) & (found.zero == 1) & (found.dp_replicate == 1)
+    is_default = found.schedule == SCHEDULE_NAMES.index(DEFAULT_SCHEDULE)
+    staged = (found.pp > 1) & is_default & (found.zero == 1) & (found.dp_replicate == 1)
     wanted = {
         "FSDP": sharded & (found.tp == 1),
         "tensor in host + FSDP": sharded & (found.tp == in_host) & (found.tp > 1),

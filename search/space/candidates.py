@@ -21,10 +21,9 @@ from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.arrays import Integers
 from autopar.ir.plan import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS, strides
-from autopar.ir.schedules import SCHEDULES, schedule_problems
+from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, schedule_problems
 from autopar.search.space.constraints import PINS
 
-NAMES = tuple(SCHEDULES)  # what `Candidates.schedule` counts through
 MOST_VIRTUAL = 8  # stages of one rank; more than that send more than they save
 MOST_TENSOR_RANKS = 64
 ZERO = (0, 1, 2, 3)
@@ -32,7 +31,7 @@ ZERO = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates as arrays of one length. `schedule` is a position in `NAMES`, `order` in `ORDERS`;
+    """Candidates as arrays of one length. `schedule` is a position in `SCHEDULE_NAMES`, `order` in `ORDERS`;
     `micro_batches` are those of a step."""
 
     tp: Integers
@@ -66,7 +65,7 @@ class Candidates:
     def text(self, index: int) -> str:
         """One candidate in words that no other has: ``tp=2 pp=4 ... schedule=1f1b virtual=1``."""
         values = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
-        named = {"schedule": NAMES[values["schedule"]], "order": ORDERS[values["order"]]}
+        named = {"schedule": SCHEDULE_NAMES[values["schedule"]], "order": ORDERS[values["order"]]}
         return " ".join(f"{name}={named.get(name, value)}" for name, value in values.items())
 
     def index_of(self, text: str) -> int:
@@ -89,7 +88,7 @@ class Candidates:
             micro_batch=one["micro_batch"],
             accumulate=1 if staged else one["micro_batches"],
             micro_batches=one["micro_batches"] if staged else 1,
-            schedule=NAMES[one["schedule"]],
+            schedule=SCHEDULE_NAMES[one["schedule"]],
             virtual_stages=one["virtual"],
             recompute="full" if recompute else "none",
             order=ORDERS[one["order"]],
@@ -137,7 +136,7 @@ class Limits:
 # the words of --fix and --forbid: those of a plan's degrees
 WORDS = ("pp", "tp", "dp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "schedule",
          "virtual_stages", "order")  # fmt: skip
-NAMED = {"schedule": NAMES, "order": ORDERS}  # words whose values are names
+NAMED = {"schedule": SCHEDULE_NAMES, "order": ORDERS}  # words whose values are names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,12 +271,12 @@ def _splits(limits: Limits, local: int, dp: int, pp: int, wanted: Wishes) -> Ite
             if limits.num_stages not in (None, pp * virtual):
                 continue
             if wanted.allows("schedule", schedule) and wanted.allows("virtual_stages", virtual):
-                yield micro_batch, count, NAMES.index(schedule), virtual
+                yield micro_batch, count, SCHEDULE_NAMES.index(schedule), virtual
 
 
 def _orders(pp: int, micro_batches: int, most_stages: int) -> Iterator[tuple[str, int]]:
     if pp == 1:
-        yield "1f1b", 1  # the default: without a pipeline there is no order
+        yield DEFAULT_SCHEDULE, 1  # the default: without a pipeline there is no order
         return
     for name, kind in SCHEDULES.items():
         most = min(kind.most_stages or MOST_VIRTUAL, most_stages // pp)

@@ -11,7 +11,8 @@ from shared_captures import all_traced_once
 from suites import long
 
 from autopar.commands.verify import Report, verify
-from autopar.ir.schedules import actions, live_micro_batches
+from autopar.ir.schedules.action import live_micro_batches
+from autopar.ir.schedules.registry import actions
 from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(240)

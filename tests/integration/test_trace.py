@@ -14,7 +14,7 @@ from autopar.capture.analysis import analyse
 from autopar.errors import RankError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.schedules import actions
+from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import stages_of
 from autopar.lowering import vocabulary
 from autopar.lowering.local_graph import local_graph

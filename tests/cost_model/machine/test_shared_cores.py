@@ -24,7 +24,7 @@ from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
 from autopar.ir.plan import Degrees
-from autopar.ir.schedules import actions
+from autopar.ir.schedules.registry import actions
 
 ENGINE = engine_named("autopar")
 

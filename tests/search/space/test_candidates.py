@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import InputError
-from autopar.ir.schedules import schedule_problems
+from autopar.ir.schedules.registry import SCHEDULE_NAMES, schedule_problems
 from autopar.planning.degrees import resolve_degrees
-from autopar.search.space.candidates import NAMES, Candidates, Limits, candidates, divisors, wishes
+from autopar.search.space.candidates import Candidates, Limits, candidates, divisors, wishes
 
 LIMITS = Limits(num_devices=24, global_batch=48, most_stages=10, tensor_degrees=(1, 2, 3, 4, 8))
 
@@ -51,7 +51,7 @@ def test_what_runs_the_same_is_one_candidate() -> None:
     assert set(found.zero[alone].tolist()) == {0}
     assert set(found.dp_replicate[found.zero == 0].tolist()) == {1}
     assert set(found.dp_shard[(found.zero > 0)].tolist()).isdisjoint({1})
-    assert set(found.schedule[found.pp == 1].tolist()) == {NAMES.index("1f1b")}
+    assert set(found.schedule[found.pp == 1].tolist()) == {SCHEDULE_NAMES.index("1f1b")}
 
 
 def test_ranks_of_pipelines_lie_together_where_that_keeps_them_in_a_host() -> None:
@@ -80,7 +80,7 @@ def test_wishes_narrow_the_space() -> None:
         if degrees["tp"] == 2
         and degrees["zero"] in (1, 3)
         and degrees["pp"] not in (3, 6)
-        and NAMES[degrees["schedule"]] != "gpipe"
+        and SCHEDULE_NAMES[degrees["schedule"]] != "gpipe"
     }
 
 
