@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from config_rows import row_of_config
 from suites import thinned
 
 from autopar.cost_model.estimate import estimate_works
 from autopar.cost_model.machine.engine import Engine, engine_named
 from autopar.cost_model.pricing import Question, family_of_layout
-from autopar.cost_model.published.config import row_of_config
 from autopar.cost_model.published.estimate import estimate_rows, prepare
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.work.block_work import Family

@@ -10,11 +10,13 @@ from suites import long, thinned
 pytest.importorskip("transformers")
 
 import torch
+from config_rows import row_of_config
 from exported_blocks import tool, totals
 from torch import fx, nn
 
 from autopar._torch.private import fake_tensors
-from autopar.cost_model.published.block_numbers import family_of_config, numbers_of_config, row_numbers_of_config
+from autopar.cost_model.published.families import family_name, numbers_of
+from autopar.cost_model.published.row import Row
 from autopar.cost_model.work.block_work import evaluate, family, free_symbols, to_json
 from autopar.cost_model.work.export import block_works
 from autopar.cost_model.work.operator_cost import local_flops
@@ -52,11 +54,24 @@ def test_file_is_what_a_capture_gives(name: str, over_data: bool) -> None:
     assert stored == to_json(tool().exported(name, over_data=over_data))
 
 
+POSITIONS = ("n_positions", "max_seq_len", "max_position_embeddings")
+
+
+def family_and_sizes(config: Any, sequence: int) -> tuple[Any, dict[str, float]]:
+    """The family of a preset and its sizes, by the columns of a published run; and the positions of its own table."""
+    row = row_of_config(config, "row", seq_len=sequence)
+    assert isinstance(row, Row)
+    has_table = not dict(config.get("attn_config") or {}).get("alibi")
+    table = next((float(config[key]) for key in POSITIONS if config.get(key)), 0.0) * has_table
+    return family(family_name(row)), {**numbers_of(row), "l": table}
+
+
 @pytest.mark.parametrize("name", decoders())
 def test_parameters_of_presets(name: str) -> None:
     preset = model_presets()[name]
-    numbers = {**numbers_of_config(preset.config), "b": 1.0, "s": 1.0, "S": 1.0, "t": 1.0}
-    found = evaluate(family(family_of_config(preset.config)), numbers)
+    blocks, sizes = family_and_sizes(preset.config, 1)
+    numbers = {**sizes, "b": 1.0, "s": 1.0, "S": 1.0, "t": 1.0}
+    found = evaluate(blocks, numbers)
     total = 0.0
     for role in found.roles:
         work = found.block(role, "tp")
@@ -101,8 +116,9 @@ def test_row_path_is_graph_path(name: str, variant: str, tp: int) -> None:
     """A family's expressions at a preset's sizes, against that preset captured at its own sizes and labelled there."""
     config = model_presets()[name].config
     program, *_, works = works_of(name, tp, variant == "sp")
-    numbers = row_numbers_of_config(config, batch=BATCH, sequence=SEQUENCE, tp=tp)
-    found = evaluate(family(family_of_config(config)), numbers)
+    blocks, numbers = family_and_sizes(config, SEQUENCE)
+    numbers |= {"b": BATCH, "S": SEQUENCE, "t": tp, "g": max(numbers["g"], tp)}  # each rank holds a key head
+    found = evaluate(blocks, numbers)
     for index, role in tool().roles_of(name, program).items():
         one, other = totals(found.block(role, variant)), totals(works[index])
         for what in one:

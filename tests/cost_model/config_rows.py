@@ -1,9 +1,9 @@
-"""The columns of a published run that a transformers config decides, so that the row path prices a preset too."""
+"""The columns of a published run that a transformers config decides: presets are priced as rows too."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.cost_model.published.families import IN_PIECES, WINDOW
+from autopar.cost_model.published.families import IN_PIECES, LATENT, WINDOW
 from autopar.cost_model.published.row import Row, Unmodelled
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -65,6 +65,8 @@ def row_of_config(config: Mapping[str, Any], row_id: str, **columns: Any) -> Row
         found["n_kv_heads"] = 1
     if kind == "mpt":
         found["attn_impl"] = IN_PIECES  # as transformers has it
+    if kind == "deepseek_v3":
+        found["attention_type"] = LATENT
     if _slides(kind, config, columns.get("seq_len")):
         found["attention_type"] = WINDOW
     if found["moe_experts"] and not found["moe_ffn_hidden"]:
