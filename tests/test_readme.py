@@ -1,8 +1,10 @@
 """What README and docs say can be typed, works. Heavy commands (make, torchrun) have tests of their own."""
 
+import ast
 import importlib
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,26 @@ def test_the_picture_of_the_rooms_names_every_package() -> None:
     }
     rooms |= {path.parent.name for path in (ROOT / "autopar").glob("*/__init__.py")} - {"_torch"}
     assert rooms - named == set()
+
+
+def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
+    """Three words in a row of every message stand in a string of the source; the rest may be values."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    quoted = [text.split() for cell in first_cells for text in re.findall(r"`([^`]+)`", cell)]
+    messages = [words for words in quoted if len(words) > 3]
+    assert len(messages) > 15
+    texts = "\n".join(_strings())
+    runs = {" ".join(words): [" ".join(words[i : i + 3]) for i in range(len(words) - 2)] for words in messages}
+    assert [message for message, parts in runs.items() if not any(part in texts for part in parts)] == []
+
+
+def _strings() -> Iterator[str]:
+    """Every string of the source, without the values that are put into it."""
+    for top in ("autopar", "cost_model", "search", "runtime"):
+        for file in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value

@@ -12,7 +12,7 @@ from autopar.cli.app import app_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 LEFT_OUT = "..."
-NUMBER = re.compile(r"[\d.,]+(?:e[-+]\d+)?|\b(?:µs|ms|s)\b")
+NUMBER = re.compile(r"\b\w+(?:\.\w+)+\b|[\d.,]+(?:e[-+]\d+)?|\b(?:µs|ms|s)\b")  # also the names of tensors
 
 
 def files(page: str) -> dict[str, str]:
