@@ -53,19 +53,35 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     seed: int = 0,
 ) -> ParallelModel:
-    """Split an unmodified model over the devices of a cluster and return what trains it. Collective, under torchrun.
+    """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
-    `example_inputs` (a dict or tuple of tensors) is one rank's batch of one step; without it, shapes come from a
-    transformers config. Where the model returns no loss, `loss_fn` is a function of (output, target), as torch's losses
-    are; the target is the last element of the tuple, or the key ``target`` of the dict. `plan` is a `Plan`, the path of
-    one, or a mapping of degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``. Without it rank 0 searches the plan that
-    trains most sequences a second with such a batch on every data-parallel rank, as `autopar.plan` does; ranks that
-    differ only in ``tp`` or ``pp`` pass the same data (``rank_mesh.dims["dp"].coordinate`` says which part). A model on
-    meta is materialised shard by shard from `state` (a state dict, or a path to safetensors), or by its own
-    initialisation seeded with `seed`. Where ranks hold different weights, rank 0's count. The model is kept without its
-    weights, to be captured again in eval mode and for other shapes: drop it to free them.
+    Ranks that differ only in ``tp`` or ``pp`` must pass the same data: ``rank_mesh.dims["dp"].coordinate`` numbers the
+    parts. The model is kept without its weights, for other shapes and eval mode. Delete your model to free its weights.
 
-    Raises `InputError`, `PlanError` or `CaptureError` before any collective that could hang.
+    Args:
+        model: The model. On meta, it is materialised shard by shard. If ranks hold different weights, rank 0's are
+            used.
+        cluster_spec: The cluster, or its text, such as ``"8xh100"``.
+        example_inputs: The inputs of one rank in one step: a dict of tensors by name, or a tuple. Without it a
+            transformers config gives the shapes.
+        plan: A `Plan`, the path of one, or degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``. Without it rank 0
+            searches the plan of most sequences a second, as `autopar.plan` does.
+        state: The weights: a state dict, or the path of safetensors files.
+        loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
+            tuple, or the key ``target`` of the dict.
+        seed: The seed of initialisation on meta, and of dropout.
+
+    Returns:
+        The model to train.
+
+    Raises:
+        InputError: Inputs, cluster or weights cannot be used. No rank waits for another when an error is raised.
+        PlanError: The plan does not fit the job, the model or the batch.
+        CaptureError: The model cannot be captured.
+
+    Example:
+        >>> parallel = autopar.parallelize(model, "1xcpu", example_inputs=batch, plan={"dp": 1}, loss_fn=loss_fn)
+        >>> loss = parallel.forward_backward(batch)
     """
     cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()

@@ -54,11 +54,28 @@ def capture_program(
     loss_fn: LossFunction | None = None,
     training: bool = True,
 ) -> Program:
-    """Capture a model at the shapes of `example_inputs`, whose batch (dimension 0) is set to `batch` if given.
+    """Capture a model's training step as one graph, cut into distinct blocks.
 
-    With a `loss_fn` of (output, target), the last of the inputs, or the one called ``target``, is the target.
-    `training` is the mode in which the model is captured, whatever mode it is in; that is put back. It may lie on meta,
-    CPU or CUDA; no parameter is copied. Raises `CaptureError` where it does not export.
+    No parameter is copied, and the model's mode is restored afterwards.
+
+    Args:
+        model: The model, on CPU, CUDA or meta.
+        example_inputs: The inputs of one micro-batch: a dict of tensors by name, or a tuple. Their shapes are captured.
+        batch: The number of sequences to capture instead, in dimension 0 of the inputs.
+        loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
+            tuple, or the key ``target`` of the dict.
+        training: Whether to capture in training mode. Otherwise the model is captured in eval mode.
+
+    Returns:
+        The captured program. `autopar.estimate` prices it without another capture.
+
+    Raises:
+        CaptureError: `torch.export` cannot capture the model. The message names the module and the source line.
+
+    Example:
+        >>> program = autopar.capture_program(model, batch, loss_fn=loss_fn)
+        >>> [info.name for info in program.inputs]
+        ['input', 'target']
     """
     return capture_twice(model, example_inputs, batch=batch, loss_fn=loss_fn, training=training).program
 

@@ -89,7 +89,7 @@ def estimate(
             grams_co2_per_kwh=grams_co2_per_kwh,
             exact_memory=exact_memory,
             name=found.name,
-            say=lambda text: say(f"{found.name}: {text}"),
+            on_progress=lambda text: say(f"{found.name}: {text}"),
         )
     beside = compared(made, recorded, correct, found_profile, spec)
     if as_json:

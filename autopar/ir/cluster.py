@@ -39,20 +39,23 @@ class ClusterWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ClusterSpec:
-    """A cluster. Make one by `preset`, `load`, `detect` or `parse`, or spell it out.
+    """The hosts, devices and links of a cluster, in SI units.
 
-    `inter_host` is the link between hosts under one leaf switch, None for a single host. With a `spine`, groups of
-    `hosts_per_leaf` hosts share a leaf, and traffic between leaves has the spine's figures. `profile` is the device
-    profile that predictions use: the name of a shipped one, or the absolute path of a file.
+    Make one by `preset`, `load`, `detect` or `parse`, or name all fields.
+
+    Example:
+        >>> cluster = autopar.ClusterSpec.preset("16xh100")
+        >>> cluster.num_hosts, cluster.num_devices, cluster.backend
+        (2, 16, 'nccl')
     """
 
     name: str
-    groups: tuple[HostGroup, ...]
-    inter_host: Link | None = None
-    spine: Link | None = None
+    groups: tuple[HostGroup, ...]  # ranks are numbered group by group, host by host, device by device
+    inter_host: Link | None = None  # between hosts under one leaf switch; None for a single host
+    spine: Link | None = None  # between hosts under different leaf switches
     hosts_per_leaf: int | None = None
-    assumptions: tuple[str, ...] = ()
-    profile: str | None = None
+    assumptions: tuple[str, ...] = ()  # figures that nobody gave or measured
+    profile: str | None = None  # the device profile of predictions: a shipped name, or the absolute path of a file
 
     def __post_init__(self) -> None:
         problems = []
@@ -77,10 +80,23 @@ class ClusterSpec:
 
     @classmethod
     def preset(cls, text: str) -> ClusterSpec:
-        """``<n>x<device>``: ``4xcpu``, ``8xh100``, ``64xa100-80gb``.
+        """Make a cluster of a known device, such as ``4xcpu``, ``8xh100`` or ``64xa100-80gb``.
 
-        More devices than the device's usual host holds make several full hosts. Raises ClusterError for an unknown
-        device or a number that does not fill whole hosts, naming the nearest that does.
+        More devices than the device's usual host holds make several full hosts.
+
+        Args:
+            text: ``<n>x<device>``. ``autopar clusters`` lists the devices.
+
+        Returns:
+            The cluster, with the figures of the device's data sheet.
+
+        Raises:
+            ClusterError: The device is unknown, or the number does not fill whole hosts. The message names the nearest
+                number that does.
+
+        Example:
+            >>> autopar.ClusterSpec.preset("8xh100")
+            ClusterSpec('8xh100': 1x8 h100-sxm; nccl)
         """
         from autopar.ir.device_presets import device_names, device_preset
 
@@ -110,9 +126,23 @@ class ClusterSpec:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ClusterSpec:
-        """Read a YAML cluster file (docs/clusters.md). Raises ClusterError with every problem of the file.
+        """Read a YAML cluster file (docs/clusters.md).
 
-        Values unlike any known hardware are legal and give a `ClusterWarning` each.
+        A value unlike any known hardware is legal and gives a `ClusterWarning`.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ClusterError: The file cannot be used. The message lists every problem.
+
+        Example:
+            >>> autopar.ClusterSpec.preset("8xh100").dump("cluster.yaml")
+            >>> autopar.ClusterSpec.load("cluster.yaml").num_devices
+            8
         """
         from autopar.ir.cluster_file import read_cluster_file
 
@@ -123,7 +153,22 @@ class ClusterSpec:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ClusterSpec:
-        """What `to_dict` gave, or the content of a cluster file. Raises ClusterError with every problem."""
+        """Make a cluster from the content of a cluster file.
+
+        Args:
+            content: The result of `to_dict`, or the mapping of a cluster file.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ClusterError: The content cannot be used. The message lists every problem.
+
+        Example:
+            >>> cluster = autopar.ClusterSpec.preset("8xh100")
+            >>> autopar.ClusterSpec.from_dict(cluster.to_dict()) == cluster
+            True
+        """
         from autopar.ir.cluster_file import check_cluster
 
         entry, devices, problems = check_cluster(dict(content))
@@ -133,7 +178,21 @@ class ClusterSpec:
 
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
-        """What a command line says: ``detect``, a YAML file, or a preset."""
+        """Make a cluster from a text of the command line.
+
+        Args:
+            text: ``detect``, the path of a YAML file, or a preset such as ``8xh100``.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ClusterError: The text names no cluster, or its file cannot be used.
+
+        Example:
+            >>> autopar.ClusterSpec.parse("4xcpu").num_devices
+            4
+        """
         if text == "detect":
             return cls.detect()
         if _PRESET.fullmatch(text.strip().lower()):  # whatever files lie in the current folder
@@ -143,12 +202,22 @@ class ClusterSpec:
 
     @classmethod
     def detect(cls) -> ClusterSpec:
-        """This host's GPUs, else its CPU, as one torchrun job sees them; imports torch and initialises CUDA.
+        """Describe the devices of this job: the host's GPUs, or its CPU without GPUs.
 
-        Under torchrun, LOCAL_WORLD_SIZE devices a host and WORLD_SIZE / LOCAL_WORLD_SIZE hosts like this one; without
-        it, every GPU of this host. Memory is the driver's figure, the rest is the preset's of that device; a GPU that
-        no preset describes gets the slowest preset's figures. Whatever is assumed is listed. Raises ClusterError when
-        ranks outnumber the GPUs, for unlike GPUs in one host, and for unlike hosts.
+        Under torchrun a host has LOCAL_WORLD_SIZE devices, and there are WORLD_SIZE / LOCAL_WORLD_SIZE equal hosts.
+        Without torchrun the cluster is every GPU of this host. The driver gives the memory; the preset of the device
+        gives the rest. A GPU without a preset gets the slowest preset's figures. `assumptions` lists every assumed
+        figure. Torch is imported and CUDA is initialised.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            ClusterError: Ranks outnumber the GPUs, or the GPUs of a host or the hosts differ.
+
+        Example:
+            >>> autopar.ClusterSpec.detect().num_devices >= 1
+            True
         """
         from autopar.ir.cluster_detect import detect_hosts
 
@@ -181,7 +250,15 @@ class ClusterSpec:
     # ---- writing one ----
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of a cluster file that loads back as an equal cluster; self-contained, no preset named."""
+        """Convert the cluster to the content of a cluster file that names no preset.
+
+        Returns:
+            Plain data. `from_dict` makes an equal cluster of it.
+
+        Example:
+            >>> autopar.ClusterSpec.preset("8xh100").to_dict()["version"]
+            1
+        """
         from autopar.ir.cluster_file import group_entry, link_entry
 
         content: dict[str, Any] = {"version": 1, "name": self.name, "groups": [group_entry(g) for g in self.groups]}
@@ -196,7 +273,14 @@ class ClusterSpec:
         return content
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` as YAML, whole or not at all. Raises `InputError` if the file cannot be written."""
+        """Write the cluster as a YAML file, whole or not at all.
+
+        Args:
+            path: The file to write.
+
+        Example:
+            >>> autopar.ClusterSpec.preset("8xh100").dump("cluster.yaml")
+        """
         from ruamel.yaml import YAML
 
         writer = YAML(typ="safe", pure=True)
@@ -210,10 +294,12 @@ class ClusterSpec:
 
     @property
     def num_hosts(self) -> int:
+        """The number of hosts."""
         return sum(group.num_hosts for group in self.groups)
 
     @property
     def num_devices(self) -> int:
+        """The number of devices, which is the number of ranks."""
         return sum(group.num_devices for group in self.groups)
 
     @property
@@ -233,10 +319,12 @@ class ClusterSpec:
 
     @property
     def is_heterogeneous(self) -> bool:
+        """Whether groups differ in device, devices of a host or link."""
         return len({(group.device, group.devices_per_host, group.in_host) for group in self.groups}) > 1
 
     @property
     def min_memory_bytes(self) -> int:
+        """The memory of the smallest device."""
         return min(group.device.memory_bytes for group in self.groups)
 
     @property
@@ -252,7 +340,21 @@ class ClusterSpec:
         return None if any(p is None for p, _ in powers) else sum(p * n for p, n in powers if p is not None)
 
     def place_of(self, rank: int) -> tuple[HostGroup, int]:
-        """The group of a rank and the number of its host, counted over the whole cluster."""
+        """Find the host of a rank.
+
+        Args:
+            rank: The rank, from 0.
+
+        Returns:
+            The rank's group, and the number of its host in the whole cluster.
+
+        Raises:
+            IndexError: The cluster has no such rank.
+
+        Example:
+            >>> autopar.ClusterSpec.preset("16xh100").place_of(9)[1]
+            1
+        """
         first_rank = first_host = 0
         for group in self.groups:
             if 0 <= rank - first_rank < group.num_devices:
@@ -262,7 +364,22 @@ class ClusterSpec:
         raise IndexError(f"rank {rank} of a cluster of {self.num_devices} devices")
 
     def tier(self, rank: int, other: int) -> Tier:
-        """The tier that traffic between two ranks crosses."""
+        """Name the tier of links between two ranks.
+
+        Args:
+            rank: The first rank.
+            other: The second rank.
+
+        Returns:
+            ``in_host``, ``inter_host`` or ``spine``.
+
+        Raises:
+            IndexError: The cluster has no such rank.
+
+        Example:
+            >>> autopar.ClusterSpec.preset("16xh100").tier(0, 8)
+            'inter_host'
+        """
         host, other_host = self.place_of(rank)[1], self.place_of(other)[1]
         if host == other_host:
             return "in_host"
@@ -271,7 +388,22 @@ class ClusterSpec:
         return "spine"
 
     def link(self, rank: int, other: int) -> Link:
-        """The link that traffic between two different ranks crosses."""
+        """Find the link between two ranks.
+
+        Args:
+            rank: The first rank.
+            other: Another rank.
+
+        Returns:
+            The link: bytes/s for each direction, and seconds of latency.
+
+        Raises:
+            IndexError: The cluster has no such rank.
+
+        Example:
+            >>> autopar.ClusterSpec.preset("8xh100").link(0, 1).latency_s < 1e-4
+            True
+        """
         tier = self.tier(rank, other)
         found = self.place_of(rank)[0].in_host if tier == "in_host" else getattr(self, tier)
         assert isinstance(found, Link), f"no {tier} link between ranks {rank} and {other}"

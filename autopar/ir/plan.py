@@ -121,33 +121,46 @@ class BlockLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A placement of one program on one mesh. `summary` decides nothing: it is what `explain` says about the rest.
+    """The placement of one program on one mesh: everything that `autopar.parallelize` needs to run it.
 
-    `cuts` are the main calls, numbered from 0, before which the program is cut into pipeline stages; `recomputed` are
-    values that every stage computes for itself instead of being sent them (`autopar.ir.stages`). With `regather` inputs
-    of products that are gathered over tensor ranks are kept as shards, and gathered again in backward.
+    A plan is a frozen value that prints, compares and round-trips through JSON. `autopar.plan` finds one.
+
+    Example:
+        >>> program = autopar.capture_program(model, batch, loss_fn=loss_fn)
+        >>> plan = autopar.Plan(fingerprint=program.fingerprint, model="tiny", degrees=parallel.plan.degrees, blocks=())
+        >>> plan.degrees.world_size
+        1
     """
 
-    fingerprint: str
+    fingerprint: str  # of the captured program; another program is refused
     model: str
     degrees: Degrees
-    blocks: tuple[BlockLabels, ...]
-    regather: bool = True
-    batch: int | None = None
-    sequence: int | None = None
+    blocks: tuple[BlockLabels, ...]  # one entry for each distinct block
+    regather: bool = True  # gathered inputs of products are kept as shards, and gathered again in the backward pass
+    batch: int | None = None  # sequences of one micro-batch on all data-parallel ranks
+    sequence: int | None = None  # tokens of one sequence
     torch_version: str = ""
     notes: tuple[str, ...] = ()
-    summary: Summary | None = None
-    cuts: tuple[int, ...] = ()
-    recomputed: tuple[str, ...] = ()
+    summary: Summary | None = None  # the text of `explain`; it decides nothing
+    cuts: tuple[int, ...] = ()  # the main calls, numbered from 0, before which a pipeline stage begins
+    recomputed: tuple[str, ...] = ()  # values that every pipeline stage computes itself instead of receiving them
     version: int = field(default=_VERSION)
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of the labels, without pipeline stages."""
         return self.degrees.mesh
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Convert the plan to plain data for JSON.
+
+        Returns:
+            Dicts, lists, texts and numbers. `from_dict` reads them back.
+
+        Example:
+            >>> parallel.plan.to_dict()["degrees"]["tp"]
+            1
+        """
         data = asdict(self)
         data["blocks"] = [labels_to_dict(block) for block in self.blocks]
         for name in ("notes", "cuts", "recomputed"):
@@ -156,14 +169,43 @@ class Plan:
         return data
 
     def explain(self) -> str:
-        """What is split, how, and by which collectives, in words and tables; operators without a rule come first."""
+        """Explain the plan in words and tables.
+
+        Returns:
+            The operators without a rule, then the split of every value and the collectives of every block.
+
+        Example:
+            >>> parallel.plan.explain().splitlines()[0][:20]
+            'Every operator has a'
+        """
         return as_text(self)
 
     def to_json(self) -> str:
+        """Convert the plan to JSON text.
+
+        Returns:
+            The text that `save` writes.
+
+        Example:
+            >>> parallel.plan.to_json().startswith("{")
+            True
+        """
         return json.dumps(self.to_dict(), indent=1, sort_keys=True) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all. Raises `PlanError` where the file cannot be written."""
+        """Write the plan as JSON, whole or not at all.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            PlanError: The file cannot be written.
+
+        Example:
+            >>> parallel.plan.save("plan.json")
+            >>> autopar.Plan.load("plan.json") == parallel.plan
+            True
+        """
         try:
             write_text(path, self.to_json())
         except InputError as error:
@@ -171,7 +213,23 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
-        """Read a plan file. Raises `PlanError` that names file, field and remedy."""
+        """Read a plan file.
+
+        Args:
+            path: The file that `save` or ``autopar plan --out`` wrote.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: The file does not exist, is no plan, or has another schema version. The message names file, field
+                and remedy.
+
+        Example:
+            >>> parallel.plan.save("plan.json")
+            >>> autopar.Plan.load("plan.json").degrees.tp
+            1
+        """
         file = Path(path)
         if not file.is_file():
             raise PlanError(
@@ -188,7 +246,22 @@ class Plan:
 
     @staticmethod
     def from_dict(data: Any, source: str = "plan") -> "Plan":
-        """The inverse of `to_dict`; every deviation is a `PlanError`."""
+        """Read a plan from plain data, strictly.
+
+        Args:
+            data: The result of `to_dict`.
+            source: The name of the data in messages.
+
+        Returns:
+            The plan.
+
+        Raises:
+            PlanError: A field is missing, unknown or of a wrong type. The message lists every such field.
+
+        Example:
+            >>> autopar.Plan.from_dict(parallel.plan.to_dict()) == parallel.plan
+            True
+        """
         if not isinstance(data, dict):
             raise PlanError(f"{source}: expected an object, got {type(data).__name__}")
         version = data.get("version")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -63,69 +63,104 @@ def estimate(
     grams_co2_per_kwh: float | None = None,
     exact_memory: bool = False,
     name: str = "",
-    say: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Estimate:
-    """Predict step time and memory of a model under a plan on a cluster, without any device.
+    """Predict the step time and memory of a model under a plan, without any device.
 
-    A module may be on meta; `example_inputs` are one data-parallel rank's batch of one step, as for
-    `autopar.parallelize`. A captured `Program` (`autopar.capture_program`) is priced again without another capture.
-    `plan` is a `Plan`, the path of one, or wished degrees such as ``{"tp": 8, "dp": 4, "zero": 1}``; without it FSDP
-    over all devices. `engine` is a framework whose mechanisms are priced (``cost_model/machine/engines``), `profile` a
-    device profile or its file, for the shipped one. `precision` of products is bf16, fp16, fp8 or fp32 (by default
-    that of the module's dtype, as it runs); bytes are those of the module's own dtype, and `assumptions` says where
-    the two differ. `cp` and `ep` are degrees of context and expert parallelism, which are priced and not run. With
-    `exact_memory` bytes are counted as a rank holds them under autopar's own engine, which takes seconds for a large
-    model. `say` is told what is being done.
+    A plan that does not fit the devices' memory is priced too; see `Estimate.fits`.
 
-    Raises `InputError`, `PlanError`, `ClusterError` or `CaptureError`; a plan that does not fit the devices' memory is
-    priced all the same (`Estimate.fits`).
+    Args:
+        model_or_program: The model, which may be on meta, or a program of `autopar.capture_program`.
+        cluster: The cluster, or its text, such as ``"8xh100"``.
+        plan: A `Plan`, the path of one, or degrees such as ``{"tp": 8, "dp": 4, "zero": 1}``; FSDP by default.
+        example_inputs: The inputs of one data-parallel rank in one step. A program needs none.
+        loss_fn: A function of (output, target), if the model returns no loss.
+        global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
+        engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
+        profile: A device profile, its shipped name, or its file.
+        precision: Of products: bf16, fp16, fp8 or fp32; by default the model's dtype. Bytes follow the model's dtype.
+        cp: The degree of context parallelism, which is priced and not run.
+        ep: The degree of expert parallelism, which is priced and not run.
+        tokens: The tokens of a whole training run, to predict its days, money and energy.
+        grams_co2_per_kwh: The carbon intensity of the electricity.
+        exact_memory: Whether to count the tensors of a rank one by one, which takes seconds for a large model.
+        name: The model's name in the result.
+        on_progress: A function that receives a text before each part of the work.
+
+    Returns:
+        Seconds, bytes and FLOP/s of one step, and their parts. `assumptions` lists everything that nobody measured.
+
+    Raises:
+        InputError: Inputs, engine, profile or precision cannot be used.
+        PlanError: The plan does not fit the cluster or the model.
+        ClusterError: The cluster cannot be used.
+        CaptureError: The model cannot be captured.
+
+    Example:
+        >>> result = autopar.estimate(model, "4xh100", {"dp": 4}, example_inputs=batch, loss_fn=loss_fn)
+        >>> result.num_devices, result.fits
+        (4, True)
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    found = engine_named(engine) if isinstance(engine, str) else engine
-    own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    _check_parallel(spec, cp, ep)
-    if exact_memory and (found.name != OWN or cp * ep > 1):
-        raise InputError("exact memory is that of autopar's own engine, without context and expert parallelism")
-    world = spec.num_devices // cp
-    tell = say or (lambda _: None)
+    tell = on_progress or (lambda _: None)
+    chosen = _checked_engine(engine, spec, cp, ep, exact_memory)
+    asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, tell)
+    program, degrees = _program_and_degrees(model_or_program, asked)
+    tell("choosing labels and pricing blocks")
+    own_plan = given if isinstance(given, Plan) else None
+    priceable = priceable_of(program, spec, degrees, chosen, own_plan)
+    tell("pricing")
+    question = Question(
+        cluster=spec, degrees=priceable.degrees, engine=chosen, cuts=priceable.cuts, cp=cp, ep=ep,
+        precision=precision or precision_of(priceable.works.dtype, spec),
+        profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
+    )  # fmt: skip
+    name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
+    made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
+    if not exact_memory:
+        return made
+    tell("counting the tensors of a rank")
+    whole = own_plan or _whole_plan(program, priceable, spec)
+    return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+class _Asked(NamedTuple):
+    plan: Plan | Mapping[str, Any] | None
+    example_inputs: Inputs | None
+    loss_fn: LossFunction | None
+    num_ranks: int  # without context parallelism
+    global_batch: int | None
+    tell: Callable[[str], None]
+
+
+def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -> tuple[Program, Degrees]:
+    """The captured program, and the degrees of a plan or of wishes."""
+    given, world = asked.plan, asked.num_ranks
     if isinstance(model_or_program, Program):
         program = model_or_program
-        degrees = given.degrees if isinstance(given, Plan) else _degrees_of(program, given, world, global_batch)
+        degrees = given.degrees if isinstance(given, Plan) else _degrees_of(program, given, world, asked.global_batch)
     else:
-        if example_inputs is None:
+        if asked.example_inputs is None:
             raise InputError("a module needs example_inputs=..., a dict or tuple with the tensors of one rank's batch")
-        local_batch, _ = batch_and_sequence(input_names(model_or_program, example_inputs, loss_fn))
+        local_batch, _ = batch_and_sequence(input_names(model_or_program, asked.example_inputs, asked.loss_fn))
         if isinstance(given, Plan):
             degrees = given.degrees
         else:
-            degrees = resolve_degrees(given, world, local_batch, global_batch=global_batch)
-        tell("capturing")
-        program = capture_for(model_or_program, example_inputs, degrees, loss_fn)
+            degrees = resolve_degrees(given, world, local_batch, global_batch=asked.global_batch)
+        asked.tell("capturing")
+        program = capture_for(model_or_program, asked.example_inputs, degrees, asked.loss_fn)
     if isinstance(given, Plan):
         check_plan(given, program, world)
-    tell("choosing labels and writing down what blocks cost")
-    priceable = priceable_of(program, spec, degrees, found, given if isinstance(given, Plan) else None)
-    tell("pricing")
-    question = Question(
-        cluster=spec,
-        degrees=priceable.degrees,
-        engine=found,
-        precision=precision or precision_of(priceable.works.dtype, spec),
-        profile=own,
-        cuts=priceable.cuts,
-        cp=cp,
-        ep=ep,
-    )
-    given_name = given.model if isinstance(given, Plan) else type(model_or_program).__name__
-    made = estimate_works(
-        priceable.works, question, name=name or given_name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh
-    )
-    if not exact_memory:
-        return made
-    tell("counting what a rank holds")
-    whole = given if isinstance(given, Plan) else _whole_plan(program, priceable, spec)
-    return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+    return program, degrees
+
+
+def _checked_engine(engine: Engine | str, cluster: ClusterSpec, cp: int, ep: int, exact_memory: bool) -> Engine:
+    chosen = engine_named(engine) if isinstance(engine, str) else engine
+    _check_parallel(cluster, cp, ep)
+    if exact_memory and (chosen.name != OWN or cp * ep > 1):
+        raise InputError("exact memory is that of autopar's own engine, without context and expert parallelism")
+    return chosen
 
 
 def _whole_plan(program: Program, priceable: Priceable, cluster: ClusterSpec) -> Plan:

@@ -189,11 +189,33 @@ def coverage(
     plan: Mapping[str, Any] | None = None,
     global_batch: int | None = None,
 ) -> Coverage:
-    """How much of the work of a model's training step is split, and what every operator costs that stays whole.
+    """Report how much of the work of a training step is split over ranks.
 
-    `model` may be on meta; `example_inputs` are one data-parallel rank's batch; `plan` are wished degrees such as
-    ``{"tp": 4}``, labelled as `autopar.parallelize` would. Needs no process group, and refuses no plan for its size.
-    Raises `InputError`, `PlanError` or `CaptureError`.
+    No plan is refused for its size, and no process group is needed.
+
+    Args:
+        model: The model, which may be on meta.
+        cluster: The cluster, or its text, such as ``"8xh100"``.
+        example_inputs: The inputs of one data-parallel rank: a dict of tensors by name, or a tuple.
+        plan: The wanted degrees, such as ``{"tp": 4}``, labelled as in `autopar.parallelize`.
+        global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
+
+    Returns:
+        The split share of all FLOP, and the price of every operator that stays whole.
+
+    Raises:
+        InputError: The cluster or the inputs cannot be used.
+        PlanError: The degrees do not fit the cluster or the model.
+        CaptureError: The model cannot be captured.
+
+    Example:
+        >>> class WithLoss(torch.nn.Sequential):
+        ...     def forward(self, x, target):
+        ...         return torch.nn.functional.cross_entropy(super().forward(x), target)
+        >>> inputs = {"x": torch.randn(4, 8), "target": torch.arange(4)}
+        >>> report = autopar.coverage(WithLoss(*model), "4xcpu", example_inputs=inputs, plan={"tp": 2, "dp": 2})
+        >>> 0.0 < report.split_flops("tp") <= 1.0
+        True
     """
     from autopar.capture.export.export import input_names
     from autopar.capture.program import batch_and_sequence

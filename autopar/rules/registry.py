@@ -79,15 +79,29 @@ def register_rule(
     linear: Sequence[Sequence[int]] = (),
     flops: Callable[..., float] | None = None,
 ) -> None:
-    """Tell autopar how an operator of your own may be split; `autopar.prove_rule` shows that it is true.
+    """Tell autopar how an operator of your own may be split over ranks.
 
-    `target` is the operator, ``torch.ops.mine.scale`` or what ``torch.library.custom_op`` returned. `rule` is a line of
-    factor notation such as ``"b s d, d -> b s d"``, or a function from the call to a `Rule`. `whole` names the factors
-    that must not be split, separated by spaces; `additive` the operands that enter by addition; each entry of `linear`
-    a set of operands in which the operator is linear together; `flops` takes the sizes of the factors.
+    Registering the same rule again does nothing. `autopar.prove_rule` shows that a rule is correct.
 
-    Registering the same again does nothing. Raises `RuleError` where the line is malformed or names operands that the
-    operator does not have, and where the operator has another rule.
+    Args:
+        target: The operator: ``torch.ops.mine.scale``, or the result of `torch.library.custom_op`.
+        rule: A line of factor notation such as ``"b s d, d -> b s d"`` (docs/adding_an_operator.md), or a function from
+            the call to a `Rule`.
+        whole: The factors that must not be split, separated by spaces.
+        additive: The operands that are added to the result, such as a bias, by position.
+        linear: Sets of operand positions. The operator is linear in the operands of one set together.
+        flops: A function from the sizes of the factors to the FLOP of the forward pass. Without it, only memory traffic
+            is priced.
+
+    Raises:
+        RuleError: The line is malformed, names operands that the operator does not have, or the operator has another
+            rule already.
+
+    Example:
+        >>> @torch.library.custom_op("registry_example::scale", mutates_args=())
+        ... def scale(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ...     return x * factor
+        >>> autopar.register_rule(scale, "... n, n -> ... n", linear=[[0], [1]])
     """
     overload = operator_of(target)
     if isinstance(rule, str):

@@ -61,16 +61,31 @@ class OperatorSample:
 
 
 def prove_rule(target: Any, samples: Sequence[Any], *, seed: int = 0) -> RuleProof:
-    """Prove the rule of an operator on sample calls: run whole and in shards, forward and backward, and compare.
+    """Prove the rule of an operator on sample calls.
 
-    A sample is a tuple of positional arguments, or a pair of such a tuple and a dict of keywords; its tensors are
-    real, on one device, best in float64 (1e-9; 1e-4 in float32). Every factor that the rule lets be split must be split
-    by some sample, over 2 and 3 ranks, alone and with another one, as a single axis and as a product of two. Where a
-    degree does not divide an axis the parts are uneven: shards then hold padding, zero in parameters and anything in
-    other operands, that must not reach what is not padding.
+    Each call runs whole and in shards, forward and backward, and the results are compared. The proof splits every
+    factor over 2 and 3 ranks, alone and together with another factor, as a single axis and as a product of two. If a
+    degree does not divide an axis, the shards hold padding: zeros in parameters and any values in other operands. The
+    padding must not change other values.
 
-    Raises `RuleError` where the operator has no rule or a sample does not fit it, and `VerificationError` where shards
-    compute something else, or where no sample splits a factor.
+    Args:
+        target: The operator: ``torch.ops.mine.scale``, or the result of `torch.library.custom_op`.
+        samples: Calls. Each is a tuple of positional arguments, or a pair of such a tuple and a dict of keyword
+            arguments. Tensors lie on one device. float64 is compared to 1e-9, float32 to 1e-4. Together the samples
+            must split every factor that may be split, so give sizes that 2 or 3 divide.
+        seed: The seed of the drawn splits and values.
+
+    Returns:
+        The number of proved splits of each factor.
+
+    Raises:
+        RuleError: The operator has no rule, or a sample does not fit it.
+        VerificationError: Shards compute something else than the whole operator, or no sample splits a factor.
+
+    Example:
+        >>> sample = (torch.randn(4, 6).double(), torch.randn(6, 12).double())
+        >>> print(autopar.prove_rule(torch.ops.aten.mm.default, [sample]))
+        aten.mm.default: proved m (2), k (1), n (2); gradients too
     """
     overload = operator_of(target)
     rng = random.Random(seed)

@@ -1,5 +1,6 @@
 """A program compiled for one batch shape and mode: generated code per block, constants, and how to pad a batch."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,3 +142,9 @@ def compile_program(
         streams=streams,
         device=device,
     )
+
+
+def readable(code: str) -> str:
+    """Generated code without module prefixes and without the deletions that free memory early."""
+    code = re.sub(r";  (\w+ = )+None(?=\n|$)", "", code)
+    return re.sub(r"autopar_lowering_(?:functions|gather_linear|vocabulary|randomness)_", "", code).strip()

@@ -1,14 +1,13 @@
-"""`ParallelModel`: what the user holds and trains. Global names and shapes outside, shards and collectives inside."""
+"""`ParallelModel`, the model that a user trains: global names and shapes outside, shards and collectives inside."""
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import fx
 
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
@@ -16,10 +15,9 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Stage, recomputed_calls
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place, reports_position
-from autopar.runtime.distributed.mesh import MeshDim, RankMesh
+from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model import zero
-from autopar.runtime.model.compiled import CompiledProgram
-from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
+from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.inputs import (
     batch_error,
     first_rows,
@@ -41,15 +39,33 @@ MicroBatches = list[dict[str, Any]]
 
 
 class ParallelModel(ShardedModel):
-    """A model split over the ranks of a mesh according to a `Plan`.
+    """A model split over the ranks of a job according to a `Plan`; `autopar.parallelize` makes it.
 
-    `forward_backward(batch)` takes this rank's part of the global batch and leaves summed gradients; parameters are
-    DTensors under the model's own names, an unequal packing in pieces (`named_parameters`). In a pipeline a rank holds
-    those of its stages only, so names, state and gradients are of these. Every method is collective: all ranks call it
+    Parameters are DTensors under the model's own names. A pipeline rank holds the parameters of its own stages only,
+    so names, state and gradients are those of its stages. Every method is collective: all ranks call the same methods
     in the same order.
 
-    The mode set by `train()` and `eval()` is that of the model. For eval mode, and for shapes other than the plan's,
-    `replan` captures the model again; without it only what the plan was made for runs.
+    `train()` and `eval()` set the mode of the model. A new input shape, and eval mode, capture the model again.
+
+    Args:
+        program: The captured training program.
+        plan: The plan of this program.
+        mesh: The process groups of this job.
+        source: A function from a parameter's name to its whole tensor. It is not kept.
+        device: This rank's device.
+        seed: The seed of dropout and other random operators.
+        replan: A function that captures the model for another shape or mode. Without it only the plan's shapes run.
+        buffers: A function from a buffer's name to its whole tensor; `source` by default.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
+        >>> batch = (torch.randn(4, 8), torch.arange(4))
+        >>> loss_fn = torch.nn.functional.cross_entropy
+        >>> parallel = autopar.parallelize(model, "1xcpu", example_inputs=batch, plan={"dp": 1}, loss_fn=loss_fn)
+        >>> optimizer = torch.optim.AdamW(parallel.parameters())
+        >>> loss = parallel.forward_backward(batch)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
 
     def __init__(
@@ -77,14 +93,34 @@ class ParallelModel(ShardedModel):
     # Running.
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
-        """Generated code per distinct block: the training program, or the one that keeps all outputs."""
+        """Give the generated code of every distinct block, as modules.
+
+        Args:
+            outputs: Whether the code keeps all outputs of the model, as `evaluate` does. The code of a training step
+                computes the loss only.
+
+        Returns:
+            One module for each distinct block of the plan, in the plan's order.
+
+        Example:
+            >>> len(parallel.code_modules(outputs=False)) == len(parallel.plan.blocks)
+            True
+        """
         return self._shapes.base.code_modules(outputs=outputs)
 
     def compile(self, **options: Any) -> None:
-        """Run the generated blocks through `torch.compile`, whose options these are, from the next step on.
+        """Run the generated blocks through `torch.compile` from the next step on.
 
-        A distinct block is compiled once for all its calls, collectives included. Raises `RuntimeInputError` under a
-        pipeline schedule that splits the backward pass, which compiled code cannot.
+        A distinct block is compiled once for all its calls, with its collectives.
+
+        Args:
+            options: The options of `torch.compile`, such as ``backend="inductor"``.
+
+        Raises:
+            RuntimeInputError: The plan's pipeline schedule splits the backward pass, which compiled code cannot do.
+
+        Example:
+            >>> parallel.compile(backend="eager")
         """
         refuse_compiling(self.plan.degrees)
         self._compile_options = options
@@ -101,7 +137,19 @@ class ParallelModel(ShardedModel):
         return made[outputs]
 
     def forward(self, *_: Any) -> None:
-        """Refused: a step is `forward_backward(batch)`, an evaluation `evaluate(batch)`."""
+        """Refuse to run: a training step is `forward_backward(batch)`, an evaluation `evaluate(batch)`.
+
+        Args:
+            _: Anything.
+
+        Raises:
+            RuntimeInputError: Always.
+
+        Example:
+            >>> parallel(batch)
+            Traceback (most recent call last):
+            autopar.errors.RuntimeInputError: a ParallelModel runs forward and backward together; ...
+        """
         raise RuntimeInputError(
             "a ParallelModel runs forward and backward together; call forward_backward(batch), or evaluate(batch)"
         )
@@ -167,17 +215,30 @@ class ParallelModel(ShardedModel):
 
     @reports_position
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
-        """One step's loss and gradients; returns the loss of the global batch, equal on every rank: where the plan says
-        `per_micro_batch`, the mean of the losses of its micro-batches.
+        """Compute the loss and gradients of one training step.
 
-        `batch` is this rank's part of the global batch: `micro_batch × micro_batches × accumulate` sequences. Ranks
-        that differ only in `tp` or `pp` pass the same data. With fewer sequences, on some ranks or all, the batch is
-        padded where samples can be ignored. Another sequence length, or another number of sequences on all ranks,
+        Gradients are added to `.grad`, already summed over ranks. With fewer sequences than planned the batch is
+        padded, if the model can ignore samples. Another sequence length, or another number of sequences on all ranks,
         captures the model again, once for each shape.
 
-        Before anything is sent one all-gather of 8 × (4 + 2 × inputs) bytes a rank, on the host, compares step,
-        shapes and data of the ranks. Raises `RuntimeInputError` on all ranks where those do not agree, or where a
-        batch has a wrong name, shape or dtype.
+        Before anything else is sent, the ranks compare step, shapes and data. This is one all-gather on the host of
+        8 × (4 + 2 × inputs) bytes a rank.
+
+        Args:
+            batch: This rank's part of the global batch, ``micro_batch × micro_batches × accumulate`` sequences: a dict
+                of tensors by name, or a tuple. Ranks that differ only in ``tp`` or ``pp`` pass the same data.
+
+        Returns:
+            The loss of the global batch, a scalar that is equal on every rank. If the plan says `per_micro_batch`, it
+            is the mean of the micro-batches' losses.
+
+        Raises:
+            RuntimeInputError: A batch has a wrong name, shape or dtype, or the ranks disagree. All ranks raise it.
+
+        Example:
+            >>> loss = parallel.forward_backward(batch)
+            >>> loss.shape
+            torch.Size([])
         """
         degrees = self.plan.degrees
         compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches)
@@ -271,43 +332,51 @@ class ParallelModel(ShardedModel):
         return [{name: one} for one in own]
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """This rank's batches, as long as every rank has one: one all-gather of a few integers for each. Collective.
+        """Iterate over this rank's batches until all ranks run out of data together.
 
-        Raises `RuntimeInputError` on all ranks, naming them, where some run out of data before the others.
+        Each batch takes one all-gather of a few integers.
+
+        Args:
+            loader: An iterable of batches, such as a `DataLoader`.
+
+        Yields:
+            The items of `loader`.
+
+        Raises:
+            RuntimeInputError: Some ranks run out of data before others. The message names them; all ranks raise it.
+
+        Example:
+            >>> losses = [parallel.forward_backward(item) for item in parallel.batches([batch, batch])]
+            >>> len(losses)
+            2
         """
         return self._preflight.in_lockstep(loader)
-
-    def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
-        """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
-        for name, dim in self.rank_mesh.dims.items():
-            by_zero = name == "dp" and self.plan.degrees.zero > 0
-            if dim.degree > 1:
-                own = [p for n, p in self.named_parameters() if name in self.placements[n].deferred]
-                yield dim, [p for p in own if not (by_zero and zero.is_zero_sharded(p))]
-
-    def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
-        late = [p for _, parameters in self._deferred() for p in parameters]
-        named = dict(self.named_parameters())
-        late += [named[name] for name in self.ties.names if name in named]
-        found = {p: p.grad for p in late if p.grad is not None}
-        for parameter in found:
-            parameter.grad = None
-        return list(found.items())
-
-    def _sum_deferred(self) -> None:
-        for dim, parameters in self._deferred():
-            sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
 
     @reports_position
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Loss and outputs of one micro-batch without gradients; outputs are DTensors with global shapes.
+        """Compute the loss and outputs of one micro-batch without gradients.
 
-        In a pipeline every rank has the loss, and the outputs that its own stages make. After `eval()` this is what
-        the unmodified model computes in eval mode, captured when first asked for; in training mode it is the training
-        program without dropout. Where ranks hold different numbers of sequences the batch is padded, and only the loss
-        is returned.
+        After `eval()` the result is that of the unmodified model in eval mode, which is captured at the first call. In
+        training mode the training program runs without dropout.
+
+        Args:
+            batch: This rank's sequences: a dict of tensors by name, or a tuple. If ranks hold different numbers of
+                sequences, the batch is padded and only the loss is returned.
+
+        Returns:
+            The loss under ``"loss"``, and the model's outputs by name as DTensors with global shapes. In a pipeline
+            every rank has the loss, and the outputs of its own stages.
+
+        Raises:
+            RuntimeInputError: A batch has a wrong name, shape or dtype, or the ranks disagree. All ranks raise it.
+            PlanError: The captured model cannot run as the plan says.
+
+        Example:
+            >>> result = parallel.eval().evaluate(batch)
+            >>> tuple(result["loss"].shape)
+            ()
+            >>> parallel = parallel.train()
         """
         compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
         program = compiled.program
@@ -352,29 +421,25 @@ class ParallelModel(ShardedModel):
         dist.all_reduce(loss, group=pipeline.group)
         return loss
 
-    @reports_position
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before."""
-        named = {name: p for name, p in self.named_parameters() if p.grad is not None}
-        parameters = list(named.values())
-        norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in parameters:
-            grad = local_gradient(parameter)
-            assert grad is not None
-            grad.mul_(scale.to(grad.dtype))
-        return norm
-
     # Reading.
 
     def trace(self, path: str | os.PathLike[str], batch: Mapping[str, Any] | Sequence[Any]) -> None:
-        """Write one profiled `forward_backward(batch)` of all ranks, after two others, as a Chrome trace.
+        """Profile one training step on all ranks, and write it as a Chrome trace (docs/trace.md).
 
-        A process for each rank; tracks for its compute, the collectives of each mesh dimension and the messages between
-        stages (docs/trace.md). Rank 0 writes the file, whole or not at all. Weights, gradients, buffers and the step
-        count stay as they were; meanwhile there is memory for gradients twice.
+        Two steps run before the profiled one. Weights, gradients, buffers and the step count stay unchanged. Gradients
+        take twice their memory meanwhile. Rank 0 writes the file, whole or not at all.
 
-        Raises `InputError` on all ranks where the file cannot be written, and what `forward_backward` raises.
+        Args:
+            path: The JSON file to write, for ui.perfetto.dev or chrome://tracing. Every rank is a process, with tracks
+                for its compute, the collectives of each mesh dimension and the messages between stages.
+            batch: This rank's part of the global batch, as for `forward_backward`.
+
+        Raises:
+            InputError: The file cannot be written. All ranks raise it.
+            RuntimeInputError: As `forward_backward`.
+
+        Example:
+            >>> parallel.trace("step.json", batch)
         """
         step, grads = self._step, [(p, p.grad) for p in self.parameters()]
         buffers = [(held, held.clone()) for held in map(self.buffer, self.program.updates)]
@@ -397,7 +462,21 @@ class ParallelModel(ShardedModel):
                 held.copy_(before)
 
     def code(self, block: int | str) -> str:
-        """Generated code of a block, by index, block name or module path."""
+        """Give the generated code of a block, as readable Python.
+
+        Args:
+            block: The index of a distinct block, its name, or the module path of one of its calls.
+
+        Returns:
+            The code of its forward pass, with every collective.
+
+        Raises:
+            RuntimeInputError: The model has no such block. The message lists the names.
+
+        Example:
+            >>> print(parallel.code(0).splitlines()[0][:4])
+            def
+        """
         index = block if isinstance(block, int) else self._block_index(block)
         return readable(self.code_modules(outputs=False)[index].code)
 
@@ -416,9 +495,3 @@ class ParallelModel(ShardedModel):
             uses = len(self.program.uses_of_block(i))
             lines.append(f"\n# block {i}: {block.name}, called {uses} time{'s' * (uses > 1)}\n{self.code(i)}")
         return "\n".join(lines)
-
-
-def readable(code: str) -> str:
-    """Generated code without module prefixes and without the deletions that free memory early."""
-    code = re.sub(r";  (\w+ = )+None(?=\n|$)", "", code)
-    return re.sub(r"autopar_lowering_(?:functions|gather_linear|vocabulary|randomness)_", "", code).strip()

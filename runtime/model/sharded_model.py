@@ -1,4 +1,4 @@
-"""`ShardedModel`: what one rank holds of a model, under the model's own names: parameters, buffers, state."""
+"""`ShardedModel`: the parameters, buffers and state that one rank holds, under the model's own names."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,9 +12,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
 from autopar.runtime.codegen.randomness import Streams
-from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.distributed.hang_report import reports_position
+from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
+from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import optimizer_state, whole_state
@@ -24,10 +26,10 @@ from autopar.runtime.parameters.relayout import whole_placement
 
 
 class ShardedModel(nn.Module):
-    """The stages of a model that one rank holds; all of it without a pipeline.
+    """The stages of a model that one rank holds. Without a pipeline it is the whole model.
 
-    `source` gives whole parameters and is not kept; `buffers` gives buffers, some of them later. `base` is the program
-    compiled for the plan's shapes, `placements` how each parameter of the model is held, by name.
+    `source` gives whole parameters and is not kept. `buffers` gives buffers, some of them later. `base` is the program
+    compiled for the plan's shapes. `placements` says how each parameter is stored, by name.
     """
 
     def __init__(
@@ -73,7 +75,15 @@ class ShardedModel(nn.Module):
         return made
 
     def stage_modules(self) -> dict[int, StageModule]:
-        """This rank's stages by number."""
+        """Give this rank's pipeline stages.
+
+        Returns:
+            The stage modules by stage number; stage 0 alone without a pipeline.
+
+        Example:
+            >>> list(parallel.stage_modules())
+            [0]
+        """
         found: dict[int, StageModule] = {}
         for module in self.stages.values():
             assert isinstance(module, StageModule)
@@ -81,14 +91,25 @@ class ShardedModel(nn.Module):
         return found
 
     def stages_in(self, compiled: CompiledProgram) -> tuple[Stage, ...]:
-        """The pipeline stages of a compiled program; one without a pipeline."""
+        """Cut a compiled program into its pipeline stages.
+
+        Args:
+            compiled: A program that was compiled for one input shape and mode.
+
+        Returns:
+            The stages in order; one stage without a pipeline.
+
+        Example:
+            >>> len(parallel.stages_in(parallel.base))
+            1
+        """
         if compiled not in self._stages_of:
             self._stages_of[compiled] = stages_of(compiled.program, compiled.plan.cuts, compiled.plan.recomputed)
         return self._stages_of[compiled]
 
     @property
     def segments(self) -> list[nn.Module]:
-        """The modules that hold the parameters of single calls, in order."""
+        """The modules that each hold the parameters of one call of a block, in order."""
         return self._segments
 
     def _fill(
@@ -116,7 +137,18 @@ class ShardedModel(nn.Module):
                 self.buffer(name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer that is held, by any of its names."""
+        """Give a buffer of the model.
+
+        Args:
+            name: Any of the buffer's names in the model.
+
+        Returns:
+            The whole buffer on this rank's device.
+
+        Example:
+            >>> [parallel.buffer(name) for name in parallel.program.buffers]
+            []
+        """
         first, info = next((n, i) for n, i in self.program.buffers.items() if name in (n, *i.aliases))
         if attribute(first) not in self._buffers:
             value = self._buffer_source(first).to(info.dtype).to(self.device, copy=True)
@@ -136,10 +168,22 @@ class ShardedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the model's names, unused ones last; a tied parameter once, or under all its names.
+        """Iterate over this rank's parameters under the model's names; unused parameters come last.
 
-        An unequal packing, such as queries, keys and values of different sizes in one projection, is held in pieces
-        named after their rows: ``qkv_proj.weight[0:3072]``. `state_dict` joins them.
+        An unequal packing, such as queries, keys and values of different sizes in one projection, has one parameter
+        for each part, named after its rows: ``qkv_proj.weight[0:3072]``. `state_dict` joins the parts.
+
+        Args:
+            prefix: Text before every name, as in torch.
+            recurse: As in torch; `False` asks for this module's own parameters, of which there are none.
+            remove_duplicate: Whether a tied parameter comes once. Otherwise it comes under all its names.
+
+        Yields:
+            Pairs of name and parameter. A parameter is a DTensor if tensor parallelism or ZeRO splits it.
+
+        Example:
+            >>> [name for name, _ in parallel.named_parameters()]
+            ['0.weight', '0.bias', '2.weight', '2.bias']
         """
         if not recurse:  # what torch asks of one module of the tree
             yield from super().named_parameters(prefix, False, remove_duplicate)
@@ -154,7 +198,21 @@ class ShardedModel(nn.Module):
                 yield start + alias, parameter
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's names and shapes, sharded values; torch.distributed.checkpoint saves and loads it in place."""
+        """Give the parameters and persistent buffers under the model's names and shapes.
+
+        `torch.distributed.checkpoint` saves it, and loads into it in place. A checkpoint does not depend on the plan.
+
+        Args:
+            args: Ignored; torch passes them.
+            kwargs: Ignored; torch passes them.
+
+        Returns:
+            Values by name: DTensors, or `FlatShards` for parameters that are stored under another shape.
+
+        Example:
+            >>> tuple(parallel.state_dict()["0.weight"].shape)
+            (12, 8)
+        """
         parameters = dict(self.named_parameters())
         found: dict[str, Any] = {}
         for name, infos in by_model_parameter(self.program):
@@ -170,11 +228,33 @@ class ShardedModel(nn.Module):
         return found
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter name, flat and sharded as `state_dict`; values load in place."""
+        """Give an optimizer's state under the model's names and shapes.
+
+        Args:
+            optimizer: An optimizer of this model's parameters.
+
+        Returns:
+            Sharded values by parameter name and key, such as ``0.weight.exp_avg``. Values load in place.
+
+        Example:
+            >>> optimizer = torch.optim.AdamW(parallel.parameters())
+            >>> loss = parallel.forward_backward(batch)
+            >>> optimizer.step()
+            >>> tuple(parallel.optimizer_state_dict(optimizer)["0.weight.exp_avg"].shape)
+            (12, 8)
+        """
         return optimizer_state(self.program, dict(self.named_parameters()), optimizer, self.placements)
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
-        """Every gradient whole under the model's names, on every rank. Collective; for verification."""
+        """Gather every gradient as a whole tensor on every rank, for verification.
+
+        Returns:
+            Gradients by the model's names. They take the memory of the whole model.
+
+        Example:
+            >>> tuple(parallel.whole_gradients()["0.weight"].shape)
+            (12, 8)
+        """
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
@@ -182,3 +262,52 @@ class ShardedModel(nn.Module):
                 whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 found[name] = whole.reshape(self.placements[name].dims.shape).clone()
         return join_packed(self.program, found)
+
+    # Gradients.
+
+    def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
+        """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
+        for name, dim in self.rank_mesh.dims.items():
+            by_zero = name == "dp" and self.plan.degrees.zero > 0
+            if dim.degree > 1:
+                own = [p for n, p in self.named_parameters() if name in self.placements[n].deferred]
+                yield dim, [p for p in own if not (by_zero and zero.is_zero_sharded(p))]
+
+    def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
+        late = [p for _, parameters in self._deferred() for p in parameters]
+        named = dict(self.named_parameters())
+        late += [named[name] for name in self.ties.names if name in named]
+        found = {p: p.grad for p in late if p.grad is not None}
+        for parameter in found:
+            parameter.grad = None
+        return list(found.items())
+
+    def _sum_deferred(self) -> None:
+        for dim, parameters in self._deferred():
+            sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
+
+    @reports_position
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`.
+
+        Args:
+            max_norm: The largest allowed norm.
+
+        Returns:
+            The norm before scaling, a float64 scalar that is equal on every rank.
+
+        Example:
+            >>> norm = parallel.clip_grad_norm_(1.0)
+            >>> norm.dtype
+            torch.float64
+        """
+        named = {name: p for name, p in self.named_parameters() if p.grad is not None}
+        parameters = list(named.values())
+        norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            grad = local_gradient(parameter)
+            assert grad is not None
+            grad.mul_(scale.to(grad.dtype))
+        return norm
