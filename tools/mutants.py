@@ -35,6 +35,7 @@ SUITES = {"short": "not long", "long": "long"}  # what pytest's -m selects; the 
 NEAREST = 24  # test files of the first run
 SLOW_FOLDERS = ("integration", "examples", "families", "random_programs", "cli")  # behind others at the same distance
 TIMEOUT_S = 3000
+_RANK_FUNCTION = re.compile(r"^(\w+):\w+$")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -44,7 +45,10 @@ class FaultError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault: `old` is text that `file` has exactly once, `new` stands in its place."""
+    """One fault: `old` is text that `file` has exactly once, `new` stands in its place.
+
+    `first` is a test file to begin with, of a fault whose tests no import leads to.
+    """
 
     name: str
     area: str
@@ -52,6 +56,7 @@ class Fault:
     file: str
     old: str
     new: str
+    first: str = ""
 
     def planted(self, text: str) -> str:
         """`text` with the fault. Raises `FaultError` if the old text is not there exactly once."""
@@ -98,7 +103,7 @@ def problems(faults: Sequence[Fault], root: Path = ROOT) -> list[str]:
 
 
 def nearest_tests(fault: Fault, root: Path = ROOT) -> list[str]:
-    """All test files, by how many imports lie between them and the fault's module; its own test file is the first."""
+    """All test files, by how many imports lie between them and the fault's module; `first` or its own test leads."""
     module = fault.file.removesuffix(".py").replace("/", ".")
     module = module if module.startswith("autopar.") else f"autopar.{module}"
     files = {path.stem: path for path in (root / "tests").rglob("*.py")}  # helpers are imported by their own names
@@ -110,11 +115,11 @@ def nearest_tests(fault: Fault, root: Path = ROOT) -> list[str]:
         near += [1 + of_file(files[n], seen | {n}) for n in names if n in files and n not in seen and "." not in n]
         return min(near, default=99)
 
-    own = f"test_{Path(fault.file).stem}.py"
+    own = fault.first or f"test_{Path(fault.file).stem}.py"
 
     def key(path: Path) -> tuple[bool, int, bool, int]:
         is_slow = path.relative_to(root / "tests").parts[0] in SLOW_FOLDERS
-        return path.name != own, of_file(path) + is_slow, is_slow, path.stat().st_size
+        return not path.as_posix().endswith(f"/{own}"), of_file(path) + is_slow, is_slow, path.stat().st_size
 
     return [path.relative_to(root).as_posix() for path in sorted((root / "tests").rglob("test_*.py"), key=key)]
 
@@ -137,14 +142,16 @@ def _distances(module: str, root: Path) -> dict[str, int]:
 
 
 def _imported(path: Path) -> set[str]:
-    """The modules that a file imports, inside functions too."""
-    found = set()
+    """The modules that a file imports, inside functions too, and those that it names as ``module:function``."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(_RANK_FUNCTION.findall(node.value))
+    return found - {"autopar"}  # the public face imports everything when it is asked for
 
 
 # ---- running them ----
