@@ -27,7 +27,7 @@ from autopar.models.load import example_inputs_for
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan, program_for
 from autopar.planning.labels import LABELLED_DP
-from autopar.planning.request import SearchRequest
+from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.runtime.distributed.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
 from autopar.runtime.distributed.mesh import training_mesh
@@ -181,7 +181,7 @@ def _searched(
     captured = capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn)
 
     def search() -> Plan:
-        asked = SearchRequest(local_batch=local_batch, timeout_s=_TIMEOUT_S / 2)  # the other ranks wait in a collective
+        asked = PlanOptions(local_batch=local_batch, timeout_s=_TIMEOUT_S / 2)  # the other ranks wait in a collective
         found = search_captured(captured, cluster, asked, name=type(model).__name__, say=lambda _: None)
         if found.plan is None:
             raise InfeasibleError(nothing_fits(found))

@@ -15,7 +15,6 @@ from search_problem import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import BY_STAGE
-from autopar.search.space.candidates import wishes
 
 FAR = 0.07
 GROUP = 64  # candidates that are priced together
@@ -54,8 +53,7 @@ def main(*words: str) -> None:
         found = search_degrees(
             problem.works,
             ClusterSpec.preset(cluster),
-            problem.limits,
-            wishes({}),
+            problem.constraints.narrowed({}),
             problem.on,
             most_exact=400,
             trials=80,

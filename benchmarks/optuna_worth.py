@@ -31,7 +31,8 @@ from autopar.ir.schedules.registry import SCHEDULE_NAMES
 from autopar.search.driver.optuna_refine import MISSING, MOST_MOVED, STARTUP
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Priced, priced
-from autopar.search.space.candidates import Candidates, Wishes, candidates, wishes
+from autopar.search.space.candidates import Candidates, candidates
+from autopar.search.space.constraints import Constraints
 
 SEEDS = 20
 REFINING_TRIALS, WHOLE_TRIALS = 40, 150
@@ -98,15 +99,14 @@ def main(out: Path, chart: Path) -> None:
     draw(found, chart)
 
 
-def searched(one: Case, wanted: Wishes, trials: int = 0) -> Searched:
+def searched(one: Case, narrowed: Constraints, trials: int = 0) -> Searched:
     problem = one.problem
-    limits = problem.limits
-    return search_degrees(problem.works, problem.spec, limits, wanted, problem.on, most_exact=2000, trials=trials)
+    return search_degrees(problem.works, problem.spec, narrowed, problem.on, most_exact=2000, trials=trials)
 
 
 def refining(one: Case) -> dict[str, Curve]:
     """Median regret by trials of each way over the refinement's points."""
-    found = searched(one, wishes(one.fix), trials=EVERY)
+    found = searched(one, one.problem.constraints.narrowed(one.fix), trials=EVERY)
     assert found.proof.best is not None
     prices: dict[Point, Price] = {}
     named: list[Point] = []
@@ -134,9 +134,10 @@ def refining(one: Case) -> dict[str, Curve]:
 
 def whole(one: Case) -> dict[str, Curve]:
     """Median regret by trials of each way over all candidates."""
-    problem, wanted = one.problem, wishes(one.fix)
-    every = candidates(problem.limits, wanted)
-    found = searched(one, wanted)
+    problem = one.problem
+    narrowed = problem.constraints.narrowed(one.fix)
+    every = candidates(narrowed)
+    found = searched(one, narrowed)
     assert found.proof.best is not None
     capacity = problem.on.capacity_bytes
     known = {index: Price.of(price, capacity) for index, price in found.exact.items()}

@@ -17,7 +17,6 @@ from autopar.ir.rank_order import ORDERS
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import degrees_in_plain
-from autopar.search.space.candidates import wishes
 
 CASES = (
     "llama2-7b@32xrtx4090:10",
@@ -74,8 +73,8 @@ def compared(model: str, spec: ClusterSpec, cluster: str, sequences: int) -> str
     on = replace(problem.on, machine=machine)
 
     def searched(*orders: str) -> Searched:
-        wanted = wishes({"order": orders})
-        return search_degrees(problem.works, spec, problem.limits, wanted, on, most_exact=2000)
+        narrowed = problem.constraints.narrowed({"order": orders})
+        return search_degrees(problem.works, spec, narrowed, on, most_exact=2000)
 
     found = [searched(ORDERS[0]), searched(*ORDERS)]
     default, best = (one.best for one in found)

@@ -20,7 +20,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.rank_order import ORDERS
 from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED
-from autopar.planning.request import SearchRequest
+from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.search.result.result import SearchResult
 
@@ -83,7 +83,7 @@ def cases(words: list[str]) -> Iterator[Found]:
             captured = captured_model(model, folder=cache_folder(), seq_len=sequence, dtype=DTYPES[precision])
             mixes = program_for(captured.capture, LABELLED).mixes_batch is not None
             fix = {"per_micro_batch": True} if mixes else {}
-            request = SearchRequest(global_batch=batch, precision=precision, fix=fix)
+            request = PlanOptions(global_batch=batch, precision=precision, fix=fix)
             result = search_captured(captured.capture, spec, request, name=model, say=lambda _: None)
             yield Found(model=model, cluster=cluster, batch=batch, result=result)
 

@@ -17,7 +17,8 @@ from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.space.candidates import Limits, divisors
+from autopar.search.space.candidates import divisors
+from autopar.search.space.constraints import Constraints
 
 MOST_TENSOR_RANKS = 64
 
@@ -44,9 +45,9 @@ class Problem:
         return Machinery(machine=machine, engine=engine, mechanisms=mechanisms(), precision="bf16")
 
     @property
-    def limits(self) -> Limits:
+    def constraints(self) -> Constraints:
         spec = self.spec
-        return Limits(
+        return Constraints(
             num_devices=spec.num_devices,
             global_batch=self.global_batch,
             most_stages=sum(1 for role in self.works(1).calls if role),

@@ -26,13 +26,13 @@ from search_problem import Problem
 from autopar.cache.captures import captured_model
 from autopar.cache.store import cache_folder
 from autopar.capture.any_size import Capture
-from autopar.planning.request import SearchRequest
+from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.result import SearchResult
-from autopar.search.space.candidates import candidates, wishes
+from autopar.search.space.candidates import candidates
 
 # what is asked for on an idle machine, in seconds of a search
 TARGETS = {
@@ -84,7 +84,7 @@ def measure(case: str, rounds: int) -> None:
 def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], SearchResult]:
     """Seconds of one search, by the clock and of the processor, and what it found."""
     fix = {"per_micro_batch": True} if problem.model in PER_MICRO_BATCH else {}
-    asked = SearchRequest(global_batch=problem.global_batch, fix=fix, forbid={})
+    asked = PlanOptions(global_batch=problem.global_batch, fix=fix, forbid={})
     start, used = time.perf_counter(), time.process_time()
     found = search_captured(captured, problem.spec, asked, name=problem.model, say=lambda _: None)
     return (time.perf_counter() - start, time.process_time() - used), found
@@ -92,7 +92,7 @@ def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], 
 
 def enumeration_s(problem: Problem) -> float:
     """Processor seconds of exact prices of all candidates of some tensor degrees, by those of a sample."""
-    found = candidates(problem.limits, wishes({"tp": TENSOR}))
+    found = candidates(problem.constraints.narrowed({"tp": TENSOR}))
     works = {tp: problem.works(tp) for tp in TENSOR}
     part = Part(cluster=problem.spec, on=problem.on, weight=1.0)
     sample = random.Random(0).sample(range(len(found)), min(SAMPLE, len(found)))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from autopar.cache.store import SEARCHING, KeptFile, kept_file, versions
 from autopar.errors import InputError
-from autopar.planning.request import SearchRequest, question_about
+from autopar.planning.options import PlanOptions
+from autopar.planning.study_question import question_about
 
 if TYPE_CHECKING:
     from autopar.cache.captures import CapturedModel
@@ -27,7 +28,7 @@ def kept_search(
     folder: Path,
     captured: CapturedModel,
     cluster: ClusterSpec,
-    asked: SearchRequest,
+    asked: PlanOptions,
     *,
     say: Callable[[str], None],
 ) -> SearchResult:
@@ -53,7 +54,7 @@ def _read(path: Path) -> SearchResult:
     return SearchResult.from_dict(json.loads(path.read_text(encoding="utf-8")), str(path))
 
 
-def _file(folder: Path, captured: CapturedModel, cluster: ClusterSpec, asked: SearchRequest) -> KeptFile:
+def _file(folder: Path, captured: CapturedModel, cluster: ClusterSpec, asked: PlanOptions) -> KeptFile:
     from autopar.planning.machine import machine_of
 
     if asked.precision is None:

@@ -6,13 +6,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
 
 from autopar.errors import AutoparError, InfeasibleError, RankError, SearchError, VerificationError
-from autopar.planning.options import PlanOptions, flag
+from autopar.planning.options import PlanOptions, command_options, flag
 
 FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
 _STATUS = (
@@ -43,7 +42,7 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
         wants_traceback = given.pop("traceback") or os.environ.get("AUTOPAR_DEBUG", "") not in ("", "0")
         with _Guard(wants_traceback):
             if takes_options:
-                given["options"] = PlanOptions(**{f.name: given.pop(f.name) for f in fields(PlanOptions)})
+                given["options"] = PlanOptions(**{name: given.pop(name) for name in command_options()})
             function(**given)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -54,7 +53,7 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
 
 def _option_parameters(panel: str) -> list[inspect.Parameter]:
     found = []
-    for field in fields(PlanOptions):
+    for field in command_options().values():
         names = [flag(field.name)]
         if "bool" in str(field.type):
             names = [f"{names[0]}/--no-{names[0][2:]}"]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
 from autopar.cli.options.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
-from autopar.cli.options.plan_options import default_global_batch, narrowing
+from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import (
     Fix,
     Forbid,
@@ -34,7 +35,6 @@ from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.search.result.format import nothing_fits
 
 if TYPE_CHECKING:
-    from autopar.planning.request import SearchRequest
     from autopar.search.result.result import SearchResult
 
 
@@ -76,36 +76,34 @@ def plan(
 
     spec = ClusterSpec.parse(cluster)
     options.check()
-    fixed, forbidden = narrowing(options, fix or (), forbid or ())
     wanted = checked_precision(precision, spec)
-    own_profile = None if profile is None else load_profile(profile)
+    asked = replace(
+        options,
+        global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
+        objective=objective,
+        fix=values_by_word("--fix", fix or ()),
+        forbid=values_by_word("--forbid", forbid or ()),
+        top=top,
+        trials=trials,
+        seed=seed,
+        timeout_s=timeout,
+        study=study,
+        what_if=what_if,
+        report=report is not None,
+        profile=None if profile is None else load_profile(profile),
+        precision=None if precision is None and is_factory(model) else wanted,
+    )
+    asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"capturing {model} without memory") as say:
-        from autopar.planning.request import SearchRequest
-
-        def asked_for(local_batch: int | None) -> SearchRequest:
-            return SearchRequest(
-                global_batch=options.global_batch or default_global_batch(options, spec.num_devices, local_batch),
-                objective=objective,
-                fix=fixed,
-                forbid=forbidden,
-                top=top,
-                trials=trials,
-                seed=seed,
-                timeout_s=timeout,
-                study=study,
-                what_if=what_if,
-                report=report is not None,
-                profile=own_profile,
-                precision=None if precision is None and is_factory(model) else wanted,
-            )
-
-        asked_for(None).check(spec.num_devices)  # what is wrong is said before the model is captured
         dtype = None if is_factory(model) else DTYPES[wanted]
         captured = captured_model(
             model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype
         )
-        found = _searched(captured, spec, asked_for(captured.local_batch), say)
+        if options.global_batch is None and captured.local_batch is not None:
+            batch = default_global_batch(options, spec.num_devices, captured.local_batch)
+            asked = replace(asked, global_batch=batch)
+        found = _searched(captured, spec, asked, say)
     if out is not None and found.plan is not None:
         found.plan.save(out)
     if report is not None:
@@ -131,7 +129,7 @@ def _show(found: "SearchResult", decided: Plan, notes: Sequence[str], written: S
 
 
 def _searched(
-    captured: CapturedModel, cluster: ClusterSpec, asked: "SearchRequest", say: Callable[[str], None]
+    captured: CapturedModel, cluster: ClusterSpec, asked: PlanOptions, say: Callable[[str], None]
 ) -> "SearchResult":
     """Searches of models that autopar builds itself are kept, as their captures are."""
     if captured.local_batch is None:

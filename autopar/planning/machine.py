@@ -11,7 +11,6 @@ from autopar.ir.cluster import ClusterSpec
 
 if TYPE_CHECKING:
     from autopar.search.bounds.lower_bounds import Machinery
-    from autopar.search.space.constraints import Pinned
 
 ENGINE = "autopar"
 
@@ -22,16 +21,22 @@ def machine_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: s
 
 
 def machinery_of(
-    cluster: ClusterSpec, profile: DeviceProfile | None, precision: str, pinned: "Pinned | None" = None
+    cluster: ClusterSpec,
+    profile: DeviceProfile | None,
+    precision: str,
+    *,
+    recompute_blocks: int | tuple[int, ...] | None = None,
+    cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":
-    """The machine of `machine_of` and what else candidates are priced with; raises as it does."""
+    """The machine of `machine_of` with engine, constants and decisions that candidates are priced with; raises
+    likewise."""
     from autopar.search.bounds.lower_bounds import Machinery
-    from autopar.search.space.constraints import Pinned
 
     return Machinery(
         machine=machine_of(cluster, profile, precision),
         engine=engine_named(ENGINE),
         mechanisms=mechanisms(),
         precision=precision,
-        pinned=pinned or Pinned(),
+        recompute_blocks=recompute_blocks,
+        cuts=cuts,
     )

@@ -1,15 +1,25 @@
-"""`PlanOptions`: what a user may ask of a plan, declared once for every command. This module does not import torch."""
+"""`PlanOptions`: what a user may ask of a plan and of its search, declared once for the library and every command.
 
+Inside a search the same request is `autopar.search.space.constraints.Constraints`, checked for a model and a cluster.
+This module does not import torch.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autopar.errors import InputError, PlanError, Problem
+from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.plan import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
-from autopar.planning.degrees import resolve_degrees
+from autopar.planning.degrees import nearest_divisors, resolve_degrees
+from autopar.search.space.constraints import Values, checked_values
+
+if TYPE_CHECKING:
+    from autopar.cost_model.machine.profile import DeviceProfile
 
 _NOT_DEGREES = ("global_batch", "seq_len")
+_DIMENSIONS = {"dp": "dp_shard"}  # an option, and the dimension of the search that has another name
 TOP = 5  # plans that a search explains beside the best
 TRIALS = 80  # of Optuna, where a pipeline is among the best: enough for all variations of most searches
 
@@ -20,7 +30,11 @@ def _option(help_text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Wishes; None is left to autopar. Field names are option names (``dp_replicate`` is ``--dp-replicate``)."""
+    """A request for a plan; None leaves a choice to autopar.
+
+    Field names of the first part are options of every command (``dp_replicate`` is ``--dp-replicate``). The second part
+    is about the search; the words of `autopar.plan` are its fields.
+    """
 
     pp: int | None = _option("Pipeline-parallel degree: ranks over which the layers are cut. (default: 1)")
     tp: int | None = _option("Tensor-parallel degree. (default: 1)")
@@ -59,9 +73,25 @@ class PlanOptions:
     )
     seq_len: int | None = _option("Tokens of one sequence. (default: the model's context, at most 4096)")
 
+    # ---- the search ----
+
+    local_batch: int | None = None  # sequences of each data-parallel rank; values are then of one sequence
+    objective: str = "time"
+    fix: Mapping[str, Any] = field(default_factory=dict)  # values that a word must have
+    forbid: Mapping[str, Any] = field(default_factory=dict)  # values that a word must not have
+    top: int = TOP
+    trials: int = TRIALS
+    seed: int = 0  # of Optuna's sampler
+    timeout_s: float | None = None
+    study: str | None = None
+    what_if: bool = False  # also search plans that autopar prices and does not run
+    report: bool = False  # also collect the curves and the graph that only a report draws
+    profile: "DeviceProfile | None" = None
+    precision: str | None = None
+
     def given(self) -> dict[str, Any]:
-        """The options that were given, by name."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        """The options of the first part that were given, by name."""
+        values = ((name, getattr(self, name)) for name in command_options())
         return {name: value for name, value in values if value is not None}
 
     def wish(self) -> dict[str, Any]:
@@ -87,11 +117,85 @@ class PlanOptions:
         if problems:
             raise PlanError("the options cannot be used", problems)
 
+    def narrowing(self) -> tuple[Values, Values]:
+        """The values that are fixed and those that are forbidden, by dimension; the option ``tp=8`` fixes tp = 8.
+
+        Raises:
+            InputError: A word or a value is unknown, or an option and `fix` name the same dimension.
+            PlanError: A pipeline was asked for with several runs a step.
+        """
+        fixed, forbidden = checked_values(self.fix, self.forbid)
+        wish = self.wish()
+        runs = wish.pop("accumulate", 1)
+        if runs > 1 and wish.get("pp", 1) > 1:
+            raise PlanError(
+                f"--accumulate {runs} with --pp {wish['pp']}: several runs of a pipeline have a bubble each and save "
+                "nothing; leave out --accumulate, or give --micro-batches, those of the whole step"
+            )
+        if self.accumulate is not None:
+            wish["micro_batches"] = runs * wish.get("micro_batches", 1)
+        given = {_DIMENSIONS.get(name, name): (name, value) for name, value in wish.items()}
+        for dimension, (name, _) in given.items():
+            if dimension in fixed:
+                raise InputError(f"{flag(name)} and --fix {dimension}=... are the same wish; give one of them")
+        also, _ = checked_values({dimension: value for dimension, (_, value) in given.items()})
+        return {**fixed, **also}, forbidden
+
+    def check_search(self, num_devices: int) -> None:
+        """Check everything that a search can check without the model.
+
+        Raises:
+            InputError: A word or a value of the search is unknown.
+            PlanError: No value of a fixed degree divides the devices; the nearest legal values are named.
+        """
+        from autopar.search.driver.study import study_place
+        from autopar.search.result.result import OBJECTIVES, ON_FEWER_DEVICES
+
+        fixed, _ = self.narrowing()
+        if self.study is not None:
+            study_place(self.study, {})
+        if self.objective not in OBJECTIVES:
+            raise InputError(f"unknown objective {self.objective!r}; {did_you_mean(str(self.objective), OBJECTIVES)}")
+        batch = "global_batch" if self.local_batch is None else "local_batch"
+        least = {batch: 1, "top": 0, "trials": 0, "seed": 0}
+        problems = [
+            Problem(path=word, value=value, rule=f"must be a whole number of at least {lowest}")
+            for word, lowest in least.items()
+            if isinstance(value := getattr(self, word), bool) or not isinstance(value, int) or value < lowest
+        ]
+        if self.local_batch is not None and self.global_batch is not None:
+            problems.append(Problem(path="local_batch", rule="stands beside global_batch", suggestion="keep one"))
+        if self.timeout_s is not None and not 0 <= self.timeout_s < float("inf"):
+            problems.append(Problem(path="timeout_s", value=self.timeout_s, rule="must be a number of seconds"))
+        if problems:
+            raise InputError("the search cannot be run like this", problems)
+        if self.objective not in ON_FEWER_DEVICES:  # for these some part of the cluster may have as many devices
+            _check_divisors(fixed, num_devices)
+
     def refuse_beside_plan(self) -> None:
         """A plan file has decided all of this already. Raises `InputError` naming the options."""
         if self.given():
             names = ", ".join(flag(name) for name in self.given())
             raise InputError(f"{names}: --plan has decided this already; leave out either the options or --plan")
+
+
+def command_options() -> dict[str, Any]:
+    """The fields of `PlanOptions` that are options of every command, by name."""
+    return {each.name: each for each in fields(PlanOptions) if "help" in each.metadata}
+
+
+def _check_divisors(fixed: Values, num_devices: int) -> None:
+    problems = []
+    for word in ("pp", "tp", "dp_shard", "dp_replicate"):
+        values = fixed.get(word, (1,))
+        if all(num_devices % int(value) for value in values):
+            near = sorted({divisor for value in values for divisor in nearest_divisors(num_devices, int(value))})
+            hint = f"nearest: {' or '.join(map(str, near))}"
+            rule = f"must divide the {num_devices} devices"
+            value = values[0] if len(values) == 1 else values
+            problems.append(Problem(path=word, value=value, rule=rule, suggestion=hint))
+    if problems:
+        raise PlanError("the degrees do not fit", problems)
 
 
 def flag(name: str) -> str:

@@ -26,8 +26,8 @@ from autopar.ir.program import Program
 from autopar.planning.fixed import label_plan, program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machinery_of
-from autopar.planning.options import TOP, TRIALS
-from autopar.planning.request import SearchRequest, question_of
+from autopar.planning.options import TOP, TRIALS, PlanOptions
+from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.alternatives import next_best
 from autopar.search.driver.check import check_result
@@ -44,15 +44,14 @@ from autopar.search.pricing.objective import Goal, Part, goal_of, parts_of, sequ
 from autopar.search.pricing.stage_partition import cuts_at
 from autopar.search.result.report_data import Details
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
-from autopar.search.space.candidates import Limits, Wishes, tensor_degrees, what_would_be_legal, wishes
-from autopar.search.space.constraints import PINS, Pinned, blocks_asked_for
+from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
+from autopar.search.space.constraints import Constraints, Values, recompute_blocks_of, shared_degrees
 
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
 
 _MOST_PRICED = 400
 MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
-PRICED_AS = ("recompute", "recompute_blocks", "regather")  # words that plans are priced with, and follow from the price
 
 
 def plan(
@@ -95,7 +94,7 @@ def plan(
     """
     from autopar.capture.any_size import capture
 
-    asked = SearchRequest(
+    asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective,
         fix=fix or {}, forbid=forbid or {}, top=top, trials=trials, seed=seed,
         timeout_s=timeout_s, study=None if study is None else str(study), what_if=what_if,
@@ -103,7 +102,7 @@ def plan(
     )  # fmt: skip
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     tell = say or (lambda _: None)
-    asked.check(spec.num_devices)
+    asked.check_search(spec.num_devices)
     tell("capturing")
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn)
     return search_captured(captured, spec, asked, name=name or type(model).__name__, say=tell)
@@ -112,7 +111,7 @@ def plan(
 def search_captured(
     captured: Capture,
     cluster: ClusterSpec,
-    asked: SearchRequest,
+    asked: PlanOptions,
     *,
     name: str,
     say: Callable[[str], None],
@@ -120,18 +119,20 @@ def search_captured(
 ) -> SearchResult:
     """Search for a captured model; what `plan` does once it has captured. Labels are kept in `labels_folder`."""
     started = time.monotonic()
-    asked.check(cluster.num_devices)
+    asked.check_search(cluster.num_devices)
     program = program_for(captured, LABELLED)
-    wanted = wishes(asked.fix, asked.forbid)
-    pinned = _pinned(wanted, program)
+    fix, forbid = asked.narrowing()
+    cuts = cuts_at(program, fix["cut_at"][0]) if "cut_at" in fix else None
+    regather = fix.get("regather", (None,))[0]  # None: the search decides
     labels = SearchLabels(
-        program, cluster, pinned.degrees.get("sequence_parallel"), regather=pinned.regather is not False,
+        program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
         folder=labels_folder, on_progress=say,
     )  # fmt: skip
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
-        return machinery_of(part, asked.profile, asked.precision or precision_of(works_of(1).dtype, cluster), pinned)
+        precision = asked.precision or precision_of(works_of(1).dtype, cluster)
+        return machinery_of(part, asked.profile, precision, recompute_blocks=recompute_blocks_of(fix), cuts=cuts)
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
@@ -143,30 +144,30 @@ def search_captured(
     def goes_on() -> bool:
         return time.monotonic() < deadline
 
-    limits = _limits(program, works_of(1), goal, asked, pinned)
+    constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts))
     found = search_degrees(
-        works_of, cluster, limits, wanted, on,
+        works_of, cluster, constraints, on,
         most_exact=_MOST_PRICED,
-        trials=asked.trials if pinned.cuts is None else 0,
+        trials=asked.trials if cuts is None else 0,
         seed=asked.seed, place=place, goes_on=goes_on, say=say, goal=goal,
     )  # fmt: skip
-    _refuse_without_candidates(found, limits, wanted)
-    if pinned.regather is None:
+    _refuse_without_candidates(found, constraints)
+    if regather is None:
         found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, goes_on=goes_on)
     best = found.best
     works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
     more = None
     if asked.what_if:
-        more = search_beyond(works_of, cluster, limits, wanted, goal, most_exact=_MOST_PRICED, goes_on=goes_on, say=say)
+        more = search_beyond(works_of, cluster, constraints, goal, most_exact=_MOST_PRICED, goes_on=goes_on, say=say)
     decided, nearest = None, None
     if best is None:
         say("looking for what would fit")
-        space = Asked(works_of=works_of, cluster=cluster, limits=limits, wanted=wanted, machinery=machinery)
+        space = Asked(works_of=works_of, cluster=cluster, constraints=constraints, machinery=machinery)
         until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
         nearest = closest(space, lambda: time.monotonic() < until)
     else:
-        final, decided = _as_it_runs(captured, labels, best, pinned, goal.part(best).cluster, name)
-        check_result(found, decided, works_of_best(best.degrees.tp), limits, wanted)
+        final, decided = _as_it_runs(captured, labels, best, shared_degrees(fix), goal.part(best).cluster, name)
+        check_result(found, decided, works_of_best(best.degrees.tp), constraints)
     result = replace(
         _result(found, labels, cluster, on, program, asked),
         model=name,
@@ -181,8 +182,8 @@ def search_captured(
         say("asking what if")
         base = Base(
             best=best, part=goal.part(best), machinery=machinery, works_of=works_of_best,
-            every=(works_of, labels.works_kept) if pinned.regather is None else (works_of,),
-            limits=limits, wanted=wanted, global_batch=result.global_batch,
+            every=(works_of, labels.works_kept) if regather is None else (works_of,),
+            constraints=constraints, global_batch=result.global_batch,
         )  # fmt: skip
         result = _for_report(result, base, final, decided)
     if asked.study is not None:
@@ -191,10 +192,10 @@ def search_captured(
 
 
 def _as_it_runs(
-    captured: Capture, labels: SearchLabels, best: Priced, pinned: Pinned, cluster: ClusterSpec, name: str
+    captured: Capture, labels: SearchLabels, best: Priced, shared: Mapping[str, Any], cluster: ClusterSpec, name: str
 ) -> tuple[Program, Plan]:
     """The program at the best plan's own batch, and the plan with the labels that it was priced with."""
-    degrees = replace(best.degrees, **pinned.degrees)
+    degrees = replace(best.degrees, **shared)
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
     return program, label_plan(
@@ -213,41 +214,43 @@ def _details(best: Priced, works: ProgramWorks, part: Part) -> Details:
     return details_of(best, works, part.cluster, part.on)
 
 
-def _refuse_without_candidates(found: Searched, limits: Limits, wanted: Wishes) -> None:
+def _refuse_without_candidates(found: Searched, constraints: Constraints) -> None:
     if not len(found.candidates):
-        batch = limits.global_batch or limits.local_batch
+        batch = constraints.global_batch or constraints.local_batch
         raise PlanError(
-            f"no plan splits {batch} sequences over {limits.num_devices} devices as asked; "
-            f"{what_would_be_legal(limits, wanted)}"
+            f"no plan splits {batch} sequences over {constraints.num_devices} devices as asked; "
+            f"{what_would_be_legal(constraints)}"
         )
     if {int(tp) for tp in found.candidates.tp} <= set(found.refused):
         reasons = "; ".join(f"tensor degree {tp}: {why}" for tp, why in found.refused.items())
         raise PlanError(f"the model cannot be split as asked: {reasons}")
 
 
-def _pinned(wanted: Wishes, program: Program) -> Pinned:
-    fix = {word: wanted.fix[word][0] for word in PINS if word in wanted.fix}
-    return Pinned(
-        recompute_blocks=blocks_asked_for(fix),
-        cuts=cuts_at(program, fix["cut_at"]) if "cut_at" in fix else None,  # type: ignore[arg-type]
-        regather=fix.get("regather"),  # type: ignore[arg-type]
-        degrees={word: value for word, value in fix.items() if word not in PRICED_AS},
-    )
-
-
-def _limits(program: Program, works: ProgramWorks, goal: Goal, asked: SearchRequest, pinned: Pinned) -> Limits:
+def _constraints(
+    program: Program,
+    works: ProgramWorks,
+    goal: Goal,
+    asked: PlanOptions,
+    narrowing: tuple[Values, Values, tuple[int, ...] | None],
+) -> Constraints:
+    """The request, checked for the program and the parts of the cluster that the goal allows."""
+    fix, forbid, cuts = narrowing
     counts = sorted(goal.parts)
-    return Limits(
+    constraints = Constraints(
         num_devices=counts[-1],
         fewer_devices=tuple(counts[:-1]),
         global_batch=asked.global_batch,
         local_batch=asked.local_batch,
         most_stages=sum(1 for role in works.calls if role),
         tensor_degrees=tensor_degrees(*counts),
-        accumulates=program.mixes_batch is None or bool(pinned.degrees.get("per_micro_batch")),
-        num_stages=pinned.num_stages,
+        accumulates=program.mixes_batch is None or bool(shared_degrees(fix).get("per_micro_batch")),
         devices_per_host=goal.parts[counts[-1]].on.machine.links.devices_per_host,
+        fix=fix,
+        forbid=forbid,
+        cuts=cuts,
     )
+    _ = constraints.num_stages  # raises PlanError if cuts and recompute_blocks disagree
+    return constraints
 
 
 def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
@@ -280,7 +283,7 @@ def _result(
     cluster: ClusterSpec,
     on: Machinery,
     program: Program,
-    asked: SearchRequest,
+    asked: PlanOptions,
 ) -> SearchResult:
     best, goal = found.best, found.goal
     names = {one.index: one.name for one in found.baselines}

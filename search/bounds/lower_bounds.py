@@ -4,7 +4,7 @@ Bounds and plans share their prices (`autopar.cost_model.step.step`): only the p
 and the recomputed part of the blocks is the least that fits instead of whole blocks.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,6 @@ from autopar.search.bounds.memory import memory_bounds
 from autopar.search.bounds.pipeline import Run, lower_bound
 from autopar.search.bounds.uniform_partition import EvenCuts
 from autopar.search.space.candidates import Candidates
-from autopar.search.space.constraints import Pinned
 
 BEHIND_PIPELINE = ("data collectives", "optimizer", "gradient accumulation", "fixed")
 _ROUNDING = 1e-9  # of a part of the blocks
@@ -62,7 +61,8 @@ class Machinery:
     engine: Engine
     mechanisms: Mechanisms
     precision: str
-    pinned: Pinned = field(default_factory=Pinned)
+    recompute_blocks: int | tuple[int, ...] | None = None  # of every stage, or of each; None: the fewest that fit
+    cuts: tuple[int, ...] | None = None  # calls before which stages begin; None: chosen by pricing
     beyond: Beyond = Beyond()
 
     @property
@@ -172,18 +172,18 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     )
     least = np.broadcast_to(memory.share, layouts.pp.shape)
     share = _of_whole_blocks(least, run)
-    if isinstance(on.pinned.recompute_blocks, tuple):  # what stages of their own hold is known when they are priced
+    if isinstance(on.recompute_blocks, tuple):  # what stages of their own hold is known when they are priced
         share = np.zeros(len(found))
-    elif on.pinned.recompute_blocks is not None:
-        asked = np.minimum(on.pinned.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
+    elif on.recompute_blocks is not None:
+        asked = np.minimum(on.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
         share = np.where(least <= asked * (1 + _ROUNDING), asked, NO_SHARE)
-    if on.pinned.cuts is not None:  # nothing is known of their memory before they are priced
+    if on.cuts is not None:  # nothing is known of their memory before they are priced
         share = np.where(np.isfinite(share) & (share <= 1), share, 0.0)
     mixed = (1 - share) * steps[0].seconds + share * steps[1].seconds
     by_stage = (1 - memory.mean_share) * steps[0].seconds + memory.mean_share * steps[1].seconds
     legal = np.isfinite(cuts[0].largest) & on.allows(works, layouts)
     can = (share <= 1) & legal
-    if on.pinned.cuts is not None:  # bounds are of the cuts that make the slowest stage fastest
+    if on.cuts is not None:  # bounds are of the cuts that make the slowest stage fastest
         mixed = np.zeros(len(found))
     return Screened(
         seconds=np.where(can, mixed, np.inf),

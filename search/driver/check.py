@@ -22,7 +22,7 @@ from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 from autopar.search.driver.search import Searched
 from autopar.search.pricing.exact import Priced, pricing_of
 from autopar.search.pricing.objective import Part
-from autopar.search.space.candidates import WORDS, Limits, Wishes
+from autopar.search.space.constraints import WORDS, Constraints
 
 _SAME = 1e-9  # of a number counted twice
 # what of degrees a search decides
@@ -30,34 +30,34 @@ DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accum
            "virtual_stages", "recompute", "recompute_blocks", "order")  # fmt: skip
 
 
-def check_result(found: Searched, plan: Plan, works: ProgramWorks, limits: Limits, wanted: Wishes) -> None:
+def check_result(found: Searched, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:
     """Raise `SearchError` listing everything that is wrong with the best plan of a search and the `plan` made of it;
     `works` are those of labels for its tensor degree, with what it gathers kept where it keeps that."""
     best = found.best
     assert best is not None
-    problems = [*_degrees(best.degrees, limits, wanted), *_cuts(best, works), *_plan(best, plan)]
+    problems = [*_degrees(best.degrees, constraints), *_cuts(best, works), *_plan(best, plan)]
     if not problems:  # only what is legal has a price
         problems = [*_price(best, works, found.goal.part(best)), *_proof(found, best)]
     if problems:
         raise SearchError("the search found a plan that fails its own check", problems)
 
 
-def _degrees(degrees: Degrees, limits: Limits, wanted: Wishes) -> Iterator[Problem]:
+def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
     used = degrees.pp * degrees.tp * degrees.dp_shard * degrees.dp_replicate
-    allowed = (limits.num_devices, *limits.fewer_devices)
+    allowed = (constraints.num_devices, *constraints.fewer_devices)
     if used not in allowed:
         rule = f"pp · tp · dp_shard · dp_replicate must be {' or '.join(map(str, allowed))} devices"
         yield Problem(path="degrees", value=used, rule=rule)
     of_rank = (degrees.micro_batch or 0) * degrees.micro_batches * degrees.accumulate
     for name, asked, has in (
-        ("global_batch", limits.global_batch, of_rank * degrees.dp_shard * degrees.dp_replicate),
-        ("local_batch", limits.local_batch, of_rank),
+        ("global_batch", constraints.global_batch, of_rank * degrees.dp_shard * degrees.dp_replicate),
+        ("local_batch", constraints.local_batch, of_rank),
     ):
         if asked is not None and has != asked:
             yield Problem(path=name, value=has, rule=f"must be {asked} sequences")
-    if degrees.tp not in limits.tensor_degrees:
+    if degrees.tp not in constraints.tensor_degrees:
         yield Problem(path="tp", value=degrees.tp, rule="does not divide the model")
-    if degrees.num_micro_batches > 1 and not limits.accumulates:
+    if degrees.num_micro_batches > 1 and not constraints.accumulates:
         yield Problem(path="micro_batches", value=degrees.num_micro_batches, rule="would change the loss")
     if degrees.schedule not in SCHEDULES:
         yield Problem(path="schedule", value=degrees.schedule, rule="is none")
@@ -65,7 +65,7 @@ def _degrees(degrees: Degrees, limits: Limits, wanted: Wishes) -> Iterator[Probl
         yield from schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
     for word in WORDS:
         value = degrees.num_micro_batches if word == "micro_batches" else getattr(degrees, word)
-        if not wanted.allows(word, value):
+        if not constraints.allows(word, value):
             yield Problem(path=word, value=value, rule="is not what was asked for")
 
 

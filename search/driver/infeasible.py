@@ -27,7 +27,8 @@ from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import Closest, Counted, degrees_in_plain
-from autopar.search.space.candidates import Limits, Wishes, limits_on, without_one
+from autopar.search.space.candidates import constraints_on
+from autopar.search.space.constraints import Constraints
 
 LEAST_TOKENS = 64
 MOST_TRIES = 24  # numbers of hosts; after half of them each is a quarter larger than the one before
@@ -41,8 +42,7 @@ class Asked:
 
     works_of: Works
     cluster: ClusterSpec
-    limits: Limits
-    wanted: Wishes
+    constraints: Constraints
     machinery: Callable[[ClusterSpec], Machinery]
 
 
@@ -90,9 +90,9 @@ def _remedies(asked: Asked, goes_on: Callable[[], bool]) -> Iterator[str]:
 
 
 def _per_micro_batch(asked: Asked, _: Callable[[], bool]) -> str | None:
-    if asked.limits.accumulates:
+    if asked.constraints.accumulates:
         return None
-    found = _fitting(replace(asked, limits=replace(asked.limits, accumulates=True)))
+    found = _fitting(replace(asked, constraints=replace(asked.constraints, accumulates=True)))
     return (
         None
         if found is None
@@ -101,10 +101,10 @@ def _per_micro_batch(asked: Asked, _: Callable[[], bool]) -> str | None:
 
 
 def _fewer_wishes(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
-    for text, wanted in without_one(asked.wanted):
+    for text, constraints in asked.constraints.without_one():
         if not goes_on():
             return None
-        found = _fitting(replace(asked, wanted=wanted))
+        found = _fitting(replace(asked, constraints=constraints))
         if found is not None:
             return f"without {text} {_words(found)} fits"
     return None
@@ -143,7 +143,9 @@ def _more_devices(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
     room, hosts, tried = _room(asked), _least_hosts(asked), 0
     while room > 0 and tried < MOST_TRIES and goes_on():
         cluster = with_hosts(asked.cluster, hosts)
-        found = _fitting(replace(asked, cluster=cluster, limits=limits_on(asked.limits, cluster.num_devices)))
+        found = _fitting(
+            replace(asked, cluster=cluster, constraints=constraints_on(asked.constraints, cluster.num_devices))
+        )
         if found is not None:
             return f"on {cluster.num_devices:,} such devices {_words(found)} fits"
         tried += 1
@@ -179,13 +181,12 @@ def _fitting(asked: Asked) -> Priced | None:
 
 def _searched(asked: Asked, on: Machinery, goes_on: Callable[[], bool]) -> Priced | None:
     goal = Goal(objective="memory", parts={asked.cluster.num_devices: Part(cluster=asked.cluster, on=on, weight=1.0)})
-    limits = replace(asked.limits, fewer_devices=())
+    constraints = replace(asked.constraints, fewer_devices=())
     try:
         return search_degrees(
             asked.works_of,
             asked.cluster,
-            limits,
-            asked.wanted,
+            constraints,
             on,
             most_exact=_MOST_PRICED,
             goes_on=goes_on,

@@ -21,7 +21,8 @@ from autopar.search.driver.search import Works, search_degrees
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, parts_of
 from autopar.search.result.result import Contender, degrees_in_plain
-from autopar.search.space.candidates import MOST_TENSOR_RANKS, Limits, Wishes, divisors
+from autopar.search.space.candidates import MOST_TENSOR_RANKS, divisors
+from autopar.search.space.constraints import Constraints
 
 HOST = "host"
 
@@ -50,8 +51,7 @@ class Found:
 def search_beyond(
     works_of: Works,
     cluster: ClusterSpec,
-    limits: Limits,
-    wanted: Wishes,
+    constraints: Constraints,
     goal: Goal,
     *,
     most_exact: int,
@@ -64,11 +64,11 @@ def search_beyond(
         if not goes_on():
             return best if best is None else replace(best, bound=0.0)
         say(f"what if: {words_of(beyond)}")
-        on, own = machinery_of(part.on, beyond), limits_of(limits, cluster, beyond)
+        on, own = machinery_of(part.on, beyond), constraints_of(constraints, cluster, beyond)
         parts = {own.num_devices: Part(cluster=cluster, on=on, weight=part.weight)}
         try:
             found = search_degrees(
-                works_of, cluster, own, wanted, on, most_exact=most_exact, goes_on=goes_on,
+                works_of, cluster, own, on, most_exact=most_exact, goes_on=goes_on,
                 goal=replace(goal, parts=parts), below=np.inf if best is None else best.value,
             )  # fmt: skip
         except AutoparError:  # no labels
@@ -115,12 +115,17 @@ def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
     return replace(on, beyond=beyond, engine=engine)
 
 
-def limits_of(limits: Limits, cluster: ClusterSpec, beyond: Beyond) -> Limits:
-    """The limits of pp · tp · dp beside context ranks, whose ranks lie in the default order."""
+def constraints_of(constraints: Constraints, cluster: ClusterSpec, beyond: Beyond) -> Constraints:
+    """The constraints of pp · tp · dp beside context ranks, whose ranks lie in the default order."""
     left = cluster.num_devices // beyond.cp
-    degrees = tuple(tp for tp in limits.tensor_degrees if left % tp == 0)
+    degrees = tuple(tp for tp in constraints.tensor_degrees if left % tp == 0)
     return replace(
-        limits, num_devices=left, fewer_devices=(), tensor_degrees=degrees, context=beyond.cp, devices_per_host=None
+        constraints,
+        num_devices=left,
+        fewer_devices=(),
+        tensor_degrees=degrees,
+        context=beyond.cp,
+        devices_per_host=None,
     )
 
 

@@ -33,7 +33,8 @@ from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import readable_value
 from autopar.search.space.baselines import Baseline, baselines
-from autopar.search.space.candidates import Candidates, Limits, Wishes, candidates
+from autopar.search.space.candidates import Candidates, candidates
+from autopar.search.space.constraints import Constraints
 
 MOST_BY_STAGE = 48  # prices of candidates whose stages recompute what they need themselves
 # from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
@@ -82,8 +83,7 @@ class Searched:
 def search_degrees(
     works_of: Works,
     cluster: ClusterSpec,
-    limits: Limits,
-    wanted: Wishes,
+    constraints: Constraints,
     on: Machinery,
     *,
     most_exact: int,
@@ -100,7 +100,7 @@ def search_degrees(
     kept in the study at a `place`. Only values `below` one that is known already are looked for."""
     whole = Part(cluster=cluster, on=on, weight=1.0)
     goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
-    found = _Search(works_of, cluster, limits, wanted, goal, below)
+    found = _Search(works_of, cluster, constraints, goal, below)
     say(f"{len(found.candidates):,} candidates")
     while True:
         proof = found.explore(most_exact, goes_on, say)
@@ -137,12 +137,12 @@ class _Search:
     """One search; holds what rounds with other labels share."""
 
     def __init__(
-        self, works_of: Works, cluster: ClusterSpec, limits: Limits, wanted: Wishes, goal: Goal, below: float
+        self, works_of: Works, cluster: ClusterSpec, constraints: Constraints, goal: Goal, below: float
     ) -> None:
         self.works_of, self.goal, self.below = works_of, goal, below
         self.refused: dict[int, str] = {}
         self.works: dict[int, ProgramWorks] = {}
-        self.candidates = candidates(limits, wanted)
+        self.candidates = candidates(constraints)
         self.machinery: list[tuple[Machinery, NDArray[np.bool_]]] = []  # with the candidates that are priced on it
         for count, part in goal.parts.items():
             mine = self.candidates.num_devices == count
@@ -307,7 +307,7 @@ class _Search:
         """Candidates that may be below the best value, or fit, where every stage recomputes what it needs itself, which
         bounds do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
         Estimates are too small by about as much for all pipelines of a schedule."""
-        if self.goal.is_memory or any(on.pinned.recompute_blocks is not None for on, _ in self.machinery):
+        if self.goal.is_memory or any(on.recompute_blocks is not None for on, _ in self.machinery):
             return []
         screened = Screened(**self.columns)
         recomputes = screened.share > 0

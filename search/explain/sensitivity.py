@@ -22,7 +22,8 @@ from autopar.search.driver.search import Works
 from autopar.search.pricing.exact import BY_STAGE, Priced, priced
 from autopar.search.pricing.objective import Part
 from autopar.search.result.report_data import Curve, CurvePoint
-from autopar.search.space.candidates import Limits, Wishes, candidates, divisors
+from autopar.search.space.candidates import candidates, divisors
+from autopar.search.space.constraints import Constraints
 from autopar.search.space.subcluster import device_counts, part_of
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -38,8 +39,7 @@ class Base:
     machinery: Callable[[ClusterSpec], Machinery]
     works_of: Works
     every: tuple[Works, ...]
-    limits: Limits
-    wanted: Wishes
+    constraints: Constraints
     global_batch: int
 
 
@@ -191,16 +191,16 @@ def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | 
 def _bound(base: Base, changed: _Changed) -> float | None:
     """The least seconds that screening leaves any candidate."""
     count = changed.cluster.num_devices
-    limits = replace(
-        base.limits,
+    constraints = replace(
+        base.constraints,
         num_devices=count,
         fewer_devices=(),
         global_batch=changed.global_batch,
         local_batch=None,
-        tensor_degrees=tuple(tp for tp in divisors(count) if tp <= max(base.limits.tensor_degrees)),
+        tensor_degrees=tuple(tp for tp in divisors(count) if tp <= max(base.constraints.tensor_degrees)),
         devices_per_host=changed.on.machine.links.devices_per_host,
     )
-    every = candidates(limits, base.wanted)
+    every = candidates(constraints)
     least = np.inf
     for tps, works in _labelled(base):
         mine = np.isin(every.tp, tps) if tps else every.tp > 1
@@ -214,7 +214,7 @@ def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
     """Works for tensor degree 1, and for all others those of the plan's own degree or of the smallest above 1."""
     yield (1,), base.works_of(1)
     own = base.best.degrees.tp
-    above = (own,) if own > 1 else tuple(tp for tp in base.limits.tensor_degrees if tp > 1)
+    above = (own,) if own > 1 else tuple(tp for tp in base.constraints.tensor_degrees if tp > 1)
     for tp in above:
         try:
             found = [works_of(tp) for works_of in base.every]

@@ -153,7 +153,7 @@ class Prepared:
 
     def _cuts(self, index: int, cut: Cut, num_stages: int) -> tuple[int, ...]:
         """The calls before which stages begin: the slowest stage is as fast as can be; or those that are pinned."""
-        if (cuts := self.on.pinned.cuts) is not None:
+        if (cuts := self.on.cuts) is not None:
             return cuts
         return partition(self._weights(index, cut), num_stages, can_be_alone=self.can_be_alone)
 
@@ -176,17 +176,17 @@ class Prepared:
         return held_by_ranks(stages, shared.bytes_of_roles, row, shape, layout, self.on.engine, **given)
 
     def _is_by_stage(self, cut: Cut, must_recompute: Callable[[], bool]) -> bool:
-        if isinstance(self.on.pinned.recompute_blocks, tuple):
+        if isinstance(self.on.recompute_blocks, tuple):
             return True
-        is_open = self.on.pinned.recompute_blocks is None and not self.least_memory
+        is_open = self.on.recompute_blocks is None and not self.least_memory
         return cut.by_stage and is_open and must_recompute()
 
     def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Plan":
         """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned; `even` are
         the cuts of stages that recompute as many blocks each, which hold what is `held`."""
-        capacity, pinned, cuts, stages = self.on.capacity_bytes, self.on.pinned, even, held.stages
+        capacity, cuts, stages = self.on.capacity_bytes, even, held.stages
         room = capacity - self.on.machine.reserve_bytes
-        if pinned.cuts is None and pinned.recompute_blocks is None:
+        if self.on.cuts is None and self.on.recompute_blocks is None:
             cuts = cuts_by_stage(self.works.calls, self._costs(index, cut), stages, room_bytes=room) or even
             if cuts != even:
                 stages = stages_at(self.works.calls, cuts, self.degrees(index))
@@ -195,7 +195,7 @@ class Prepared:
         def memory(again: tuple[int, ...]) -> StepMemory:
             return held.memory(held.first_blocks(again))
 
-        again = pinned.recompute_blocks
+        again = self.on.recompute_blocks
         if not isinstance(again, tuple):
             again = fewest_blocks(stages, lambda counts: memory(counts).needed_bytes, capacity)
         found = memory(again)
@@ -244,8 +244,8 @@ class Prepared:
             return self._fits(index, needed_with(blocks))
 
         most = -(-self.num_blocks // degrees.num_stages)
-        if isinstance(self.on.pinned.recompute_blocks, int):
-            blocks = min(self.on.pinned.recompute_blocks, most)
+        if isinstance(self.on.recompute_blocks, int):
+            blocks = min(self.on.recompute_blocks, most)
         elif self.least_memory:
             blocks = min((0, most), key=needed_with)
         else:

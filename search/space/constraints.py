@@ -1,31 +1,82 @@
-"""What of a plan is not searched because it was asked for, beside the dimensions of the space."""
+"""The constraints of a search: the values that the user fixed or forbade, and the limits of the model and the cluster.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+`autopar.planning.options.PlanOptions` is what the user asked for; `Constraints` is the same request, checked, for one
+model on one cluster. Some words of ``fix`` are dimensions of the space (`WORDS`); the others (`PINS`) hold for every
+plan of the search. This module does not import numpy.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError, Problem, did_you_mean
+from autopar.ir.plan import degrees_from
+from autopar.ir.rank_order import ORDERS
+from autopar.ir.schedules.registry import SCHEDULE_NAMES
 
-EVERY_BLOCK = 1_000_000
-# words of --fix that have one value: those of a plan or its degrees that candidates do not have
+EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all blocks
+# words of `fix` and `forbid` that are dimensions of the space
+WORDS = ("pp", "tp", "dp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "schedule",
+         "virtual_stages", "order")  # fmt: skip
+# words of `fix` with one value, which all plans of the search share
 PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather")
+_PRICED_AS = ("recompute", "recompute_blocks", "regather")  # pins that pricing decides if they are not given
+_NAMES = {"schedule": SCHEDULE_NAMES, "order": ORDERS}  # words whose values are names
+
+Values = Mapping[str, tuple[Any, ...]]  # values by word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
-    """`recompute_blocks` of every stage are computed again, or of each its own number (None: the fewest that fit),
-    stages begin before the calls `cuts` (None: where the slowest is fastest); with `regather` what is gathered for
-    products is gathered again in backward, without it is kept (None: what is better); `degrees` are words that plans
-    have as they are."""
+class Constraints:
+    """Everything that decides which candidates a search lists.
 
-    recompute_blocks: int | tuple[int, ...] | None = None
-    cuts: tuple[int, ...] | None = None
-    regather: bool | None = None
-    degrees: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    A candidate uses `num_devices` devices, or one of `fewer_devices`. Just one of `global_batch` and `local_batch` is
+    given.
+    """
+
+    num_devices: int
+    most_stages: int  # calls of the model that can be cut into stages
+    tensor_degrees: tuple[int, ...]
+    global_batch: int | None = None  # sequences of a step, of all ranks
+    local_batch: int | None = None  # sequences of a step, of each data-parallel rank
+    accumulates: bool = True  # whether the batch may be split in time without changing the loss
+    fewer_devices: tuple[int, ...] = ()
+    context: int = 1  # context-parallel ranks beside each rank of a candidate
+    devices_per_host: float | None = None  # None: the order of ranks makes no difference
+    fix: Values = field(default_factory=dict, hash=False)  # values that a word must have
+    forbid: Values = field(default_factory=dict, hash=False)  # values that a word must not have
+    cuts: tuple[int, ...] | None = None  # calls before which stages begin; None: chosen by the search
+
+    def __post_init__(self) -> None:
+        assert (self.global_batch is None) != (self.local_batch is None), (self.global_batch, self.local_batch)
+
+    def narrowed(self, fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | None = None) -> "Constraints":
+        """The same limits with other values fixed and forbidden. Raises `InputError` as `checked_values` does."""
+        fixed, forbidden = checked_values(fix, forbid)
+        return replace(self, fix=fixed, forbid=forbidden)
+
+    def allows(self, word: str, value: int | str) -> bool:
+        """Whether a word may have a value."""
+        return (word not in self.fix or value in self.fix[word]) and value not in self.forbid.get(word, ())
+
+    def batch_of_rank(self, dp: int) -> int | None:
+        """Sequences of one of `dp` data-parallel ranks in a step; None if they do not divide the batch."""
+        if self.global_batch is None:
+            return self.local_batch
+        return self.global_batch // dp if self.global_batch % dp == 0 else None
+
+    @property
+    def recompute_blocks(self) -> int | tuple[int, ...] | None:
+        """Blocks that every stage recomputes, or each stage; None: the fewest with which the plan fits."""
+        return recompute_blocks_of(self.fix)
 
     @property
     def num_stages(self) -> int | None:
-        """Stages of every plan, where what is pinned says how many. Raises `PlanError` where it says two numbers."""
+        """The number of stages of every plan, if `cuts` or `recompute_blocks` decide it.
+
+        Raises:
+            PlanError: The two decide different numbers.
+        """
         counts = {"cut_at": len(self.cuts) + 1} if self.cuts is not None else {}
         if isinstance(self.recompute_blocks, tuple):
             counts["recompute_blocks"] = len(self.recompute_blocks)
@@ -34,12 +85,81 @@ class Pinned:
             raise PlanError(f"the numbers of stages differ: {said}; recompute_blocks has one number for every stage")
         return next(iter(counts.values()), None)
 
+    def without_one(self) -> Iterator[tuple[str, "Constraints"]]:
+        """The constraints without each dimension of `fix` and `forbid`, behind that dimension as text."""
+        for kind, given in (("fix", self.fix), ("forbid", self.forbid)):
+            for word, values in ((word, values) for word, values in given.items() if word in WORDS):
+                fewer: Any = {other: theirs for other, theirs in given.items() if other != word}
+                yield f"{kind} {word} = {', '.join(map(str, values))}", replace(self, **{kind: fewer})
 
-def blocks_asked_for(fix: Mapping[str, Any]) -> int | tuple[int, ...] | None:
-    """How many blocks of every stage, or of each stage, recompute under `fix`, which has one value of each word."""
-    if fix.get("recompute") == "none":
+
+def checked_values(
+    fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | None = None
+) -> tuple[Values, Values]:
+    """`fix` and `forbid` with a tuple of values for each word.
+
+    Args:
+        fix: One value or several by word of `WORDS`; one value by word of `PINS`.
+        forbid: One value or several by word of `WORDS`.
+
+    Raises:
+        InputError: Every word and every value that is unknown.
+    """
+    problems: list[Problem] = []
+    checked: list[dict[str, tuple[Any, ...]]] = []
+    for option, given in (("fix", fix), ("forbid", forbid)):
+        checked.append({})
+        for word, value in (given or {}).items():
+            values = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+            if word in PINS and option == "fix":
+                pinned, wrong = _pinned(word, value)
+                problems += wrong
+                checked[-1][word] = (pinned,)
+            elif word not in WORDS:
+                known = (*WORDS, *PINS) if option == "fix" else WORDS
+                problems.append(Problem(path=f"{option} {word}", rule=f"is unknown; {did_you_mean(word, known)}"))
+            else:
+                problems += [p for v in values if (p := _value_problem(f"{option} {word}", word, v)) is not None]
+                checked[-1][word] = values
+    if problems:
+        raise InputError("the search cannot be narrowed like this", problems)
+    return checked[0], checked[1]
+
+
+def recompute_blocks_of(fix: Values) -> int | tuple[int, ...] | None:
+    """How many blocks of every stage, or of each stage, recompute under `fix`; None if it does not say."""
+    if fix.get("recompute") == ("none",):
         return 0
     if "recompute_blocks" in fix:
-        blocks: int | tuple[int, ...] = fix["recompute_blocks"]
+        blocks: int | tuple[int, ...] = fix["recompute_blocks"][0]
         return blocks
     return EVERY_BLOCK if "recompute" in fix else None
+
+
+def shared_degrees(fix: Values) -> dict[str, Any]:
+    """The fields of `Degrees` that `fix` gives to every plan and that pricing does not decide."""
+    return {word: fix[word][0] for word in PINS if word in fix and word not in _PRICED_AS}
+
+
+def _pinned(word: str, value: Any) -> tuple[Any, list[Problem]]:
+    """The one value of a word of `PINS`, in the form that a plan or its degrees have."""
+    if isinstance(value, tuple) and len(value) == 1 and word != "cut_at":
+        value = value[0]
+    if word == "regather":
+        rule = "must be true or false"
+        return value, [] if isinstance(value, bool) else [Problem(path=f"fix {word}", value=value, rule=rule)]
+    try:
+        return getattr(degrees_from({word: value}), word), []
+    except PlanError as error:
+        return value, [replace(problem, path=f"fix {problem.path}") for problem in error.problems]
+
+
+def _value_problem(path: str, word: str, value: Any) -> Problem | None:
+    if word in _NAMES:
+        known = _NAMES[word]
+        return None if value in known else Problem(path=path, value=value, rule=f"must be one of {', '.join(known)}")
+    least = 0 if word == "zero" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (word == "zero" and value > 3):
+        rule = "must be 0, 1, 2 or 3" if word == "zero" else "must be a whole number of at least 1"
+        return Problem(path=path, value=value, rule=rule)
+    return None

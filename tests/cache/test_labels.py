@@ -13,7 +13,8 @@ from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.search.bounds.lower_bounds import screen
-from autopar.search.space.candidates import Limits, candidates, wishes
+from autopar.search.space.candidates import candidates
+from autopar.search.space.constraints import Constraints
 
 pytest.importorskip("transformers")
 CLUSTER = ClusterSpec.preset("8xh100")
@@ -43,7 +44,7 @@ def test_what_is_read_is_what_was_kept(program: Any, tmp_path: Path, monkeypatch
         assert again.chosen[tp][0] == first.chosen[tp][0]
         assert again.chosen[tp][1] == first.chosen[tp][1]
         on = machinery_of(CLUSTER, None, "bf16")
-        every = candidates(Limits(num_devices=8, global_batch=16, most_stages=2, tensor_degrees=(tp,)), wishes())
+        every = candidates(Constraints(num_devices=8, global_batch=16, most_stages=2, tensor_degrees=(tp,)))
         assert np.array_equal(screen(read, every, on).seconds, screen(works, every, on).seconds)
     with pytest.raises(AssertionError, match="chosen again"):
         SearchLabels(program, CLUSTER, False, folder=tmp_path).works(1)

@@ -11,12 +11,12 @@ import autopar.cache.plans as plan_cache
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.plans import kept_search
 from autopar.ir.cluster import ClusterSpec
-from autopar.planning.request import SearchRequest
+from autopar.planning.options import PlanOptions
 from autopar.search.result.result import SearchResult
 
 pytest.importorskip("transformers")
 CLUSTER = ClusterSpec.preset("4xh100")
-ASKED = SearchRequest(global_batch=8, fix={"pp": 1}, precision="bf16", trials=0)
+ASKED = PlanOptions(global_batch=8, fix={"pp": 1}, precision="bf16", trials=0)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def captured() -> CapturedModel:
 
 
 def kept(
-    folder: Path, captured: CapturedModel, asked: SearchRequest = ASKED, cluster: ClusterSpec = CLUSTER
+    folder: Path, captured: CapturedModel, asked: PlanOptions = ASKED, cluster: ClusterSpec = CLUSTER
 ) -> SearchResult:
     return kept_search(folder, captured, cluster, asked, say=lambda _: None)
 

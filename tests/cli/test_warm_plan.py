@@ -51,7 +51,7 @@ def imported(folder: Path, unwanted: tuple[str, ...], *options: str) -> str:
 )
 def test_from_a_kept_capture(tmp_path: Path, options: tuple[str, ...], unwanted: tuple[str, ...]) -> None:
     first = imported(tmp_path, ("transformers", "autopar.capture.program", "autopar.search.labels.solve"), *options)
-    assert first == "imported autopar.search.labels.solve autopar.capture.program transformers"
+    assert first == "imported autopar.capture.program autopar.search.labels.solve transformers"
     shutil.rmtree(tmp_path / "plans")
     assert imported(tmp_path, unwanted, *options) == "imported"
 

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.cache.captures import captured_model
 from autopar.cache.store import cache_folder
 from autopar.ir.cluster import ClusterSpec
-from autopar.planning.request import SearchRequest
+from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.search.result.result import SearchResult
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 def write(name: str, model: str, cluster: ClusterSpec, global_batch: int, **narrowing: Any) -> None:
     captured = captured_model(model, folder=cache_folder(), seq_len=4096, dtype="bfloat16")
-    asked = SearchRequest(global_batch=global_batch, report=True, **narrowing)
+    asked = PlanOptions(global_batch=global_batch, report=True, **narrowing)
     found = search_captured(captured.capture, cluster, asked, name=captured.name, say=lambda _: None)
     data = json.dumps(thinned(found).to_dict(), separators=(",", ":"))
     (FOLDER / f"{name}.json").write_text(data + "\n", encoding="utf-8")

@@ -15,7 +15,8 @@ from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.space.candidates import Limits, tensor_degrees, wishes
+from autopar.search.space.candidates import tensor_degrees
+from autopar.search.space.constraints import Constraints
 
 CAPTURED_LAYERS = 2
 
@@ -66,7 +67,7 @@ def machinery(cluster: ClusterSpec) -> Machinery:
 
 def searched(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: int) -> Searched:
     """The best plan of the whole space."""
-    limits = Limits(
+    constraints = Constraints(
         num_devices=cluster.num_devices,
         global_batch=global_batch,
         most_stages=model.layers,
@@ -74,4 +75,4 @@ def searched(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: 
         devices_per_host=cluster.groups[0].devices_per_host,
     )
     on = machinery(cluster)
-    return search_degrees(model.works_of(labelled_on), cluster, limits, wishes(), on, most_exact=400)
+    return search_degrees(model.works_of(labelled_on), cluster, constraints, on, most_exact=400)

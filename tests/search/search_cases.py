@@ -15,7 +15,7 @@ from autopar.ir.device import Link
 from autopar.ir.plan import Degrees
 from autopar.planning.fixed import choose_labels
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.space.candidates import Limits
+from autopar.search.space.constraints import Constraints
 
 
 @cache
@@ -72,9 +72,9 @@ class Case:
         return replace(works_of(self.model, tp), sequence=self.tokens)
 
     @property
-    def limits(self) -> Limits:
+    def constraints(self) -> Constraints:
         calls = [role for role in works_of(self.model, 1).calls if role]
-        return Limits(
+        return Constraints(
             num_devices=self.spec.num_devices,
             global_batch=self.global_batch,
             most_stages=len(calls),

@@ -32,7 +32,8 @@ from autopar.cost_model.work.polynomials import Polynomial, total
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.sharding import Mesh
 from autopar.search.bounds.lower_bounds import Beyond, Machinery, screen
-from autopar.search.space.candidates import MOST_VIRTUAL, Candidates, Limits, candidates, divisors, wishes
+from autopar.search.space.candidates import MOST_VIRTUAL, Candidates, candidates, divisors
+from autopar.search.space.constraints import Constraints
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
 ROWS = tuple(read_runs(RUNS))
@@ -119,14 +120,14 @@ def space_of(one: Published) -> Candidates:
     row, v = one.row, one.values
     devices = int((row.num_gpus or 1) // v["cp"])
     tensor = tuple(tp for tp in divisors(devices) if (row.n_heads or 1) % tp == 0)
-    limits = Limits(
+    constraints = Constraints(
         num_devices=devices,
         global_batch=one.global_batch,
         most_stages=row.layers or 1,
         tensor_degrees=tensor,
         context=int(v["cp"]),
     )
-    return candidates(limits, wishes({"schedule": SCHEDULES}))
+    return candidates(constraints.narrowed({"schedule": SCHEDULES}))
 
 
 def place_of(one: Published, space: Candidates) -> int | None:

@@ -9,7 +9,6 @@ from suites import thinned
 from autopar.search.driver.alternatives import next_best
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Priced, priced
-from autopar.search.space.candidates import wishes
 
 CASES = (
     Case(model="llama", cluster="8xh100", global_batch=16, tokens=2048),
@@ -20,8 +19,8 @@ FEW = {"schedule": ("1f1b", "interleaved-zero-bubble"), "pp": (1, 2), "micro_bat
 
 @pytest.mark.parametrize("case", thinned(CASES, keep=CASES[1:]))
 def test_against_all_candidates(case: Case) -> None:
-    limits = replace(case.limits, tensor_degrees=(1, 2))
-    found = search_degrees(case.works, case.spec, limits, wishes(FEW), case.on, most_exact=200)
+    constraints = replace(case.constraints, tensor_degrees=(1, 2))
+    found = search_degrees(case.works, case.spec, constraints.narrowed(FEW), case.on, most_exact=200)
     prices = 0
 
     def price(index: int) -> Priced:

@@ -13,7 +13,7 @@ from autopar.ir.plan import Plan
 from autopar.search.driver.check import check_result
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Priced
-from autopar.search.space.candidates import Wishes, wishes
+from autopar.search.space.constraints import Constraints
 
 STAGED = Case(model="llama", cluster="4xh100", global_batch=8, tokens=512, memory_bytes=20e6)
 RECOMPUTING = replace(STAGED, memory_bytes=10e6)
@@ -21,9 +21,9 @@ ALONE = replace(STAGED, cluster="8xa100-80gb", global_batch=16, memory_bytes=80e
 FIXED = {STAGED: {"pp": 2}, RECOMPUTING: {"pp": 2}, ALONE: {"pp": 1}}
 
 
-def searched(case: Case, trials: int = 0) -> tuple[Searched, Wishes]:
-    wanted = wishes(FIXED[case])
-    return search_degrees(case.works, case.spec, case.limits, wanted, case.on, most_exact=1000, trials=trials), wanted
+def searched(case: Case, trials: int = 0) -> tuple[Searched, Constraints]:
+    narrowed = case.constraints.narrowed(FIXED[case])
+    return search_degrees(case.works, case.spec, narrowed, case.on, most_exact=1000, trials=trials), narrowed
 
 
 def plan_of(found: Searched) -> Plan:
@@ -33,18 +33,18 @@ def plan_of(found: Searched) -> Plan:
     return Plan(fingerprint="", model="", degrees=best.degrees, blocks=(), cuts=best.cuts, batch=batch)
 
 
-def check(case: Case, found: Searched, wanted: Wishes, plan: Plan | None = None, **limits: Any) -> None:
+def check(case: Case, found: Searched, narrowed: Constraints, plan: Plan | None = None, **changes: Any) -> None:
     best = found.best
     assert best is not None
     works = case.works(best.degrees.tp)
-    check_result(found, plan or plan_of(found), works, replace(case.limits, **limits), wanted)
+    check_result(found, plan or plan_of(found), works, replace(narrowed, **changes))
 
 
 @pytest.mark.parametrize("case", FIXED, ids=str)
 def test_what_a_search_finds_passes(case: Case) -> None:
-    found, wanted = searched(case, trials=8)
-    check(case, found, wanted)
-    assert lines_run(lambda: check(case, found, wanted)) < lines_run(lambda: searched(case, trials=8)) / 5
+    found, narrowed = searched(case, trials=8)
+    check(case, found, narrowed)
+    assert lines_run(lambda: check(case, found, narrowed)) < lines_run(lambda: searched(case, trials=8)) / 5
 
 
 def with_best(
@@ -86,45 +86,45 @@ PLANTED: dict[str, Fault] = {
 
 
 @pytest.fixture(scope="module")
-def staged() -> tuple[Searched, Wishes]:
+def staged() -> tuple[Searched, Constraints]:
     return searched(STAGED)
 
 
 @pytest.mark.parametrize("said", PLANTED)
-def test_planted_faults_are_named(staged: tuple[Searched, Wishes], said: str) -> None:
-    found, wanted = staged
+def test_planted_faults_are_named(staged: tuple[Searched, Constraints], said: str) -> None:
+    found, narrowed = staged
     best = found.best
     assert best is not None
     with pytest.raises(SearchError, match=f"(?s)bug in autopar.*{said}"):
-        check(STAGED, PLANTED[said](found, best), wanted)
+        check(STAGED, PLANTED[said](found, best), narrowed)
 
 
-def test_a_moved_plan_is_checked_too(staged: tuple[Searched, Wishes]) -> None:
-    found, wanted = staged
+def test_a_moved_plan_is_checked_too(staged: tuple[Searched, Constraints]) -> None:
+    found, narrowed = staged
     assert found.best is not None
     faster = with_best(found, moved=True, seconds=found.best.seconds / 2)
     with pytest.raises(SearchError, match="seconds"):
-        check(STAGED, faster, wanted)
+        check(STAGED, faster, narrowed)
 
 
-def test_memory_is_counted_on_the_devices(staged: tuple[Searched, Wishes]) -> None:
-    found, wanted = staged
+def test_memory_is_counted_on_the_devices(staged: tuple[Searched, Constraints]) -> None:
+    found, narrowed = staged
     small = replace(found.goal.parts[4], on=RECOMPUTING.on)
     with pytest.raises(SearchError, match="must fit"):
-        check(STAGED, replace(found, goal=replace(found.goal, parts={4: small})), wanted)
+        check(STAGED, replace(found, goal=replace(found.goal, parts={4: small})), narrowed)
 
 
-def test_the_plan_handed_out_is_the_one_that_was_priced(staged: tuple[Searched, Wishes]) -> None:
-    found, wanted = staged
+def test_the_plan_handed_out_is_the_one_that_was_priced(staged: tuple[Searched, Constraints]) -> None:
+    found, narrowed = staged
     plan = plan_of(found)
     recompute = "none" if plan.degrees.recompute == "full" else "full"
     changed = replace(plan, degrees=replace(plan.degrees, recompute=recompute), batch=1000, cuts=(1, 2, 3))
     with pytest.raises(SearchError) as raised:
-        check(STAGED, found, wanted, changed)
+        check(STAGED, found, narrowed, changed)
     assert {one.path for one in raised.value.problems} == {"plan.degrees.recompute", "plan.batch", "plan.cuts"}
 
 
-def test_a_batch_that_cannot_be_split_in_time(staged: tuple[Searched, Wishes]) -> None:
-    found, wanted = staged
+def test_a_batch_that_cannot_be_split_in_time(staged: tuple[Searched, Constraints]) -> None:
+    found, narrowed = staged
     with pytest.raises(SearchError, match="would change the loss"):
-        check(STAGED, found, wanted, accumulates=False)
+        check(STAGED, found, narrowed, accumulates=False)

@@ -12,24 +12,25 @@ from autopar.search.driver.infeasible import Asked, closest, counted, with_hosts
 from autopar.search.driver.search import search_degrees
 from autopar.search.pricing.exact import priced
 from autopar.search.result.result import Closest
-from autopar.search.space.candidates import Wishes, candidates, limits_on, wishes
+from autopar.search.space.candidates import candidates, constraints_on
+from autopar.search.space.constraints import Constraints
 
 CASE = Case(model="llama", cluster="2xh100", global_batch=4, tokens=128, memory_bytes=4e6)
 
 
-def asked(case: Case = CASE, wanted: Wishes | None = None) -> Asked:
+def asked(case: Case = CASE, constraints: Constraints | None = None) -> Asked:
     return Asked(
         works_of=case.works,
         cluster=case.spec,
-        limits=case.limits,
-        wanted=wanted or wishes(),
+        constraints=constraints or case.constraints,
         machinery=lambda cluster: machinery_with(cluster, case.memory_bytes),
     )
 
 
-def fits(case: Case, cluster: ClusterSpec, wanted: Wishes | None = None) -> bool:
-    on, limits = machinery_with(cluster, case.memory_bytes), limits_on(case.limits, cluster.num_devices)
-    found = search_degrees(case.works, cluster, limits, wanted or wishes(), on, most_exact=10_000)
+def fits(case: Case, cluster: ClusterSpec, narrowed: Constraints | None = None) -> bool:
+    on = machinery_with(cluster, case.memory_bytes)
+    constraints = constraints_on(narrowed or case.constraints, cluster.num_devices)
+    found = search_degrees(case.works, cluster, constraints, on, most_exact=10_000)
     return found.best is not None
 
 
@@ -39,7 +40,7 @@ def told(one: Closest | None) -> str:
 
 
 def test_the_closest_is_the_plan_with_least_memory() -> None:
-    found, every, on = closest(asked()), candidates(CASE.limits, wishes()), CASE.on
+    found, every, on = closest(asked()), candidates(CASE.constraints), CASE.on
     assert found is not None
     least = min(
         priced(CASE.works(int(every.tp[i])), every.degrees(i), CASE.spec, on, least_memory=True).needed_bytes
@@ -70,16 +71,16 @@ def test_a_sequence_that_fits() -> None:
 
 def test_a_wish_that_stands_in_the_way_comes_first() -> None:
     case = replace(CASE, memory_bytes=1e7)
-    wanted = wishes(fix={"zero": 0, "tp": 1, "pp": 1}, forbid={"schedule": "gpipe"})
-    assert not fits(case, case.spec, wanted)
-    assert told(closest(asked(case, wanted))).startswith("without fix zero = 0 ")
-    assert fits(case, case.spec, replace(wanted, fix={"tp": (1,), "pp": (1,)}))
+    narrowed = case.constraints.narrowed(fix={"zero": 0, "tp": 1, "pp": 1}, forbid={"schedule": "gpipe"})
+    assert not fits(case, case.spec, narrowed)
+    assert told(closest(asked(case, narrowed))).startswith("without fix zero = 0 ")
+    assert fits(case, case.spec, replace(narrowed, fix={"tp": (1,), "pp": (1,)}))
 
 
 def test_what_is_counted() -> None:
     for tokens, largest in ((4096, "activations"), (16, "optimizer state")):
         case = replace(CASE, tokens=tokens, memory_bytes=1e6)
-        found = search_degrees(case.works, case.spec, case.limits, wishes(), case.on, most_exact=100)
+        found = search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=100)
         count = counted(found, case.on.capacity_bytes)
         assert sum(count.largest.values()) == count.candidates
         assert set(count.largest) <= set(PARTS)
@@ -93,7 +94,7 @@ def test_without_room_for_the_framework_nothing_helps() -> None:
 
 def test_a_loss_of_every_micro_batch_where_the_batch_cannot_be_split() -> None:
     case = replace(CASE, global_batch=64, tokens=512, memory_bytes=2e7)
-    whole = replace(asked(case), limits=replace(case.limits, accumulates=False))
+    whole = replace(asked(case), constraints=replace(case.constraints, accumulates=False))
     assert fits(case, case.spec)
     assert told(closest(whole)).startswith("with the loss of every micro-batch by itself (per_micro_batch) ")
     assert "per_micro_batch" not in told(closest(asked(replace(case, memory_bytes=1e6))))

@@ -10,15 +10,14 @@ from autopar.search.driver.optuna_refine import Refined, Start, refine
 from autopar.search.driver.optuna_seeds import BEST
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Cut, Priced, priced
-from autopar.search.space.candidates import wishes
 
 CASE = Case(model="llama", cluster="4xh100", global_batch=8, tokens=4096, memory_bytes=1e9)
 
 
 @cache
 def searched(trials: int, seed: int = 0) -> Searched:
-    wanted = wishes({"pp": (2, 4)})
-    return search_degrees(CASE.works, CASE.spec, CASE.limits, wanted, CASE.on, most_exact=400, trials=trials, seed=seed)
+    narrowed = CASE.constraints.narrowed({"pp": (2, 4)})
+    return search_degrees(CASE.works, CASE.spec, narrowed, CASE.on, most_exact=400, trials=trials, seed=seed)
 
 
 def test_no_slower_than_the_best_uniform_plan() -> None:
@@ -64,7 +63,9 @@ def test_pipelines_of_other_kinds_are_tried() -> None:
 
 
 def test_no_trials_without_a_pipeline() -> None:
-    found = search_degrees(CASE.works, CASE.spec, CASE.limits, wishes({"pp": 1}), CASE.on, most_exact=400, trials=20)
+    found = search_degrees(
+        CASE.works, CASE.spec, CASE.constraints.narrowed({"pp": 1}), CASE.on, most_exact=400, trials=20
+    )
     assert found.refined.trials == ()
 
 

@@ -13,13 +13,14 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import HostShare
 from autopar.search.bounds.lower_bounds import Beyond, Machinery, screen
 from autopar.search.driver.infeasible import Asked, closest
-from autopar.search.driver.priced_only import combinations, limits_of, machinery_of, search_beyond
+from autopar.search.driver.priced_only import combinations, constraints_of, machinery_of, search_beyond
 from autopar.search.pricing.exact import Priced, priced
 from autopar.search.pricing.objective import Goal, Part
-from autopar.search.space.candidates import Limits, candidates, tensor_degrees, wishes
+from autopar.search.space.candidates import candidates, tensor_degrees
+from autopar.search.space.constraints import Constraints
 
 HOST = HostShare(link_bytes_per_s=20e9, memory_bytes=1e9, memory_bytes_per_s=40e9)
-WANTED = wishes(forbid={"schedule": ("gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"), "zero": 1})
+FORBID = {"schedule": ("gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"), "zero": 1}
 LLAMA = Deep(preset="llama2-7b", layers=32, tokens=4096)
 
 
@@ -32,10 +33,14 @@ def case_of(memory_bytes: float) -> tuple[Case, Machinery]:
     return case, hosted(case.on)
 
 
+def narrowed(case: Case) -> Constraints:
+    return case.constraints.narrowed(forbid=FORBID)
+
+
 def enumerated(case: Case, on: Machinery, beyond: Beyond) -> list[tuple[Priced, float]]:
     """Every candidate with its exact price and its bound."""
-    own, machine = limits_of(case.limits, case.spec, beyond), machinery_of(on, beyond)
-    every = candidates(own, WANTED)
+    own, machine = constraints_of(narrowed(case), case.spec, beyond), machinery_of(on, beyond)
+    every = candidates(own)
     found = []
     for tp in set(every.tp.tolist()):
         mine = every.at(every.tp == tp)
@@ -49,7 +54,7 @@ def enumerated(case: Case, on: Machinery, beyond: Beyond) -> list[tuple[Priced, 
 def test_no_plan_beyond_is_better_than_the_one_found(memory_bytes: float) -> None:
     case, on = case_of(memory_bytes)
     goal = Goal(objective="time", parts={4: Part(cluster=case.spec, on=on, weight=1.0)})
-    found = search_beyond(case.works, case.spec, case.limits, WANTED, goal, most_exact=10_000)
+    found = search_beyond(case.works, case.spec, narrowed(case), goal, most_exact=10_000)
     seconds = []
     for beyond in combinations(case.works(1), case.spec, on):
         for one, bound in enumerated(case, on, beyond):
@@ -100,14 +105,14 @@ def test_seven_billion_on_24_gb_only_with_offload_and_it_says_so() -> None:
     name = "1xrtx4090"
     cluster = ClusterSpec.preset(name)
     assert searched(LLAMA, name, cluster, 8).best is None
-    limits = Limits(num_devices=1, global_batch=8, most_stages=LLAMA.layers, tensor_degrees=tensor_degrees(1))
+    constraints = Constraints(num_devices=1, global_batch=8, most_stages=LLAMA.layers, tensor_degrees=tensor_degrees(1))
     works_of, on = LLAMA.works_of(name), machinery(cluster)
     goal = Goal(objective="time", parts={1: Part(cluster=cluster, on=on, weight=1.0)})
-    found = search_beyond(works_of, cluster, limits, wishes(), goal, most_exact=100)
+    found = search_beyond(works_of, cluster, constraints, goal, most_exact=100)
     assert found is not None
     assert found.beyond == Beyond(offload=True)
     assert any("host" in mark for mark in found.formula_only(cluster))
-    asked = Asked(works_of=works_of, cluster=cluster, limits=limits, wanted=wishes(), machinery=machinery)
+    asked = Asked(works_of=works_of, cluster=cluster, constraints=constraints, machinery=machinery)
     told = closest(asked)
     assert told is not None
     assert told.remedy.startswith("with the optimizer on the host")

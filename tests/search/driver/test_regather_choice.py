@@ -28,7 +28,7 @@ from autopar.search.pricing.exact import Priced, priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import SearchResult
-from autopar.search.space.candidates import candidates, wishes
+from autopar.search.space.candidates import candidates
 
 SLOW = Link(bytes_per_s=8e9, latency_s=1e-5, name="PCIe")
 
@@ -60,8 +60,8 @@ CASES = tuple(
 def searched(case: Case, fix: Mapping[str, Any], objective: str = "time") -> Searched:
     spec, on = cluster_of(case.cluster), machinery_with(cluster_of(case.cluster), case.memory_bytes)
     goal = Goal(objective=objective, parts={4: Part(cluster=spec, on=on, weight=1.0)})
-    limits = replace(case, cluster="4xh100").limits
-    found = search_degrees(works(case, True), spec, limits, wishes(fix), on, most_exact=10_000, goal=goal)
+    constraints = replace(case, cluster="4xh100").constraints
+    found = search_degrees(works(case, True), spec, constraints.narrowed(fix), on, most_exact=10_000, goal=goal)
     return with_kept(found, works(case, False), most_exact=10_000)
 
 
@@ -72,7 +72,7 @@ def works(case: Case, regather: bool) -> Any:
 def enumerated(case: Case, fix: Mapping[str, Any]) -> list[tuple[Priced, Priced]]:
     """Every candidate under both settings, priced exactly."""
     spec, on = cluster_of(case.cluster), machinery_with(cluster_of(case.cluster), case.memory_bytes)
-    found = candidates(replace(case, cluster="4xh100").limits, wishes(fix))
+    found = candidates(replace(case, cluster="4xh100").constraints.narrowed(fix))
 
     def one(i: int, regather: bool) -> Priced:
         return priced(works(case, regather)(int(found.tp[i])), found.degrees(i), spec, on)

@@ -11,7 +11,7 @@ from autopar.ir.rank_order import ORDERS
 from autopar.search.bounds.lower_bounds import screen
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Priced, priced
-from autopar.search.space.candidates import candidates, wishes
+from autopar.search.space.candidates import candidates
 
 CLUSTERS = (("4xh100", 4), ("2xv100-32gb", 4), ("3xh100", 6))
 MEMORIES = (80e9, 20e6, 10e6, 5e6)  # from room for everything to none for any
@@ -41,12 +41,12 @@ LARGER = tuple(
 
 def enumerated(case: Case) -> list[Priced]:
     """Every candidate, priced exactly."""
-    found, on = candidates(case.limits, wishes()), case.on
+    found, on = candidates(case.constraints), case.on
     return [priced(case.works(int(found.tp[i])), found.degrees(i), case.spec, on) for i in range(len(found))]
 
 
 def searched(case: Case, most: int = 10_000) -> Searched:
-    return search_degrees(case.works, case.spec, case.limits, wishes(), case.on, most_exact=most)
+    return search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=most)
 
 
 @pytest.mark.parametrize("case", thinned(CASES, keep=CASES[::5]), ids=str)
@@ -71,7 +71,7 @@ def test_no_plan_is_better_on_more_devices(case: Case) -> None:
 
 def both_orders(case: Case) -> tuple[list[Priced], list[Priced]]:
     """Every candidate in the default order, and each in the other one, listed or not, or as it is where that is it."""
-    found, on = candidates(case.limits, wishes({"order": ORDERS[0]})), case.on
+    found, on = candidates(case.constraints.narrowed({"order": ORDERS[0]})), case.on
     sides: tuple[list[Priced], list[Priced]] = ([], [])
     for i in range(len(found)):
         degrees = found.degrees(i)
@@ -95,7 +95,7 @@ def test_no_order_of_ranks_is_better_than_the_one_found(case: Case) -> None:
 
 def check_not_listed(case: Case, default: list[Priced], other: list[Priced]) -> None:
     """What is not listed is no faster, and needs as much memory."""
-    listed = candidates(case.limits, wishes())
+    listed = candidates(case.constraints)
     known = {listed.degrees(i) for i in range(len(listed))}
     left_out = 0
     for one, moved in zip(default, other, strict=True):
@@ -123,7 +123,7 @@ SHARED = replace(CASES[1], ranks_per_core=2.0)
     "case", thinned((*CASES[::3], *IN_HOSTS, SHARED), keep=(*CASES[::9], IN_HOSTS[1], SHARED)), ids=str
 )
 def test_bounds_are_bounds(case: Case) -> None:
-    found = candidates(case.limits, wishes())
+    found = candidates(case.constraints)
     for tp in set(found.tp.tolist()):
         mine = found.at(found.tp == tp)
         bounds = screen(case.works(tp), mine, case.on)

@@ -15,7 +15,6 @@ from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.explain.build_report_data import details_of, points_of, timeline_of
 from autopar.search.pricing.exact import Priced, pricing_of
 from autopar.search.result.report_data import Details, Term
-from autopar.search.space.candidates import wishes
 
 STAGED = Case(model="llama", cluster="8xh100", global_batch=16, tokens=2048)
 TIGHT = replace(STAGED, memory_bytes=0.6e6)
@@ -30,7 +29,7 @@ CASES = {
 @cache
 def searched(name: str) -> tuple[Searched, Details]:
     case, fix = CASES[name]
-    found = search_degrees(case.works, case.spec, case.limits, wishes(fix), case.on, most_exact=200)
+    found = search_degrees(case.works, case.spec, case.constraints.narrowed(fix), case.on, most_exact=200)
     best = found.best
     assert best is not None
     return found, details_of(best, case.works(best.degrees.tp), case.spec, case.on)
@@ -130,7 +129,7 @@ def test_points_are_candidates_and_none_is_below_the_best(name: str) -> None:
 
 
 def test_where_memory_is_short_points_stay_below_capacity() -> None:
-    found = search_degrees(TIGHT.works, TIGHT.spec, TIGHT.limits, wishes(), TIGHT.on, most_exact=50)
+    found = search_degrees(TIGHT.works, TIGHT.spec, TIGHT.constraints, TIGHT.on, most_exact=50)
     columns = points_of(found).columns
     assert all(value <= TIGHT.on.capacity_bytes * 1.001 for value in columns["bytes"])
 
@@ -141,7 +140,7 @@ def test_a_tensor_degree_without_labels_has_no_points() -> None:
             raise PlanError("heads do not divide")
         return STAGED.works(tp)
 
-    found = search_degrees(works, STAGED.spec, STAGED.limits, wishes(), STAGED.on, most_exact=400)
+    found = search_degrees(works, STAGED.spec, STAGED.constraints, STAGED.on, most_exact=400)
     assert set(found.refused) == {2}
     with np.errstate(invalid="raise"):
         columns = points_of(found).columns

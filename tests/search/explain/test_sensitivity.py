@@ -14,7 +14,6 @@ from autopar.search.driver.search import search_degrees
 from autopar.search.explain.sensitivity import Base, adapted, what_if
 from autopar.search.pricing.objective import Part
 from autopar.search.result.report_data import Curve
-from autopar.search.space.candidates import wishes
 
 CASE = Case(model="llama", cluster="16xh100", global_batch=16, tokens=2048)
 
@@ -27,12 +26,14 @@ def machinery(cluster: ClusterSpec) -> Machinery:
 @cache
 def base(*schedules: str) -> Base:
     """Of the search over some schedules, or all of them."""
-    limits, wanted = replace(CASE.limits, tensor_degrees=(1, 2)), wishes({"schedule": schedules} if schedules else {})
-    found = search_degrees(CASE.works, CASE.spec, limits, wanted, CASE.on, most_exact=200)
+    constraints = replace(CASE.constraints, tensor_degrees=(1, 2)).narrowed(
+        {"schedule": schedules} if schedules else {}
+    )
+    found = search_degrees(CASE.works, CASE.spec, constraints, CASE.on, most_exact=200)
     assert found.best is not None
     return Base(
         best=found.best, part=Part(cluster=CASE.spec, on=CASE.on, weight=1.0), machinery=machinery, works_of=CASE.works,
-        every=(CASE.works,), limits=limits, wanted=wanted, global_batch=CASE.global_batch,
+        every=(CASE.works,), constraints=constraints, global_batch=CASE.global_batch,
     )  # fmt: skip
 
 

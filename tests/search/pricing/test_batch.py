@@ -10,7 +10,7 @@ from search_cases import Case
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced
 from autopar.search.pricing.objective import Goal, Part
-from autopar.search.space.candidates import candidates, wishes
+from autopar.search.space.candidates import candidates
 
 CASES = (
     Case(model="llama", cluster="8xh100", global_batch=16, tokens=512, memory_bytes=20e6, per_host=2),
@@ -29,7 +29,7 @@ def numbers(one: Priced) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prices_are_those_of_each_alone(case: Case) -> None:
-    found, on = candidates(case.limits, wishes({"tp": (1, 2)})), case.on
+    found, on = candidates(case.constraints.narrowed({"tp": (1, 2)})), case.on
     works = {tp: case.works(tp) for tp in (1, 2)}
     goal = Goal(objective="time", parts={case.spec.num_devices: Part(cluster=case.spec, on=on, weight=1.0)})
     together = Together(found, works, goal)

@@ -14,7 +14,8 @@ from autopar.ir.plan import Degrees
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Priced, priced
 from autopar.search.pricing.objective import Goal, goal_of
-from autopar.search.space.candidates import Limits, candidates, wishes
+from autopar.search.space.candidates import candidates
+from autopar.search.space.constraints import Constraints
 from autopar.search.space.subcluster import device_counts, part_of
 
 TWO_HOSTS = {
@@ -38,26 +39,26 @@ CASES = tuple(
 )
 
 
-WANTED = wishes(forbid={"schedule": ("gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"), "zero": 2})
+FORBID = {"schedule": ("gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev"), "zero": 2}
 
 
 def cluster() -> ClusterSpec:
     return ClusterSpec.from_dict(TWO_HOSTS)
 
 
-def asked(objective: str, model: str, memory: float, local: int | None) -> tuple[Case, Goal, Limits]:
+def asked(objective: str, model: str, memory: float, local: int | None) -> tuple[Case, Goal, Constraints]:
     case = Case(model=model, cluster="2xh100", global_batch=6, tokens=128, memory_bytes=memory)
     goal = goal_of(objective, cluster(), lambda part: machinery_with(part, memory), per_sequence=local is not None)
     counts = tuple(goal.parts)
-    limits = replace(
-        case.limits,
+    constraints = replace(
+        case.constraints,
         num_devices=max(counts),
         fewer_devices=counts[:-1],
         global_batch=None if local else 6,
         local_batch=local,
         tensor_degrees=(1, 2),
     )
-    return case, goal, limits
+    return case, goal, constraints.narrowed(forbid=FORBID)
 
 
 def plain(degrees: Degrees) -> Degrees:
@@ -65,16 +66,16 @@ def plain(degrees: Degrees) -> Degrees:
     return replace(degrees, recompute="none", recompute_blocks=None)
 
 
-def searched(case: Case, goal: Goal, limits: Limits) -> Searched:
+def searched(case: Case, goal: Goal, constraints: Constraints) -> Searched:
     whole = goal.parts[max(goal.parts)]
-    return search_degrees(case.works, whole.cluster, limits, WANTED, whole.on, most_exact=10_000, goal=goal)
+    return search_degrees(case.works, whole.cluster, constraints, whole.on, most_exact=10_000, goal=goal)
 
 
 @cache
 def enumerated(model: str, memory: float, local: int | None, least_memory: bool) -> tuple[Priced, ...]:
     """Every candidate, priced exactly."""
-    case, goal, limits = asked("energy", model, memory, local)
-    every = candidates(limits, WANTED)
+    case, goal, constraints = asked("energy", model, memory, local)
+    every = candidates(constraints)
     found = []
     for i in range(len(every)):
         degrees = every.degrees(i)
@@ -85,9 +86,9 @@ def enumerated(model: str, memory: float, local: int | None, least_memory: bool)
 
 @pytest.mark.parametrize(("objective", "model", "memory", "local"), thinned(CASES, keep=CASES[::3]))
 def test_no_plan_has_a_smaller_value(objective: str, model: str, memory: float, local: int | None) -> None:
-    case, goal, limits = asked(objective, model, memory, local)
-    found = searched(case, goal, limits)
-    every = candidates(limits, WANTED)
+    case, goal, constraints = asked(objective, model, memory, local)
+    found = searched(case, goal, constraints)
+    every = candidates(constraints)
     assert {int(n) for n in every.num_devices} == set(goal.parts)
     bounds, values = goal.bounds(every, found.screened), []
     for one in enumerated(model, memory, local, objective == "memory"):
@@ -102,8 +103,8 @@ def test_no_plan_has_a_smaller_value(objective: str, model: str, memory: float, 
 
 
 def test_fewer_devices_cost_less_where_links_are_slow() -> None:
-    case, goal, limits = asked("cost", "llama", 80e9, None)
-    found = searched(case, goal, limits)
+    case, goal, constraints = asked("cost", "llama", 80e9, None)
+    found = searched(case, goal, constraints)
     assert found.best is not None
     assert found.best.degrees.world_size < 6
     whole = searched(*asked("time", "llama", 80e9, None)).best

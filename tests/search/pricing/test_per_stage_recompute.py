@@ -20,7 +20,6 @@ from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced, pricing_of
 from autopar.search.pricing.per_stage_recompute import fewest_blocks, live_micro_batches
 from autopar.search.pricing.stage_partition import partition_with
-from autopar.search.space.candidates import wishes
 
 CASE = Case(model="llama", cluster="4xh100", global_batch=16, tokens=4096)
 STAGED = Degrees(pp=4, zero=0, micro_batch=1, micro_batches=16)
@@ -53,7 +52,7 @@ def _layouts(one: Priced, on: Machinery) -> Any:
 
 
 def pinned(on: Machinery, **words: Any) -> Machinery:
-    return replace(on, pinned=replace(on.pinned, **words))
+    return replace(on, **words)
 
 
 # ---- cuts ----
@@ -188,7 +187,7 @@ def test_stages_that_recompute_have_whole_backward_passes(again: tuple[int, ...]
 
 
 def search(on: Machinery, **fix: Any) -> Searched:
-    return search_degrees(CASE.works, CASE.spec, CASE.limits, wishes(fix), on, most_exact=400, trials=80)
+    return search_degrees(CASE.works, CASE.spec, CASE.constraints.narrowed(fix), on, most_exact=400, trials=80)
 
 
 def test_the_search_finds_the_best_of_all_stages_and_cuts() -> None:

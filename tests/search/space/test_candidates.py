@@ -9,9 +9,10 @@ import pytest
 from autopar.errors import InputError
 from autopar.ir.schedules.registry import SCHEDULE_NAMES, schedule_problems
 from autopar.planning.degrees import resolve_degrees
-from autopar.search.space.candidates import Candidates, Limits, candidates, divisors, wishes
+from autopar.search.space.candidates import Candidates, candidates, divisors
+from autopar.search.space.constraints import Constraints
 
-LIMITS = Limits(num_devices=24, global_batch=48, most_stages=10, tensor_degrees=(1, 2, 3, 4, 8))
+CONSTRAINTS = Constraints(num_devices=24, global_batch=48, most_stages=10, tensor_degrees=(1, 2, 3, 4, 8))
 
 
 def rows(found: Candidates) -> list[tuple[int, ...]]:
@@ -20,7 +21,7 @@ def rows(found: Candidates) -> list[tuple[int, ...]]:
 
 
 def test_everything_listed_is_legal_and_listed_once() -> None:
-    found = candidates(LIMITS, wishes())
+    found = candidates(CONSTRAINTS)
     assert len(set(rows(found))) == len(found) > 1000
     for i in range(0, len(found), 7):
         degrees = found.degrees(i)
@@ -39,14 +40,14 @@ def test_everything_listed_is_legal_and_listed_once() -> None:
 
 
 def test_degrees_that_are_no_powers_of_two() -> None:
-    found = candidates(LIMITS, wishes())
+    found = candidates(CONSTRAINTS)
     assert {3, 6} <= set(found.pp.tolist())
     assert 3 in found.tp
     assert set(found.dp.tolist()) >= {1, 2, 3, 4, 6, 8, 12, 24}
 
 
 def test_what_runs_the_same_is_one_candidate() -> None:
-    found = candidates(LIMITS, wishes())
+    found = candidates(CONSTRAINTS)
     alone = found.dp == 1
     assert set(found.zero[alone].tolist()) == {0}
     assert set(found.dp_replicate[found.zero == 0].tolist()) == {1}
@@ -55,23 +56,23 @@ def test_what_runs_the_same_is_one_candidate() -> None:
 
 
 def test_ranks_of_pipelines_lie_together_where_that_keeps_them_in_a_host() -> None:
-    limits = replace(LIMITS, devices_per_host=4)
-    found = candidates(limits, wishes())
+    constraints = replace(CONSTRAINTS, devices_per_host=4)
+    found = candidates(constraints)
     inside = found.at(found.order == 1)
     listed = set(zip(inside.tp.tolist(), inside.pp.tolist(), strict=True))
     assert listed == {(1, 2), (1, 4), (2, 2)}
     default = found.at(found.order == 0)
-    assert rows(default) == rows(candidates(LIMITS, wishes()))  # one host, for all that is known
-    fixed = candidates(limits, wishes({"order": "dp-pp-tp"}))
+    assert rows(default) == rows(candidates(CONSTRAINTS))  # one host, for all that is known
+    fixed = candidates(constraints.narrowed({"order": "dp-pp-tp"}))
     assert len(fixed) and np.all((fixed.order == 1) & (fixed.pp > 1) & (fixed.dp > 1))
     assert set(rows(inside)) < set(rows(fixed))
-    assert not np.any(candidates(replace(limits, devices_per_host=24), wishes()).order)
+    assert not np.any(candidates(replace(constraints, devices_per_host=24)).order)
     assert found.degrees(int(np.flatnonzero(found.order)[0])).order == "dp-pp-tp"
 
 
 def test_wishes_narrow_the_space() -> None:
-    every = candidates(LIMITS, wishes())
-    found = candidates(LIMITS, wishes(fix={"tp": 2, "zero": (1, 3)}, forbid={"schedule": "gpipe", "pp": (3, 6)}))
+    every = candidates(CONSTRAINTS)
+    found = candidates(CONSTRAINTS.narrowed(fix={"tp": 2, "zero": (1, 3)}, forbid={"schedule": "gpipe", "pp": (3, 6)}))
     assert set(found.tp.tolist()) == {2}
     assert set(found.zero.tolist()) == {1, 3}
     assert set(rows(found)) == {
@@ -86,22 +87,22 @@ def test_wishes_narrow_the_space() -> None:
 
 def test_wishes_that_are_none_are_refused_all_at_once() -> None:
     with pytest.raises(InputError) as caught:
-        wishes(fix={"tpp": 8, "zero": 4, "pp": True}, forbid={"schedule": "1f2b"})
+        CONSTRAINTS.narrowed(fix={"tpp": 8, "zero": 4, "pp": True}, forbid={"schedule": "1f2b"})
     text = str(caught.value)
     with pytest.raises(InputError, match="forbid order: must be one of pp-dp-tp, dp-pp-tp"):
-        wishes(forbid={"order": "dp"})
+        CONSTRAINTS.narrowed(forbid={"order": "dp"})
     for part in ("fix tpp", "tp", "fix zero", "0, 1, 2 or 3", "fix pp", "forbid schedule", "1f2b", "interleaved-1f1b"):
         assert part in text
 
 
 def test_a_batch_that_cannot_be_split_in_time() -> None:
-    limits = Limits(num_devices=8, global_batch=16, most_stages=4, tensor_degrees=(1, 2), accumulates=False)
-    assert set(candidates(limits, wishes()).micro_batches.tolist()) == {1}
+    constraints = Constraints(num_devices=8, global_batch=16, most_stages=4, tensor_degrees=(1, 2), accumulates=False)
+    assert set(candidates(constraints).micro_batches.tolist()) == {1}
 
 
 def test_no_legal_candidate() -> None:
-    limits = Limits(num_devices=8, global_batch=3, most_stages=1, tensor_degrees=(1,))
-    assert len(candidates(limits, wishes())) == 0
+    constraints = Constraints(num_devices=8, global_batch=3, most_stages=1, tensor_degrees=(1,))
+    assert len(candidates(constraints)) == 0
 
 
 def test_divisors() -> None:

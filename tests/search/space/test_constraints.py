@@ -10,7 +10,7 @@ from autopar.cost_model.machine.machine import USABLE
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.labels import LABELLED_DP
-from autopar.planning.request import SearchRequest
+from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.search.result.result import SearchResult
 
@@ -23,7 +23,7 @@ def captured() -> Capture:
 
 
 def searched(captured: Capture, cluster: ClusterSpec = ROOMY, **fix: Any) -> SearchResult:
-    asked = SearchRequest(global_batch=BATCH, fix=fix, trials=0)
+    asked = PlanOptions(global_batch=BATCH, fix=fix, trials=0)
     return search_captured(captured, cluster, asked, name="model", say=lambda _: None)
 
 
@@ -89,8 +89,8 @@ def test_sequence_parallelism_that_is_asked_for(captured: Capture) -> None:
 
 def test_one_value_of_each() -> None:
     with pytest.raises(InputError, match="recompute"):
-        SearchRequest(global_batch=1, fix={"recompute": "some"})
+        PlanOptions(global_batch=1, fix={"recompute": "some"}).narrowing()
     with pytest.raises(InputError, match="recompute_blocks"):
-        SearchRequest(global_batch=1, fix={"recompute_blocks": (1, -2)})
+        PlanOptions(global_batch=1, fix={"recompute_blocks": (1, -2)}).narrowing()
     with pytest.raises(InputError, match="forbid cut_at"):
-        SearchRequest(global_batch=1, forbid={"cut_at": "a"})
+        PlanOptions(global_batch=1, forbid={"cut_at": "a"}).narrowing()
