@@ -11,8 +11,8 @@ from suites import long
 
 DISTRIBUTED = ("torch.distributed.pipelining", "torch.distributed.tensor")
 OWN = (
-    *("trace.trace", "trace.capture", "trace.record_write", "search.labels", "search.labels_problem"),
-    *("cost_model.block_export", "cost_model.block_autograd", "block_graph", "cli.calibrate", "cli.verify"),
+    *("capture.program", "capture.export.export", "capture.record.write", "search.labels.solve", "search.labels.costs"),
+    *("cost_model.work.export", "cost_model.work.autograd_probe", "report.block_graph", "cli.calibrate", "cli.verify"),
 )
 SLOW = (
     *("transformers", "sympy", "highspy", "torch._dynamo", "torch._inductor"),
