@@ -43,7 +43,7 @@ from autopar.search.pricing.exact import AS_IT_IS, Priced, priced
 from autopar.search.pricing.objective import Goal, Part, goal_of, parts_of, sequences_of, why_worse
 from autopar.search.pricing.stage_partition import cuts_at
 from autopar.search.result.report_data import Details
-from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
+from autopar.search.result.result import Closest, Contender, SearchResult, degrees_in_plain
 from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
 from autopar.search.space.constraints import Constraints, Values, recompute_blocks_of, shared_degrees
 
@@ -161,10 +161,9 @@ def search_captured(
         more = search_beyond(works_of, cluster, constraints, goal, most_exact=_MOST_PRICED, goes_on=goes_on, say=say)
     decided, nearest = None, None
     if best is None:
-        say("looking for what would fit")
+        say("looking for a change with which a plan fits")
         space = Asked(works_of=works_of, cluster=cluster, constraints=constraints, machinery=machinery)
-        until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
-        nearest = closest(space, lambda: time.monotonic() < until)
+        nearest = _closest(space, deadline)
     else:
         final, decided = _as_it_runs(captured, labels, best, shared_degrees(fix), goal.part(best).cluster, name)
         check_result(found, decided, works_of_best(best.degrees.tp), constraints)
@@ -189,6 +188,11 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _closest(asked: Asked, deadline: float) -> Closest | None:
+    until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
+    return closest(asked, lambda: time.monotonic() < until)
 
 
 def _as_it_runs(
