@@ -5,6 +5,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,20 @@ def test_the_picture_of_the_rooms_names_every_package() -> None:
     }
     rooms |= {path.parent.name for path in (ROOT / "autopar").glob("*/__init__.py")} - {"_torch"}
     assert rooms - named == set()
+
+
+def test_the_table_of_a_plan_names_every_field() -> None:
+    from autopar.ir.plan import Plan
+
+    section = (
+        (ROOT / "docs/architecture.md").read_text().partition("## What does a `Plan` hold?")[2].partition("\n## ")[0]
+    )
+    named = {
+        name
+        for line in section.splitlines()
+        for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    }
+    assert {field.name for field in fields(Plan)} - named == set()
 
 
 def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
