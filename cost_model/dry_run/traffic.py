@@ -1,22 +1,23 @@
 """What one rank sends in one `forward_backward`: calls and bytes of every collective by mesh dimension.
 
-    what                                    mesh dimension          times a step
-    comparison of ranks before the step     all ranks               1
-    denominator of the loss                 of its conversions      n
-    conversions of every block call         of the conversion       n, forward, recomputed and backward
-    ZeRO's gathers and sums (zero_traffic)  dp, or dp_shard and     by ZeRO stage and schedule
-                                            dp_replicate
-    gradients of replicated parameters      of the replication      1, in buckets
-    gradients of tied parameters            pp                      1, in buckets
-    messages between stages                 pp ("send", "recv")     n each way
-    the loss, from the last stage           pp                      1
+    part         what                                   mesh dimension          times a step
+    comparison   comparison of ranks before the step    all ranks               1
+    denominator  the loss's denominator                 of its conversions      n
+    blocks       conversions of every block call        of the conversion       n, forward, recomputed and backward
+    zero         ZeRO's gathers and sums                dp, or dp_shard and     by ZeRO stage and schedule
+                 (`autopar.cost_model.dry_run.zero`)    dp_replicate
+    replicated   gradients of replicated parameters     of the replication      1, in buckets
+    tied         gradients of tied parameters           pp                      1, in buckets
+    messages     messages between stages                pp ("send", "recv")     n each way
+    loss         the loss, from the last stage          pp                      1
 
 n are the step's micro-batches. Clipping, the optimizer and evaluation are not part of it. Bytes are those of the
 operand that this rank puts in (`autopar.cost_model.dry_run.ledger.Traffic`), of a message those of its tensor.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
+from typing import Literal
 
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import value_infos
@@ -31,6 +32,7 @@ from autopar.ir.stages import Stage, stages_by_parameter
 from autopar.ir.storage import buckets
 
 ALL_RANKS, PIPELINE = "all ranks", "pp"
+StepPart = Literal["comparison", "denominator", "blocks", "zero", "messages", "loss", "tied", "replicated"]
 AGREEMENT_BYTES, AGREEMENT_BYTES_PER_INPUT = 32, 16
 
 
@@ -50,29 +52,72 @@ def step_traffic(
 
 def sends_of(setting: Setting, runs: Mapping[int, StageRun], device: str = "cpu") -> Mapping[Key, Traffic]:
     """What a rank sends in one step, given one micro-batch of each of its stages."""
-    program, degrees, ledger = setting.program, setting.plan.degrees, Ledger()
-    if degrees.world_size > 1:
-        size = AGREEMENT_BYTES + AGREEMENT_BYTES_PER_INPUT * len(program.inputs)
-        ledger.add(ALL_RANKS, "all_gather", collective("all_gather", degrees.world_size, size))
-    count = degrees.num_micro_batches
+    ledger = Ledger()
+    for part in parts_of_step(setting, runs, device).values():
+        ledger.add_all(part)
+    return ledger.take()
+
+
+def parts_of_step(
+    setting: Setting, runs: Mapping[int, StageRun], device: str = "cpu"
+) -> Mapping[StepPart, Mapping[Key, Traffic]]:
+    """As `sends_of`, by the part of the step."""
+    ledger = Ledger()
+    found: dict[StepPart, Mapping[Key, Traffic]] = {}
+    writers: Mapping[StepPart, Callable[[], None]] = {
+        "comparison": lambda: _comparison(setting, ledger),
+        "denominator": lambda: _denominator(setting, device, ledger),
+        "blocks": lambda: _blocks(setting, runs, ledger),
+        "zero": lambda: _zero(setting, runs, ledger),
+        "messages": lambda: _all_messages(setting, ledger),
+        "loss": lambda: _loss(setting, ledger),
+        "tied": lambda: _ties(setting, ledger),
+        "replicated": lambda: _deferred(setting, runs, ledger),
+    }
+    for part, write in writers.items():
+        write()
+        found[part] = ledger.take()
+    return found
+
+
+def _comparison(setting: Setting, ledger: Ledger) -> None:
+    ranks = setting.plan.degrees.world_size
+    if ranks > 1:
+        size = AGREEMENT_BYTES + AGREEMENT_BYTES_PER_INPUT * len(setting.program.inputs)
+        ledger.add(ALL_RANKS, "all_gather", collective("all_gather", ranks, size))
+
+
+def _denominator(setting: Setting, device: str, ledger: Ledger) -> None:
     if needs_denominator(setting):
-        ledger.add_all(_on_wire(setting, run_denominator(setting, device)), count)
+        ledger.add_all(_on_wire(setting, run_denominator(setting, device)), setting.plan.degrees.num_micro_batches)
+
+
+def _blocks(setting: Setting, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+    degrees = setting.plan.degrees
     for stage in setting.own_stages:
-        run = runs[stage.index]
-        in_parts = 0
+        run, in_parts = runs[stage.index], 0
         if setting.splits_backward(stage):
             in_parts = sum(action.kind == "I" for order in passes(degrees, stage.index) for action in order)
-        ledger.add_all(_on_wire(setting, run.forward), count)
-        ledger.add_all(_on_wire(setting, run.backward), count - in_parts)
+        ledger.add_all(_on_wire(setting, run.forward), degrees.num_micro_batches)
+        ledger.add_all(_on_wire(setting, run.backward), degrees.num_micro_batches - in_parts)
         ledger.add_all(_on_wire(setting, run.backward_in_parts), in_parts)
-        zero_step(setting, stage, groups_of(setting, stage, run), ledger)
-        ledger.add_all(_messages(setting, stage), count)
-    if degrees.pp > 1:
-        size = value_infos(program)[program.loss].dtype.itemsize
-        ledger.add(PIPELINE, "all_reduce", collective("all_reduce", degrees.pp, size))
-    _ties(setting, ledger)
-    _deferred(setting, runs, ledger)
-    return ledger.take()
+
+
+def _zero(setting: Setting, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+    for stage in setting.own_stages:
+        zero_step(setting, stage, groups_of(setting, stage, runs[stage.index]), ledger)
+
+
+def _all_messages(setting: Setting, ledger: Ledger) -> None:
+    for stage in setting.own_stages:
+        ledger.add_all(_messages(setting, stage), setting.plan.degrees.num_micro_batches)
+
+
+def _loss(setting: Setting, ledger: Ledger) -> None:
+    ranks = setting.plan.degrees.pp
+    if ranks > 1:
+        size = value_infos(setting.program)[setting.program.loss].dtype.itemsize
+        ledger.add(PIPELINE, "all_reduce", collective("all_reduce", ranks, size))
 
 
 def _on_wire(setting: Setting, sends: Sends) -> Sends:

@@ -362,13 +362,16 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
             yield Sent(collective="all_gather", mesh_dim=name, is_forward=False, whole_bytes=whole, of="regather")
     for name in flow.runs:
         sizes = flow.sizes[name]
-        for j, variant in enumerate(sizes.chosen):
-            if variant.factor in sizes.bound.rule.invariant and mesh.degrees[j] > 1:
-                for count in INSIDE.get(flow.operators[name], ()):
-                    rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
-                    yield Sent(
-                        collective="all_reduce", mesh_dim=mesh.names[j], is_forward=True, whole_bytes=rows, of="inside"
-                    )
+        over: dict[str, list[str]] = {}
+        for mesh_name, degree, variant in zip(mesh.names, mesh.degrees, sizes.chosen, strict=True):
+            if variant.factor in sizes.bound.rule.invariant and degree > 1:
+                over.setdefault(variant.factor, []).append(mesh_name)
+        for names in over.values():  # mesh dimensions that split one factor are summed over together
+            for count in INSIDE.get(flow.operators[name], ()):
+                rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
+                yield Sent(
+                    collective="all_reduce", mesh_dim="_".join(names), is_forward=True, whole_bytes=rows, of="inside"
+                )
     for port in flow.block.ports:
         if port.role != "parameter" or not port.differentiable:
             continue

@@ -1,0 +1,138 @@
+"""Calls and bytes of the collectives that the time model prices for a plan.
+
+The time model runs as in a search or an estimate, on a machine that is made for counting: computing takes no time, and
+one kind of collective over one group of ranks takes a second for every call, or for every byte that a rank sends.
+Nothing runs beside anything else. The seconds of a step are then a number of calls, or of bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.capture.analysis import Analysis
+from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.collectives import sent_bytes
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.links import Links
+from autopar.cost_model.pipeline.stages import Stages
+from autopar.cost_model.pricing import Pricing, Question, layouts_of
+from autopar.cost_model.step.assembly import Pipelined
+from autopar.cost_model.step.context import Passes
+from autopar.cost_model.step.step import step_seconds
+from autopar.cost_model.work.program_costs import program_works
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+
+_AT_ONCE = 1e300  # FLOP/s or bytes/s of a device that computes in no time
+Key = tuple[str, int, int]  # kind, ranks of a group, and how far apart they lie
+MESSAGE: Key = ("send", 2, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountingLinks(Links):
+    """Links on which only the collectives of `counted` take time: a second for each call or for each byte."""
+
+    counted: Key | None = None
+    in_bytes: bool = False
+    seen: set[Key]
+
+    def seconds(self, kind: Any, whole_bytes: Any, ranks: Any, stride: Any, *, num_calls: Any = 1.0) -> Any:
+        whole_bytes, ranks, stride, num_calls = np.broadcast_arrays(whole_bytes, ranks, stride, num_calls)
+        self.seen.update((kind, int(n), int(by)) for n, by in zip(ranks.flat, stride.flat, strict=True) if n > 1)
+        sizes = np.array([sent_bytes(kind, w, n) for w, n in zip(whole_bytes.flat, ranks.flat, strict=True)])
+        counts = sizes.reshape(ranks.shape) if self.in_bytes else num_calls
+        same = [(kind, int(n), int(by)) == self.counted for n, by in zip(ranks.flat, stride.flat, strict=True)]
+        return np.where(np.array(same).reshape(ranks.shape), counts, 0.0)
+
+    def message_s(self, message_bytes: Any, is_inside: Any) -> Any:
+        self.seen.add(MESSAGE)
+        counts = message_bytes if self.in_bytes else np.ones_like(message_bytes)
+        return counts if self.counted == MESSAGE else 0.0 * counts
+
+
+def priced_collectives(program: Program, analysis: Analysis, plan: Plan, rank: int) -> dict[Key, tuple[float, float]]:
+    """Calls, and bytes that one rank sends, by kind and group, of a step of a pipeline rank."""
+    works = program_works(program, analysis, plan.blocks, plan.mesh, regather=plan.regather)
+    cluster = ClusterSpec.preset("4xh100")
+    question = Question(cluster=cluster, degrees=plan.degrees, engine=engine_named("autopar"), cuts=plan.cuts)
+    machine = cluster_machine(cluster, question.engine, mechanisms(), precision="bf16")
+    seen: set[Key] = set()
+    _counted(works, question, machine, CountingLinks(**_fields(machine.machine.links), seen=seen), rank)
+    found = {}
+    for key in seen:
+        counts = [
+            _counted(
+                works, question, machine,
+                CountingLinks(**_fields(machine.machine.links), seen=set(), counted=key, in_bytes=in_bytes), rank,
+            )
+            for in_bytes in (False, True)
+        ]  # fmt: skip
+        if counts[0] > 1e-9:  # what computing takes all the same
+            found[key] = (counts[0], counts[1])
+    return found
+
+
+def _fields(links: Links) -> Mapping[str, Any]:
+    return {name: getattr(links, name) for name in Links.__slots__}
+
+
+def _counted(works: Any, question: Question, machine: Any, links: CountingLinks, rank: int) -> float:
+    at_once = replace(
+        machine.machine.speeds,
+        peak_flops_per_s=_AT_ONCE,
+        product_flops_per_s=_AT_ONCE,
+        bytes_per_s=_AT_ONCE,
+        launch_s=0.0,
+        host_s=0.0,
+        in_one_thread=True,  # nothing is hidden
+    )
+    counting = replace(machine.machine, speeds=at_once, links=links, overlap_slowdown=2.0)
+    none_hidden = replace(
+        mechanisms(), straggler=0.0, step_s=0.0, async_hidden=0.0, pipelined_hidden=0.0, message_exposed=1.0,
+        gradient_window=1.0, broadcast_s=0.0,
+    )  # fmt: skip
+    pricing = Pricing(works, question, replace(machine, machine=counting), none_hidden, "bf16")
+    stages = pricing.stages()
+
+    def summed(passes: Mapping[str, Passes], message: Any) -> Pipelined:
+        """The calls of a rank's stages one after the other, instead of what overlaps in a pipeline."""
+        assert stages is not None
+        return _rank_alone(stages, passes, float(np.max(message)), rank)
+
+    pipeline = None if stages is None else summed
+    share = pricing.recomputed_share()
+    layouts = layouts_of(works, question)
+    found = [
+        float(
+            step_seconds(
+                pricing.family(one), pricing.shape, one, counting, question.engine, none_hidden,
+                in_float8=False, fused=True, pipeline=pipeline,
+            ).seconds[0]
+        )
+        for one in pricing._with_and_without(layouts)
+    ]  # fmt: skip
+    return found[0] if len(found) == 1 else (1 - share) * found[0] + share * found[1]
+
+
+def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, rank: int) -> Pipelined:
+    own = [i for i, of in enumerate(stages.ranks) if of == rank]
+    busy = sum(float(np.max(passes[role].both)) for i in own for role in stages.roles[i])
+    again = 0.0
+    for i in own:
+        repeated = stages.repeated[i]
+        for role in repeated[: stages.again[i] if stages.again is not None else 0]:
+            again += float(np.max(passes[role].forward))
+    others = [[near for near in (i - 1, i + 1) if 0 <= near < len(stages.roles)] for i in own]
+    sends = sum(stages.ranks[near] != rank for neighbours in others for near in neighbours)
+    n = stages.micro_batches * stages.runs
+    return Pipelined(
+        busy=np.array([busy + again]),
+        blocks=np.array([float(sum(len(stages.repeated[i]) for i in own))]),
+        idle=np.zeros(1),
+        messages=np.array([n * sends * message]),
+        again=np.array([again]),
+    )

@@ -1,0 +1,179 @@
+"""What search and `estimate` price of a plan's collectives against the dry run of the plan, rank by rank.
+
+The dry run is proven equal to a step that runs (`test_priced_is_run.py`). The time model prices other code: expressions
+of blocks (`autopar.cost_model.work.export`), the collectives of ZeRO (`autopar.cost_model.step.data_parallel`) and
+messages. Calls and bytes of every collective over tensor ranks, bytes of every message, and bytes over data-parallel
+ranks are equal, up to the differences below. Each is exact, has a name, and is in docs/priced_is_run.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import pytest
+from counted_prices import MESSAGE, Key, priced_collectives
+from priced_models import CASES, Case, planned_case
+
+from autopar.capture.analysis import analyse
+from autopar.cost_model.dry_run.ledger import Key as LedgerKey
+from autopar.cost_model.dry_run.ledger import Ledger, Traffic, collective
+from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
+from autopar.cost_model.dry_run.traffic import parts_of_step
+from autopar.cost_model.dry_run.zero import ROOT, Group, groups_of, padded_elements, zero_step
+from autopar.ir.sharding import DATA
+from autopar.ir.stages import Stage
+
+DATA_DIMS = (DATA, "dp_shard", "dp_replicate")
+BOTH_ENDS_ON_A_RANK = ("zbv-zero-bubble",)  # the time model has the first and the last stage on two ranks
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """The dry run of one rank under a plan."""
+
+    setting: Setting
+
+    @cached_property
+    def runs(self) -> dict[int, StageRun]:
+        return {stage.index: run_stage(self.setting, stage) for stage in self.setting.own_stages}
+
+    @cached_property
+    def parts(self) -> Mapping[str, Mapping[LedgerKey, Traffic]]:
+        return {str(name): part for name, part in parts_of_step(self.setting, self.runs).items()}
+
+    def tensor(self) -> dict[LedgerKey, tuple[float, float]]:
+        """Calls and bytes over tensor ranks that are priced for a step.
+
+        Left out: the gradients of parameters that tensor ranks replicate, a call for each mesh dimension in a step, and
+        the loss's denominator, a call of 4 bytes in a micro-batch.
+        """
+        found = {k: (t.calls, t.sent_bytes) for k, t in self.parts["blocks"].items() if k[0] not in DATA_DIMS}
+        for key, more in self.end_of_recomputation().items():
+            calls, size = found.get(key, (0, 0.0))
+            found[key] = (calls + more.calls, size + more.sent_bytes)
+        return found
+
+    def end_of_recomputation(self) -> Mapping[LedgerKey, Traffic]:
+        """The whole forward pass is priced again; torch's checkpoint stops before a block's last collective."""
+        setting, ledger = self.setting, Ledger()
+        degrees, program = setting.plan.degrees, setting.program
+        for stage in setting.own_stages:
+            for index in set(stage.calls) & setting.recomputed if degrees.tp > 1 else ():
+                block = program.blocks[program.calls[index].block]
+                node = next(n for n in block.graph.nodes if n.name == block.outputs[0])
+                whole = prod(node.meta["info"].shape) // degrees.dp * node.meta["info"].dtype.itemsize
+                last = collective("reduce_scatter", degrees.tp, whole)
+                ledger.add("tp", "reduce_scatter", last, degrees.num_micro_batches)
+        return ledger.take()
+
+    def data_bytes(self) -> float:
+        """Bytes over data-parallel ranks, without the gradients of a pipeline rank."""
+        blocks = sum(t.sent_bytes for key, t in self.parts["blocks"].items() if key[0] in DATA_DIMS)
+        return blocks + (self.gradient_bytes() if self.setting.plan.degrees.pp == 1 else 0.0)
+
+    def gradient_bytes(self) -> float:
+        """Bytes of gradients and parameters over data-parallel ranks as they are priced."""
+        if not self.setting.plan.degrees.zero:
+            return sum(t.sent_bytes for key, t in self.parts["replicated"].items() if key[0] == DATA)
+        setting = self.setting
+        if setting.plan.degrees.pp > 1:  # priced as ZeRO 1, gathered and summed once a step, whatever stage of ZeRO
+            degrees = replace(setting.plan.degrees, zero=1)
+            setting = Setting(setting.program, setting.analysis, replace(setting.plan, degrees=degrees), setting.rank)
+        groups = [
+            (stage, group)
+            for stage in setting.own_stages
+            for group in groups_of(setting, stage, self.runs[stage.index])
+        ]
+        return sum(priced_bytes(setting, stage, group) for stage, group in groups)
+
+    def messages(self) -> tuple[float, float]:
+        sent = self.parts["messages"].get(("pp", "send"), Traffic())
+        return sent.calls, sent.bytes
+
+
+def priced_bytes(setting: Setting, stage: Stage, group: Group) -> float:
+    """What is priced of ZeRO's collectives for a group of parameters."""
+    ledger, degrees = Ledger(), setting.plan.degrees
+    zero_step(setting, stage, [group], ledger)
+    sent = {key: traffic.sent_bytes for key, traffic in ledger.take().items()}
+    gathers = sum(size for (_, kind), size in sent.items() if kind == "all_gather")
+    scatters = sum(size for (_, kind), size in sent.items() if kind == "reduce_scatter")
+    copies = sum(size for (_, kind), size in sent.items() if kind == "all_reduce")
+    if degrees.pp == 1 and degrees.zero == 2:
+        # of ZeRO 2 the blocks' gradients: neither the one gather of a step, nor embedding and head
+        gathers, scatters, copies = (0.0, 0.0, 0.0) if is_end(setting, stage, group) else (0.0, scatters, copies)
+    elif degrees.pp == 1 and degrees.zero == 3 and group.call == ROOT:
+        gathers, scatters = 4 * gathers, 2 * scatters  # a tied table: twice at both ends instead of once
+    elif degrees.zero == 3 and degrees.pp == 1 and is_end(setting, stage, group):
+        copies = 0.0  # sums of embedding and head over replicas are not priced
+    return (gathers + scatters + copies) * without_padding(setting, group)
+
+
+def is_end(setting: Setting, stage: Stage, group: Group) -> bool:
+    if group.call == ROOT:
+        return True
+    return setting.program.calls[stage.calls[group.call]].path.startswith(("prologue", "epilogue", "between_"))
+
+
+def without_padding(setting: Setting, group: Group) -> float:
+    """The part of a group's elements that is no padding: expressions divide by degrees."""
+    even = 0.0
+    for name in group.names:
+        storage = setting.storages[name]
+        split = prod(n for at, n in zip(storage.splits, storage.degrees, strict=True) if at is not None)
+        even += setting.program.parameters[name].num_elements / split
+    return even / sum(padded_elements(setting, name) for name in group.names)
+
+
+def tensor_dims(setting: Setting) -> dict[tuple[int, int], str]:
+    """Names of tensor dimensions, single and joined, by their ranks and how far apart these lie."""
+    mesh, found = setting.plan.mesh, {}
+    for i, (name, degree) in enumerate(zip(mesh.names, mesh.degrees, strict=True)):
+        joined = mesh.joined(i)
+        if name != DATA and degree > 1:
+            found[degree, prod(mesh.degrees[i + 1 :])] = name
+        if joined is not None:
+            found[mesh.degree_of(joined), prod(mesh.degrees[i + 2 :])] = joined
+    return found
+
+
+def flat(counts: Mapping[LedgerKey, tuple[float, float]]) -> dict[str, float]:
+    calls = {f"calls {key}": calls for key, (calls, _) in counts.items()}
+    return calls | {f"bytes {key}": size for key, (_, size) in counts.items()}
+
+
+def split(priced: Mapping[Key, tuple[float, float]], names: Mapping[tuple[int, int], str]) -> tuple[
+    dict[LedgerKey, tuple[float, float]], float
+]:  # fmt: skip
+    """Calls and bytes over tensor dimensions, and bytes over data-parallel ranks."""
+    tensor, data = {}, 0.0
+    for (kind, ranks, stride), (calls, size) in priced.items():
+        if (ranks, stride) in names:
+            tensor[names[ranks, stride], kind] = (calls, size)
+        elif (kind, ranks, stride) != MESSAGE:
+            data += size
+    return tensor, data
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_priced_collectives_are_those_of_the_dry_run(one: Case) -> None:
+    program, plan = planned_case(one)
+    analysis, degrees = analyse(program, plan.mesh), plan.degrees
+    stride = degrees.tp if degrees.order == "dp-pp-tp" else degrees.tp * degrees.dp
+    ranks = [Rank(Setting(program, analysis, plan, r * stride)) for r in range(degrees.pp)]
+    # every pipeline rank is priced as the one with the largest end
+    gradients = max(rank.gradient_bytes() for rank in ranks) if degrees.pp > 1 else 0.0
+    for r, rank in enumerate(ranks):
+        found = priced_collectives(program, analysis, plan, r)
+        tensor, data = split(found, tensor_dims(rank.setting))
+        assert flat(tensor) == pytest.approx(flat(rank.tensor())), r
+        if degrees.schedule not in BOTH_ENDS_ON_A_RANK:
+            assert data == pytest.approx(rank.data_bytes() + gradients), r
+        calls, size = rank.messages()
+        if all(len(stage.sends) <= 1 for stage in rank.setting.stages):
+            assert found.get(MESSAGE, (0.0, 0.0)) == pytest.approx((calls, size)), r
+        else:  # one message carries the values between blocks; an encoder's output goes beside it
+            assert 0 < found[MESSAGE][1] < size
