@@ -24,7 +24,9 @@ _Text = Annotated[str, Field(min_length=8, max_length=400)]
 
 
 class Engine(StrictModel):
-    """What a framework does beside the arithmetic of the model; every field has a sentence in `sources`.
+    """What a framework does beside the arithmetic of the model. Every number has a sentence in `sources`.
+
+    `tests/conformance/test_engines.py` finds every file, and checks that each word of each field changes a price.
 
     attention              one fused kernel, or scores written to memory ("materialised")
     attention_kernel       "first": FlashAttention 1 and Triton ports; "second": FlashAttention 2; "native": kernels
@@ -41,8 +43,8 @@ class Engine(StrictModel):
                            experts work on the tokens of all ("joint")
     gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
     gradient_bytes         per element of those sums
-    parameter_sync         ZeRO 1: updated parameters gathered "after" the step, "during" the next forward pass, or by
-                           one broadcast for every rank ("broadcasts")
+    parameter_sync         ZeRO 1: updated parameters are "gathered", waited for as the sums of gradients are; or sent
+                           by one broadcast for every rank ("broadcasts")
     parameter_bytes        per element of them
     shard_gather           ZeRO 3: "prefetched" beside computing, or "blocking" through one network port of a host
     shard_gradient_bytes   per element of ZeRO 3's reduce-scatter
@@ -74,7 +76,7 @@ class Engine(StrictModel):
     data_ranks: Literal["own", "joint"]
     gradient_sync: Literal["after", "during"]
     gradient_bytes: Literal[2, 4]
-    parameter_sync: Literal["after", "during", "broadcasts"]
+    parameter_sync: Literal["gathered", "broadcasts"]
     parameter_bytes: Literal[1, 2, 4]
     shard_gather: Literal["prefetched", "blocking"]
     shard_gradient_bytes: Literal[2, 4]
