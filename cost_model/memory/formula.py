@@ -15,13 +15,14 @@ The fullest is the first or the last pipeline rank.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import device_state_bytes
+from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import BlockWork, Family
 from autopar.ir.arrays import Floats
@@ -31,6 +32,8 @@ GRADIENT_BYTES = 4  # of whole gradients, summed over micro-batches in float32
 GATHERED_BLOCKS = 2
 # softmax output 2, dropout mask 1, dropped output 2, an element of the scores (Korthikanti et al. 2022, equation 1)
 SAVED_SCORE_BYTES = 5
+
+Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of the last pipeline rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +66,6 @@ class BlockBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankElements:
-    """Parameters of the first and of the last pipeline rank, without those of experts, of which both have as many."""
-
-    first: Floats
-    last: Floats
-    expert: Floats
-
-    def at(self, index: Any) -> "RankElements":
-        """The elements of an index."""
-        return RankElements(
-            first=spread(self.first, index), last=spread(self.last, index), expert=spread(self.expert, index)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
     """What one rank holds: `parts` without the allocator's `cache`, and all together."""
 
@@ -98,8 +86,8 @@ def step_memory(
 ) -> StepMemory:
     """Peak of every layout."""
     blocks = block_bytes(family, shape, layouts, engine, fused=fused)
-    elements = rank_elements(family, shape, layouts)
-    return memory_of_ends(shape, layouts, engine, blocks, elements, reserve_bytes=reserve_bytes, cache=cache)
+    ends = end_parameters(family, shape, layouts, engine)
+    return memory_of_ends(shape, layouts, engine, blocks, ends, reserve_bytes=reserve_bytes, cache=cache)
 
 
 def memory_of_ends(
@@ -107,13 +95,13 @@ def memory_of_ends(
     layouts: Layouts,
     engine: Engine,
     blocks: BlockBytes,
-    elements: RankElements,
+    ends: Ends,
     *,
     reserve_bytes: float,
     cache: float,
 ) -> StepMemory:
     """As `step_memory`, of what blocks keep and ranks have of parameters."""
-    first, last = ends_bytes(shape, layouts, engine, blocks, elements, reserve_bytes=reserve_bytes, cache=cache)
+    first, last = ends_bytes(shape, layouts, engine, blocks, ends, reserve_bytes=reserve_bytes, cache=cache)
     parts = {name: fuller(first, last, part, last.parts[name]) for name, part in first.parts.items()}
     parts |= {"cache": fuller(first, last, first.cache, last.cache), "reserve": reserve_bytes + 0.0 * first.total}
     return StepMemory(peak_bytes=np.maximum(first.total, last.total), parts=parts)
@@ -130,17 +118,9 @@ def block_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     return BlockBytes(saved=saved, inputs=inputs, logits=logit_bytes(family, shape))
 
 
-def rank_elements(family: Family[Any], shape: Shape, layouts: Layouts) -> RankElements:
-    """Parameters of a rank; of no field but tp, pp, ep and dp."""
-    dense, expert = _parameters(family, shape, _blocks_per_rank(shape, layouts))
-    ends = {role: _role(family, role) for role in ("first", "last")}
-    both = np.where(shape.is_tied, np.maximum(ends["first"], ends["last"]), ends["first"] + ends["last"])
-    first, last = (dense + np.where(layouts.pp > 1, one, both) for one in ends.values())
-    return RankElements(first=first, last=last, expert=expert / layouts.ep)
-
-
-def _blocks_per_rank(shape: Shape, layouts: Layouts) -> Floats:
-    return np.where(layouts.pp > 1, np.ceil(shape.blocks / layouts.pp), shape.blocks)
+def end_parameters(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine) -> Ends:
+    """Parameters of the first and of the last pipeline rank; of no field but tp, pp, ep and dp."""
+    return first_and_last(family, shape, layouts, blocks_per_rank(shape.blocks, layouts, engine)[0])
 
 
 def ends_bytes(
@@ -148,7 +128,7 @@ def ends_bytes(
     layouts: Layouts,
     engine: Engine,
     blocks: BlockBytes,
-    elements: RankElements,
+    ends: Ends,
     *,
     reserve_bytes: float,
     cache: float,
@@ -158,48 +138,45 @@ def ends_bytes(
     flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
     flight = np.where(has_stages, flight, 1)
     at_last = np.where(has_stages, np.minimum(n, np.maximum(flight - p + 1, 1)), 1)
-    per_rank = _blocks_per_rank(shape, layouts)
+    per_rank = blocks_per_rank(shape.blocks, layouts, engine)[0]
     kept = kept_bytes(blocks.saved, blocks.inputs, layouts.recompute, engine)
     working = np.where(layouts.recompute == 2, blocks.saved, 0.0)
 
-    def of_rank(dense: Floats, live: Floats, logits: Floats) -> RankBytes:
-        parts = state_bytes(dense, elements.expert, shape, layouts, engine)
-        gathered = _gathered(shape, layouts, dense + elements.expert, per_rank)
+    def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
+        parts = state_bytes(parameters, shape, layouts, engine)
+        gathered = gathered_bytes(parameters, shape, layouts, per_rank, has_stages=has_stages)
         parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": working, "logits": logits}
         held = np.asarray(sum(parts.values()))
         return RankBytes(parts=parts, cache=cache * held, total=held + cache * held + reserve_bytes)
 
     return (
-        of_rank(elements.first, flight, np.where(has_stages, 0.0, blocks.logits)),
-        of_rank(elements.last, at_last, blocks.logits),
+        of_rank(ends[0], flight, np.where(has_stages, 0.0, blocks.logits)),
+        of_rank(ends[1], at_last, blocks.logits),
     )
 
 
-def _gathered(shape: Shape, layouts: Layouts, elements: Floats, per_rank: Floats) -> Floats:
-    """Whole weights, and gradients with stages, that a rank holds under ZeRO 3."""
+def gathered_bytes(
+    parameters: RankParameters, shape: Shape, layouts: Layouts, blocks: Floats, *, has_stages: Any
+) -> Floats:
+    """Bytes of whole weights under ZeRO 3 on a rank with so many blocks; with stages, of their gradients too."""
     if not np.any(layouts.zero >= 3):
         return np.zeros(1)
-    some = shape.element_bytes * GATHERED_BLOCKS * elements / per_rank
-    gathered = np.where(layouts.pp > 1, (shape.element_bytes + GRADIENT_BYTES) * elements, some)
+    some = shape.element_bytes * GATHERED_BLOCKS * parameters.whole / np.maximum(blocks, 1)
+    gathered = np.where(has_stages, (shape.element_bytes + GRADIENT_BYTES) * parameters.whole, some)
     return np.where(layouts.zero >= 3, gathered, 0.0)
 
 
-def state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
-    """Bytes of a rank's parameters, of their gradients and of the optimizer's state; `expert` elements have fewer ranks
-    to be divided over."""
+def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
+    """Bytes of a rank's parameters, of their gradients and of the optimizer's state."""
     if engine.optimizer_place == "host":
-        return device_state_bytes(elements, expert, shape, layouts)
+        return device_state_bytes(parameters, shape, layouts)
     divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
     if shape.element_bytes == FLOAT_BYTES:  # no master copy: the optimizer has Adam's moments alone
         divided = 2 * FLOAT_BYTES
     weights = shape.element_bytes
     each = {"parameters": (weights, 3), "gradients": (engine.state_bytes - divided - weights, 2)}
     each["optimizer state"] = (divided, 1)
-    found, shards = {}, [layouts.shard, np.maximum(layouts.shard / layouts.ep, 1)]
-    for name, (size, stage) in each.items():
-        ways = [np.where(layouts.zero >= stage, shard, 1.0) for shard in shards]
-        found[name] = np.asarray(size * (elements / ways[0] + expert / ways[1]))
-    return found
+    return {name: np.asarray(size * parameters.sharded(layouts, stage)) for name, (size, stage) in each.items()}
 
 
 def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
@@ -245,21 +222,3 @@ def _logits(family: Family[Any]) -> Floats:
     """Elements of the logits on one rank: the head's product with the largest result."""
     products = [one for one in family.block("last", "tp").products if one.kind == "matmul"]
     return np.asarray(sum(one.count * one.m * one.n for one in products)) if products else np.zeros(1)
-
-
-def _parameters(family: Family[Any], shape: Shape, per_rank: Floats) -> tuple[Floats, Floats]:
-    dense, expert = np.zeros(1), np.zeros(1)
-    for role, count in shape.counts:
-        if np.any(count > 0):
-            work = family.block(role, "tp")
-            share = count / shape.blocks * per_rank
-            dense = dense + share * (work.parameters_split + work.parameters_whole)
-            expert = expert + share * work.parameters_expert
-    return dense, expert
-
-
-def _role(family: Family[Any], role: str) -> Floats:
-    if role not in family.roles:
-        return np.zeros(1)
-    work = family.block(role, "tp")
-    return np.asarray(work.parameters_split + work.parameters_whole)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.memory.formula import (
-    GRADIENT_BYTES,
     StepMemory,
     activations,
+    gathered_bytes,
     kept_bytes,
     logit_bytes,
     state_bytes,
@@ -25,6 +25,7 @@ from autopar.cost_model.memory.formula import (
 from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, counted, per_rank
 from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.registry import SCHEDULES
@@ -46,12 +47,12 @@ def role_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engi
     """What every role keeps and holds, for `held_by_ranks`."""
     alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
     found = {role: activations(family, one, layouts, engine, fused=fused) for role, one in alone.items()}
-    works = {role: family.block(role, "tp") for role in family.roles}
+    parameters = {role: block_parameters(family, layouts, role) for role in family.roles}
     return RoleBytes(
         saved={role: saved for role, (saved, _) in found.items()},
         inputs={role: inputs for role, (_, inputs) in found.items()},
-        dense={role: np.asarray(work.parameters_split + work.parameters_whole) for role, work in works.items()},
-        expert={role: np.asarray(work.parameters_expert / layouts.ep) for role, work in works.items()},
+        dense={role: one.dense for role, one in parameters.items()},
+        expert={role: one.expert for role, one in parameters.items()},
         logits=logit_bytes(family, shape),
     )
 
@@ -159,7 +160,8 @@ def held_by_ranks(
     saved, inputs, dense = of_roles(blocks.saved), of_roles(blocks.inputs), of_roles(blocks.dense)
     ends = of_ranks * (is_end * dense)
     elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(shape.is_tied) else ends.sum(axis=1))
-    state = stage_state(elements, of_ranks @ of_roles(blocks.expert), shape, layout, engine)
+    parameters = RankParameters(dense=elements, expert=of_ranks @ of_roles(blocks.expert))
+    state = _stage_state(parameters, shape, layout, engine)
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
     return HeldByRanks(
         stages=stages,
@@ -175,11 +177,10 @@ def held_by_ranks(
     )
 
 
-def stage_state(elements: Floats, expert: Floats, shape: Shape, layout: Layouts, engine: Engine) -> dict[str, Floats]:
+def _stage_state(parameters: RankParameters, shape: Shape, layout: Layouts, engine: Engine) -> dict[str, Floats]:
     """As `state_bytes`, and what of it a step gathers, which with stages stays until the step ends."""
-    parts = state_bytes(elements, expert, shape, layout, engine)
-    whole = (shape.element_bytes + GRADIENT_BYTES) * (elements + expert)
-    return parts | {"gathered": np.where(np.all(layout.zero >= 3), whole, 0.0)}
+    gathered = gathered_bytes(parameters, shape, layout, np.ones(1), has_stages=True)
+    return state_bytes(parameters, shape, layout, engine) | {"gathered": gathered}
 
 
 def bytes_of_roles(
@@ -191,7 +192,8 @@ def bytes_of_roles(
         {role: float(_at(values, index)) for role, values in one.items()}
         for one in (blocks.dense, blocks.expert, blocks.saved, blocks.inputs)
     )
-    parts = stage_state(np.array([*dense.values()]), np.array([*expert.values()]), shape, layout, engine)
+    parameters = RankParameters(dense=np.array([*dense.values()]), expert=np.array([*expert.values()]))
+    parts = _stage_state(parameters, shape, layout, engine)
     state = dict(zip(dense, np.sum([np.broadcast_to(one, len(dense)) for one in parts.values()], axis=0), strict=True))
     state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
     return state, saved, inputs

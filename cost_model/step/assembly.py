@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.block_prices import BlockPrices
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles, weighted
-from autopar.cost_model.step.data_parallel import DataPrices, Gathers, State, with_gathers
+from autopar.cost_model.step.data_parallel import DataPrices, Gathers, with_gathers
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import offloaded
+from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank
 from autopar.ir.arrays import Floats
 
 
@@ -97,9 +97,9 @@ def assembled(
     data = prices.data(own.blocks)
     sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both + own.again)
     if basis.engine.optimizer_place == "host":
-        optimizer, adding = offloaded(basis, layouts, data.state, own.blocks * mean.backward), np.zeros(1)
+        optimizer, adding = offloaded(basis, layouts, data.parameters, own.blocks * mean.backward), np.zeros(1)
     else:
-        optimizer, adding = _optimizer(basis, layouts, data.state), _accumulation(basis, layouts, data.state)
+        optimizer, adding = _optimizer(basis, layouts, data.parameters), _accumulation(basis, layouts, data.parameters)
     ends = np.where((layouts.zero >= 3) & (layouts.pp == 1), prices.end_gathers, 0.0) * n
     straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
     return Assembled(
@@ -143,17 +143,6 @@ def recomputing(layouts: Layouts, prices: BlockPrices) -> Floats:
 
 def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
     return Passes(forward=prices.forward, backward=prices.backward + recomputing(layouts, prices))
-
-
-def blocks_per_rank(blocks: Floats, layouts: Layouts, engine: Engine) -> tuple[Floats, Floats]:
-    """Blocks of the fullest middle rank, and of the rank that has the head."""
-    pp = layouts.pp
-    even = np.ceil(blocks / pp)
-    if not engine.balances_ends:
-        return np.where(pp > 1, even, blocks), np.where(pp > 1, even, blocks)
-    slots = (blocks + 2) / pp  # embedding and head take the place of a block each
-    uneven = (pp > 1) & (np.mod(blocks, pp) != 0)
-    return np.where(uneven, np.ceil(slots), even), np.where(uneven, np.ceil(slots) - 1, even)
 
 
 def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> Pipelined:
@@ -208,16 +197,14 @@ def _waiting_sums(basis: Basis, layouts: Layouts, data: DataPrices, window: Floa
     return np.where(sums_beside_blocks(layouts), 0.0, total)
 
 
-def _accumulation(basis: Basis, layouts: Layouts, state: State) -> Floats:
+def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:
     """Adding each micro-batch's weight gradients to their sum, by a kernel of its own."""
     if basis.engine.accumulation == "fused":
         return np.zeros(1)
-    moved = (basis.shape.element_bytes + 2 * basis.engine.gradient_bytes) * (state.dense + state.expert)
+    moved = (basis.shape.element_bytes + 2 * basis.engine.gradient_bytes) * parameters.whole
     return np.asarray((layouts.micro_batches - 1) * moved / basis.machine.speeds.bytes_per_s)
 
 
-def _optimizer(basis: Basis, layouts: Layouts, state: State) -> Floats:
-    divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
-    expert = np.where(layouts.zero >= 1, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
-    elements = state.dense / divided + state.expert / expert
-    return np.asarray(basis.engine.optimizer_bytes * elements / basis.machine.speeds.bytes_per_s)
+def _optimizer(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:
+    moved = basis.engine.optimizer_bytes * parameters.sharded(layouts, 1)
+    return np.asarray(moved / basis.machine.speeds.bytes_per_s)

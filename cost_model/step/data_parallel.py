@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.step.context import Basis, Passes, repeated_roles
+from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters, first_and_last
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
@@ -19,14 +20,6 @@ RANK_FIELDS = ("tp", "pp", "cp", "ep", "dp", "shard", "data_stride")  # of layou
 _ENDS = ("first", "last")
 HALF_BYTES = 2  # what engines' bytes of parameters are for; wider training gathers so much more
 BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """Elements of parameters on one pipeline rank: what data-parallel sums move, and expert parameters apart."""
-
-    dense: Floats
-    expert: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,36 +43,14 @@ class DataPrices:
     """A rank's parameters, and the seconds in which their gradients are summed: where all ranks keep all state, and
     where gradients are scattered and updated parameters gathered (ZeRO 1)."""
 
-    state: State
+    parameters: RankParameters
     whole: Floats
     sharded: Floats
 
     def at(self, index: Any) -> "DataPrices":
         """The prices of an index."""
-        state = State(dense=spread(self.state.dense, index), expert=spread(self.state.expert, index))
-        return DataPrices(state=state, whole=spread(self.whole, index), sharded=spread(self.sharded, index))
-
-
-# ---- parameters ----
-
-
-def parameters(family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Elements of one block's parameters on one rank, those of experts apart."""
-    work = family.block(role, "tp")
-    ep = layouts.ep if role.startswith("moe_layer") else 1.0
-    return np.asarray(work.parameters_split + work.parameters_whole), np.asarray(work.parameters_expert / ep)
-
-
-def state_of(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: Floats) -> State:
-    """Parameters of the rank that has the embedding."""
-    shape = basis.shape
-    dense, expert = np.zeros(1), np.zeros(1)
-    for role, share in repeated_roles(shape).items():
-        one, other = parameters(family, layouts, role)
-        dense, expert = dense + share * per_rank * one, expert + share * per_rank * other
-    first, last = (sum(parameters(family, layouts, role)) if role in family.roles else np.zeros(1) for role in _ENDS)
-    both = np.where(shape.is_tied, np.maximum(first, last), first + last)
-    return State(dense=dense + np.where(layouts.pp > 1, np.maximum(first, last), both), expert=expert)
+        whole, sharded = spread(self.whole, index), spread(self.sharded, index)
+        return DataPrices(parameters=self.parameters.at(index), whole=whole, sharded=sharded)
 
 
 # ---- ZeRO 2 and 3 ----
@@ -94,7 +65,7 @@ def gathers_blocks(layouts: Layouts) -> Floats:
 
 def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Gathers:
     """Of a repeated block."""
-    elements = sum(parameters(family, layouts, role))
+    elements = block_parameters(family, layouts, role).whole
     gather, scatter = _gather_and_scatter(basis, layouts, elements)
     copies = 2 * basis.machine.links.seconds(
         "all_gather",
@@ -147,7 +118,7 @@ def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
     on a CPU, where what sends takes the cores of what computes."""
     total = np.zeros(1)
     for role in _ENDS:
-        gather, scatter = _gather_and_scatter(basis, layouts, sum(parameters(family, layouts, role)))
+        gather, scatter = _gather_and_scatter(basis, layouts, block_parameters(family, layouts, role).whole)
         total = total + (2 * gather + scatter) / (1 if basis.machine.speeds.in_one_thread else 2)
     return total
 
@@ -158,10 +129,11 @@ def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
 def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: Floats) -> DataPrices:
     """Of a rank with `per_rank` blocks; not ZeRO 3's."""
     engine, links = basis.engine, basis.machine.links
-    state = state_of(basis, family, layouts, per_rank)
+    first, last = first_and_last(family, basis.shape, layouts, per_rank)
+    parameters = RankParameters(dense=np.maximum(first.dense, last.dense), expert=first.expert)
     num_calls = basis.shape.blocks / layouts.pp + len(_ENDS)  # ZeRO 1 calls for every block by itself
     # of parameters of all data-parallel ranks, and of experts
-    elements = np.array(np.broadcast_arrays(state.dense, state.expert))
+    elements = np.array(np.broadcast_arrays(parameters.dense, parameters.expert))
     ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / layouts.ep)), 1)
     shard = np.minimum(layouts.shard, ranks)
     stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
@@ -177,4 +149,4 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     for k in range(len(elements)):
         whole = whole + scattered[k] + again[k] + copies[k]
         sharded = sharded + in_calls[k] + gathered[k] + copies[k]
-    return DataPrices(state=state, whole=whole, sharded=sharded)
+    return DataPrices(parameters=parameters, whole=whole, sharded=sharded)

@@ -20,7 +20,7 @@ from autopar.ir.arrays import Floats
 
 if TYPE_CHECKING:
     from autopar.cost_model.step.context import Basis
-    from autopar.cost_model.step.data_parallel import State
+    from autopar.cost_model.step.rank_parameters import RankParameters
 
 HOST_STATE_BYTES = 16  # of a parameter: weight, two moments and the sum of gradients in float32
 BLOCKS_WITH_GRADIENTS = 2  # on the device: one whose gradients are made, one whose go down
@@ -41,25 +41,21 @@ def host_bytes(parameters: float, layouts: Layouts) -> Floats:
     return np.asarray(HOST_STATE_BYTES * parameters / (layouts.tp * layouts.pp * divided))
 
 
-def device_state_bytes(elements: Floats, expert: Floats, shape: Shape, layouts: Layouts) -> dict[str, Floats]:
+def device_state_bytes(parameters: "RankParameters", shape: Shape, layouts: Layouts) -> dict[str, Floats]:
     """What of `autopar.cost_model.memory.formula.state_bytes` stays on the device."""
-    whole = elements + expert
-    divided = elements / layouts.shard + expert / np.maximum(layouts.shard / layouts.ep, 1)
     held = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
     return {
-        "parameters": np.asarray(shape.element_bytes * np.where(layouts.zero >= 3, divided, whole)),
-        "gradients": np.asarray(shape.element_bytes * held * whole),
-        "optimizer state": np.zeros(1) * whole,
+        "parameters": np.asarray(shape.element_bytes * parameters.sharded(layouts, 3)),
+        "gradients": np.asarray(shape.element_bytes * held * parameters.whole),
+        "optimizer state": np.zeros(1) * parameters.whole,
     }
 
 
-def offloaded(basis: "Basis", layouts: Layouts, state: "State", backward: Floats) -> Floats:
+def offloaded(basis: "Basis", layouts: Layouts, parameters: "RankParameters", backward: Floats) -> Floats:
     """Seconds of a step that wait for the host; `backward` are those of one micro-batch's backward pass."""
     host = basis.machine.host
     assert host is not None, "no figures of the host; `autopar.search.driver.priced_only` asks for them"
-    divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
-    expert = np.where(layouts.zero >= 1, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
-    elements = state.dense / divided + state.expert / expert
+    elements = parameters.sharded(layouts, 1)
     size = basis.shape.element_bytes
     down, added = size * elements / host.link_bytes_per_s, (size + ADDED_BYTES) * elements / host.memory_bytes_per_s
     waiting = layouts.micro_batches * np.maximum(np.maximum(down, added) - backward, 0.0)

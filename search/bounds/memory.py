@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.memory.formula import (
-    GATHERED_BLOCKS,
-    GRADIENT_BYTES,
     activations,
+    gathered_bytes,
     kept_bytes,
     logit_bytes,
     state_bytes,
 )
 from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.step.rank_parameters import rank_parameters
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.interleaved_1f1b import round_size
@@ -151,23 +151,9 @@ def _state(
     family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, blocks: Floats, ends: tuple[Any, Any]
 ) -> dict[str, Floats]:
     """Parameters, gradients, optimizer state and gathered weights."""
-    dense, expert = np.zeros(1), np.zeros(1)
-    for role, count in shape.counts:
-        work = family.block(role, "tp")
-        share = count / shape.blocks
-        dense = dense + share * (work.parameters_split + work.parameters_whole)
-        expert = expert + share * work.parameters_expert / layouts.ep
-    of_ends = []
-    for role, has in zip(("first", "last"), ends, strict=True):
-        end = family.block(role, "tp") if role in family.roles else None
-        of_ends.append(np.where(has, 0.0 if end is None else end.parameters_split + end.parameters_whole, 0.0))
-    both = np.where(shape.is_tied, np.maximum(*of_ends), of_ends[0] + of_ends[1])
-    elements, experts = blocks * dense + both, blocks * expert
-    parts = state_bytes(elements, experts, shape, layouts, engine)
-    whole = elements + experts
-    some = shape.element_bytes * GATHERED_BLOCKS * whole / np.maximum(blocks, 1)
-    gathered = np.where(layouts.pp > 1, (shape.element_bytes + GRADIENT_BYTES) * whole, some)
-    return parts | {"gathered": np.where(layouts.zero >= 3, gathered, 0.0)}
+    parameters = rank_parameters(family, shape, layouts, blocks, has_first=ends[0], has_last=ends[1])
+    gathered = gathered_bytes(parameters, shape, layouts, blocks, has_stages=layouts.pp > 1)
+    return state_bytes(parameters, shape, layouts, engine) | {"gathered": gathered}
 
 
 def _share(capacity: float, state: Floats, without: Floats, recomputed: Floats, *, working: Floats) -> Floats:

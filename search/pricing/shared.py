@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.memory.formula import (
     BlockBytes,
-    RankElements,
+    Ends,
     StepMemory,
     block_bytes,
+    end_parameters,
     memory_of_ends,
-    rank_elements,
 )
 from autopar.cost_model.memory.per_stage import RoleBytes, role_bytes
 from autopar.cost_model.screened_model import model_of_program
@@ -84,8 +84,9 @@ class SharedPrices:
     def unstaged_memory(self, layouts: Layouts, index: _Index) -> StepMemory:
         """Memory of candidates without stages, whose layouts these are."""
         basis = self.basis
-        blocks, elements = self._bytes_of_blocks.at(self.row[index]), self._elements.at(self.place[index])
-        return memory_of_ends(basis.shape, layouts, basis.engine, blocks, elements, **self.memory_options)
+        first, last = (one.at(self.place[index]) for one in self._ends)
+        blocks = self._bytes_of_blocks.at(self.row[index])
+        return memory_of_ends(basis.shape, layouts, basis.engine, blocks, (first, last), **self.memory_options)
 
     @property
     def memory_options(self) -> dict[str, float]:
@@ -126,8 +127,8 @@ class SharedPrices:
         return block_bytes(self.family, self.basis.shape, self.few, self.basis.engine, fused=self.basis.fused)
 
     @cached_property
-    def _elements(self) -> RankElements:
-        return rank_elements(self._parameters(self.row_of_place), self.basis.shape, self.places)
+    def _ends(self) -> Ends:
+        return end_parameters(self._parameters(self.row_of_place), self.basis.shape, self.places, self.basis.engine)
 
     def _parameters(self, row: _Index) -> Family[Any]:
         """The blocks of rows with no numbers but those of their parameters."""

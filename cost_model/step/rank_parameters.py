@@ -1,0 +1,96 @@
+"""What one pipeline rank has of a model: its repeated blocks and its parameters, for many layouts at once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.step.context import repeated_roles
+from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.step.unique_rows import spread
+from autopar.cost_model.work.block_work import Family
+from autopar.ir.arrays import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParameters:
+    """Elements of parameters on one rank. Experts have fewer data-parallel ranks to be divided over."""
+
+    dense: Floats
+    expert: Floats
+
+    @property
+    def whole(self) -> Floats:
+        """All of them."""
+        return np.asarray(self.dense + self.expert)
+
+    def at(self, index: Any) -> "RankParameters":
+        """The elements of an index."""
+        return RankParameters(dense=spread(self.dense, index), expert=spread(self.expert, index))
+
+    def sharded(self, layouts: Layouts, stage: int) -> Floats:
+        """The elements of one data-parallel rank, if ZeRO divides them from `stage` on."""
+        dense = np.where(layouts.zero >= stage, layouts.shard, 1.0)
+        expert = np.where(layouts.zero >= stage, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
+        return np.asarray(self.dense / dense + self.expert / expert)
+
+
+def block_parameters(family: Family[Any], layouts: Layouts, role: str) -> RankParameters:
+    """Elements of one block."""
+    work = family.block(role, "tp")
+    ep = layouts.ep if role.startswith("moe_layer") else 1.0
+    dense, expert = work.parameters_split + work.parameters_whole, work.parameters_expert / ep
+    return RankParameters(dense=np.asarray(dense), expert=np.asarray(expert))
+
+
+def rank_parameters(
+    family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats, *, has_first: Any, has_last: Any
+) -> RankParameters:
+    """Elements of a rank with so many repeated blocks, the first block or not, and the last block or not."""
+    repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
+    first, last = (np.where(has, one, 0.0) for has, one in zip((has_first, has_last), ends, strict=True))
+    return RankParameters(dense=repeated.dense + _together(shape, first, last), expert=repeated.expert)
+
+
+def first_and_last(
+    family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats
+) -> tuple[RankParameters, RankParameters]:
+    """Elements of the first and of the last pipeline rank, each with so many repeated blocks."""
+    repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
+    both = _together(shape, *ends)
+    first, last = (np.where(layouts.pp > 1, one, both) for one in ends)
+    return (
+        RankParameters(dense=repeated.dense + first, expert=repeated.expert),
+        RankParameters(dense=repeated.dense + last, expert=repeated.expert),
+    )
+
+
+def _repeated(family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats) -> RankParameters:
+    dense, expert = np.zeros(1), np.zeros(1)
+    for role, share in repeated_roles(shape).items():
+        one = block_parameters(family, layouts, role)
+        dense, expert = dense + share * blocks * one.dense, expert + share * blocks * one.expert
+    return RankParameters(dense=dense, expert=expert)
+
+
+def _ends(family: Family[Any]) -> list[Floats]:
+    """Elements of the first block and of the last."""
+    works = [family.block(role, "tp") if role in family.roles else None for role in ("first", "last")]
+    return [np.zeros(1) if one is None else np.asarray(one.parameters_split + one.parameters_whole) for one in works]
+
+
+def _together(shape: Shape, first: Floats, last: Floats) -> Floats:
+    """Elements of both ends; a tied weight counts once."""
+    return np.where(shape.is_tied, np.maximum(first, last), first + last)
+
+
+def blocks_per_rank(blocks: Floats, layouts: Layouts, engine: Engine) -> tuple[Floats, Floats]:
+    """Blocks of the fullest middle rank, and of the rank that has the head."""
+    pp = layouts.pp
+    even = np.ceil(blocks / pp)
+    if not engine.balances_ends:
+        return np.where(pp > 1, even, blocks), np.where(pp > 1, even, blocks)
+    slots = (blocks + 2) / pp  # embedding and head take the place of a block each
+    uneven = (pp > 1) & (np.mod(blocks, pp) != 0)
+    return np.where(uneven, np.ceil(slots), even), np.where(uneven, np.ceil(slots) - 1, even)
