@@ -15,7 +15,7 @@ def measure(preset: str, tp: int) -> None:
     """Print one row: layers, distinct blocks, seconds of each phase, peak memory of the process."""
     from autopar.capture.analysis import analyse
     from autopar.ir.cluster import ClusterSpec
-    from autopar.ir.plan import Degrees
+    from autopar.ir.degrees import Degrees
     from autopar.models.load import resolve_model
     from autopar.planning.fixed import capture_for
     from autopar.search.labels.solve import label

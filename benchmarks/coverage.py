@@ -62,7 +62,7 @@ def cells_of(name: str, seq_len: int | None, layers: int | None) -> tuple[list[s
     from autopar.cost_model.work.coverage import coverage
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
-    from autopar.ir.plan import Degrees
+    from autopar.ir.degrees import Degrees
     from autopar.models.load import resolve_model
     from autopar.planning.fixed import choose_labels
 

@@ -13,7 +13,7 @@ from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.search.bounds.lower_bounds import Machinery

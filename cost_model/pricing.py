@@ -26,7 +26,7 @@ from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import VARIANTS, Family, evaluate
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import ORDERS
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from autopar.cost_model.work.block_work import ROLES, VARIANTS, BlockWork, Famil
 from autopar.cost_model.work.export import block_works
 from autopar.cost_model.work.polynomials import Expr, Polynomial, symbol
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA
 from autopar.planning.fixed import capture_for, choose_labels

@@ -16,7 +16,8 @@ from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import InputError, Problem
 from autopar.files.plain_data import read_plain
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees, degrees_from, labels_from_dict, labels_to_dict
+from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.plan import BlockLabels, labels_from_dict, labels_to_dict
 from autopar.ir.program import Program
 from autopar.search.labels.result import Labelling
 

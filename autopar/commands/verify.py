@@ -19,7 +19,8 @@ from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
 from autopar.errors import VerificationError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan, degrees_from
+from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import ResolvedModel, resolve_model
 from autopar.planning.degrees import resolve_degrees

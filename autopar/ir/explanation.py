@@ -1,19 +1,46 @@
 """A plan in words and tables: sections that print as plain text here, and as rich tables on the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import actions
+from autopar.ir.sharding import Mesh
 from autopar.ir.summary import BlockSummary, Summary
-
-if TYPE_CHECKING:
-    from autopar.ir.plan import Plan
 
 _VERBS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 _VERBS["all_to_all"] = "all-to-all"
+
+
+class _Labelled(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def labels(self) -> Mapping[str, tuple[str, ...]]: ...
+
+
+class Explained(Protocol):
+    """What an explanation reads of a plan. A plan explains itself, so that this module does not import it."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def degrees(self) -> Degrees: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def blocks(self) -> Sequence[_Labelled]: ...
+    @property
+    def regather(self) -> bool: ...
+    @property
+    def sequence(self) -> int | None: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    @property
+    def summary(self) -> Summary | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +54,7 @@ class Section:
     is_warning: bool = False
 
 
-def sections(plan: "Plan", *, with_order: bool = True) -> list[Section]:
+def sections(plan: Explained, *, with_order: bool = True) -> list[Section]:
     """What there is to say about a plan; operators without a rule come first. The order of a pipeline's actions may
     have to be asked of torch, which takes seconds to import."""
     found = [_header(plan)]
@@ -41,7 +68,7 @@ def sections(plan: "Plan", *, with_order: bool = True) -> list[Section]:
     return found
 
 
-def as_text(plan: "Plan") -> str:
+def as_text(plan: Explained) -> str:
     """The sections as plain text."""
     parts = []
     for section in sections(plan):
@@ -52,7 +79,7 @@ def as_text(plan: "Plan") -> str:
     return "\n\n".join(parts)
 
 
-def sizes_in_words(plan: "Plan") -> str:
+def sizes_in_words(plan: Explained) -> str:
     """``tp 2 × dp_shard 2 = 4 ranks, ZeRO-3``."""
     degrees = plan.degrees
     named = [
@@ -68,7 +95,7 @@ def sizes_in_words(plan: "Plan") -> str:
     return f"{product} = {ranks}{zero}{order}" if degrees.world_size > 1 else f"one rank{zero}"
 
 
-def _header(plan: "Plan") -> Section:
+def _header(plan: Explained) -> Section:
     degrees = plan.degrees
     lines = [sizes_in_words(plan)]
     if degrees.micro_batch is not None:
@@ -104,7 +131,7 @@ def _without_rule(summary: Summary) -> Section:
     )
 
 
-def _parameters(plan: "Plan") -> Section:
+def _parameters(plan: Explained) -> Section:
     assert plan.summary is not None
     names = [name for name, degree in plan.mesh.as_dict().items() if degree > 1]
     rows = []
@@ -115,7 +142,7 @@ def _parameters(plan: "Plan") -> Section:
     return Section(title="How parameters are split", columns=columns, rows=tuple(rows))
 
 
-def _traffic(plan: "Plan") -> list[Section]:
+def _traffic(plan: Explained) -> list[Section]:
     assert plan.summary is not None
     rows = []
     for block in plan.summary.blocks:
@@ -143,7 +170,7 @@ def _counts(block: BlockSummary, dim: str, when: str) -> str:
 MAX_RANKS, MAX_ACTIONS = 8, 24  # whose order is shown, and how much of it
 
 
-def _stages(plan: "Plan", with_order: bool) -> list[Section]:
+def _stages(plan: Explained, with_order: bool) -> list[Section]:
     """The stages of a pipeline, and the order in which the ranks run them."""
     degrees = plan.degrees
     if plan.summary is None or degrees.pp == 1:
@@ -197,7 +224,7 @@ def _once_a_step(summary: Summary) -> Section:
     return Section(title="Once per step or micro-batch", lines=summary.once_a_step or ("nothing",))
 
 
-def _bare(plan: "Plan") -> list[str]:
+def _bare(plan: Explained) -> list[str]:
     """What a plan written by hand says: how often each label occurs in a block."""
     lines = ["this plan has no summary; write it with `autopar plan` to see collectives and parameters in words"]
     for block in plan.blocks:

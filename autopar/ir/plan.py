@@ -3,105 +3,18 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from dataclasses import fields as dataclass_fields
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean, short_repr
 from autopar.files.atomic import write_text
+from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.explanation import as_text
-from autopar.ir.rank_order import ORDERS, strides
-from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh, Type
 from autopar.ir.summary import Summary
 
 _VERSION = 1
 MAX_PLAN_BYTES = 64 * 1024 * 1024
-MAX_DEGREE = 1_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
-    """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch.
-
-    `tp_dims` is `tp` as the product of two mesh dimensions, each of which splits axes of its own: with fewer key heads
-    than ranks, the first splits heads of keys, the second the queries that share one. With `per_micro_batch` the loss
-    of a step is the mean of the losses of its micro-batches, each computed by itself.
-
-    `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
-    (`autopar.ir.schedules`), `accumulate` times a step. With `recompute` "full" the values inside blocks are computed
-    again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage (one number for all stages,
-    or one for each), or in all of them. `cut_at` are the module paths at which stages after the first begin, where that
-    was asked for. `order` is that of mesh dimensions over ranks (`autopar.ir.rank_order`).
-    """
-
-    pp: int = 1
-    tp: int = 1
-    tp_dims: tuple[int, ...] | None = None
-    dp_shard: int = 1
-    dp_replicate: int = 1
-    zero: int = 3
-    sequence_parallel: bool | None = None
-    micro_batch: int | None = None
-    accumulate: int = 1
-    per_micro_batch: bool = False
-    schedule: str = DEFAULT_SCHEDULE
-    virtual_stages: int = 1
-    micro_batches: int = 1
-    recompute: str = "none"
-    recompute_blocks: int | tuple[int, ...] | None = None
-    cut_at: tuple[str, ...] | None = None
-    order: str = ORDERS[0]
-
-    @property
-    def dp(self) -> int:
-        """Ranks over which the batch is split."""
-        return self.dp_shard * self.dp_replicate
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of one step: those of every run of the schedule."""
-        return self.micro_batches * self.accumulate
-
-    @property
-    def num_stages(self) -> int:
-        return self.pp * self.virtual_stages
-
-    def recomputed_blocks_of(self, stage: int) -> int | None:
-        """How many repeated blocks of a stage compute again, where anything does; None for all."""
-        blocks = self.recompute_blocks
-        return blocks[stage] if isinstance(blocks, tuple) else blocks
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the pipeline runs backward passes in two parts, one for inputs and one for weights."""
-        return self.pp > 1 and SCHEDULES[self.schedule].splits_backward
-
-    def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
-        return rank_of_stage(self.schedule, self.pp, stage)
-
-    @property
-    def strides(self) -> dict[str, int]:
-        """How many ranks lie from one rank of pp, dp and tp to the next."""
-        return strides(self.order, {"pp": self.pp, "dp": self.dp, "tp": self.tp})
-
-    def coordinate(self, name: str, rank: int) -> int:
-        """Where a rank is on pp, dp or tp."""
-        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
-        return rank // self.strides[name] % sizes[name]
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of labels: `dp` splits the batch, `tp` (or `tp0` and `tp1`) everything else."""
-        if self.tp_dims is None:
-            return Mesh(("dp", "tp"), (self.dp, self.tp))
-        return Mesh(("dp", *(f"tp{i}" for i in range(len(self.tp_dims)))), (self.dp, *self.tp_dims))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,94 +295,3 @@ def labels_from_dict(data: Mapping[str, Any]) -> BlockLabels:
     return BlockLabels(
         name=data["name"], signature=data["signature"], ports=types["ports"], labels=labels, results=types["results"]
     )
-
-
-_ALIASES = {"dp": "dp_shard"}
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "schedule": SCHEDULE_NAMES,
-    "recompute": ("none", "full"),
-    "order": ORDERS,
-}
-
-
-def degrees_from(data: Any, source: str = "plan") -> Degrees:
-    """Degrees of a mapping such as ``{"tp": 2, "dp": 2, "zero": 3}``; `dp` means `dp_shard`."""
-    if not isinstance(data, Mapping):
-        raise PlanError(f"{source}: expected a mapping such as {{'tp': 2, 'dp': 2}}, got {type(data).__name__}")
-    fields = {field.name for field in dataclass_fields(Degrees)}
-    values: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for key, value in data.items():
-        name: Any = _ALIASES.get(key, key)
-        rule = ""
-        if name not in fields:
-            rule = f"unknown key; {did_you_mean(str(key), sorted(fields | set(_ALIASES)))}"
-            problems.append(Problem(path=str(key), rule=rule))
-            continue
-        if name in values:
-            problems.append(Problem(path=str(key), rule=f"says {name} a second time", suggestion="keep one"))
-            continue
-        values[name] = value
-        if name == "tp_dims":
-            values[name], rule = _tensor_dims(value, data.get("tp"))
-        elif name == "sequence_parallel":
-            rule = "" if value is None or isinstance(value, bool) else "must be true, false or null"
-        elif name == "per_micro_batch":
-            rule = "" if isinstance(value, bool) else "must be true or false"
-        elif name == "cut_at":
-            values[name], rule = _paths(value)
-        elif name in _CHOICES:
-            rule = "" if value in _CHOICES[name] else f"must be one of {', '.join(_CHOICES[name])}"
-        elif value is None and name in ("micro_batch", "recompute_blocks"):
-            continue
-        elif name == "recompute_blocks" and not isinstance(value, int):
-            values[name], rule = _blocks_of_stages(value)
-        elif isinstance(value, bool) or not isinstance(value, int):
-            rule = "must be a whole number"
-        elif name == "zero":
-            rule = "" if value in (0, 1, 2, 3) else "must be 0, 1, 2 or 3"
-        elif not 1 <= value <= MAX_DEGREE:
-            rule = f"must be at least 1 and at most {MAX_DEGREE:,}"
-        if rule:
-            problems.append(Problem(path=str(key), value="null" if value is None else value, rule=rule))
-    if problems:
-        raise PlanError(f"{source} cannot be used", problems)
-    if values.get("tp_dims") is not None:
-        values["tp"] = prod(values["tp_dims"])
-    return Degrees(**values)
-
-
-def _paths(value: Any) -> tuple[tuple[str, ...] | None, str]:
-    """Module paths, also as one text with commas between them."""
-    split = [path.strip() for path in value.split(",")] if isinstance(value, str) else value
-    if split is None:
-        return None, ""
-    if not isinstance(split, (list, tuple)) or not split or any(not isinstance(p, str) or not p for p in split):
-        return None, "must be module paths such as layers.2,layers.4"
-    return tuple(split), ""
-
-
-def _blocks_of_stages(value: Any) -> tuple[int | tuple[int, ...] | None, str]:
-    """One number for every stage, also as one text with commas between them; a single one is that of all stages."""
-    split = [int(n) if n.strip().isdecimal() else n for n in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(split, (list, tuple)) or not split or any(not _is_count(one) for one in split):
-        return None, "must be a whole number, or one for every stage such as 3,2,1,0"
-    if len(split) == 1:
-        return split[0], "" if split[0] else "must be at least 1; leave recompute out to recompute nothing"
-    return tuple(split), ""
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DEGREE
-
-
-def _tensor_dims(value: Any, tp: Any) -> tuple[tuple[int, ...] | None, str]:
-    """Two degrees of at least 2 whose product is `tp`, and the rule that they break, if any."""
-    if value is None:
-        return None, ""
-    whole = isinstance(value, (list, tuple)) and all(isinstance(d, int) and not isinstance(d, bool) for d in value)
-    if not whole or len(value) != 2 or any(not 2 <= d <= MAX_DEGREE for d in value):
-        return None, "must be two whole numbers of at least 2"
-    if tp is not None and prod(value) != tp:
-        return None, f"must have the product tp = {tp}"
-    return tuple(value), ""

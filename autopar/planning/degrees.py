@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import PlanError, Problem
-from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 

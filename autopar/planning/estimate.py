@@ -26,7 +26,8 @@ from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels

@@ -13,7 +13,8 @@ from autopar.capture.analysis import Analysis, analyse
 from autopar.cost_model.work.program_costs import ProgramWorks, merged_works
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
 from autopar.planning.fixed import Labelled, choose_labels

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
-from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 from autopar.planning.degrees import nearest_divisors, resolve_degrees

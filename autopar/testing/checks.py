@@ -10,7 +10,8 @@ from autopar.capture.export.export import Inputs, LossFunction
 from autopar.capture.program import capture_program
 from autopar.errors import InputError, VerificationError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.planning.fixed import choose_labels

@@ -14,7 +14,7 @@ from math import prod
 from autopar.cost_model.dry_run.ledger import Ledger, collective
 from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import StageRun
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import Stage, owners

@@ -15,8 +15,9 @@ from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import is_view
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import readable_bytes
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import stages_of

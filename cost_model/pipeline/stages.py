@@ -21,7 +21,7 @@ from autopar.cost_model.pipeline.simulator import StageSeconds, replay_of, repla
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.ir.arrays import Floats
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.registry import SCHEDULES, rank_of_stage
 
 MOST_ACTIONS = 10_000

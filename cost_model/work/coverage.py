@@ -32,7 +32,8 @@ from autopar.cost_model.work.operator_cost import (
     unruled_flops,
 )
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.rules.rule import Call, Rule, TensorInfo
 from autopar.rules.variants import Variant, by_label, variants

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import CallSite
 from autopar.runtime.distributed.collective_log import kind_of
 from autopar.runtime.distributed.mesh import MeshDim, named_ranks

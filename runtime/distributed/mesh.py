@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._torch import private
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import strides
 from autopar.ir.sharding import DATA, Mesh
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from autopar._torch import private
 from autopar.capture.nodes import value_infos
 from autopar.errors import RuntimeInputError
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import SCHEDULES, actions
 from autopar.ir.stages import Stage, recomputed_calls, separates

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.runtime.distributed.mesh import RankMesh, group_of_stages

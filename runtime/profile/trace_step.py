@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autopar._torch import private
 from autopar.errors import InputError
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
 from autopar.runtime.distributed.collective_log import log_collectives
 from autopar.runtime.distributed.mesh import RankMesh

@@ -7,7 +7,7 @@ import torch
 
 from autopar.capture.input_ranges import input_ranges
 from autopar.capture.value_range import ValueRange
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import InputInfo, Program
 
 # Values of an integer input that no operator bounds: positive, because lengths and divisors must not be zero.

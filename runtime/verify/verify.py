@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError, VerificationError
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics

@@ -17,7 +17,8 @@ from math import isclose, isfinite
 from autopar.cost_model.pricing import layouts_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import Problem, SearchError
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 from autopar.search.driver.search import Searched
 from autopar.search.pricing.exact import Priced, pricing_of

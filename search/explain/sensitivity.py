@@ -14,7 +14,7 @@ import numpy as np
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import schedule_problems
 from autopar.search.bounds.lower_bounds import Machinery, screen

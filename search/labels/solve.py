@@ -16,7 +16,8 @@ from math import prod
 from autopar.capture.analysis import Analysis
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Mesh, Type
 from autopar.search.labels import divisibility as legal

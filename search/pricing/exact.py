@@ -22,7 +22,7 @@ from autopar.cost_model.step.step import StepSeconds, step_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.registry import SCHEDULES
 from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
 from autopar.search.pricing.per_stage_recompute import CallCosts, costs_of, cuts_by_stage, fewest_blocks

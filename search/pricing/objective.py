@@ -19,7 +19,7 @@ import numpy as np
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.search.bounds.lower_bounds import Machinery, Screened
 from autopar.search.pricing.exact import Priced
 from autopar.search.result.result import ON_FEWER_DEVICES, UNITS, why_fuller, why_slower

@@ -18,7 +18,8 @@ from autopar.cost_model.work.coverage import works_of
 from autopar.cost_model.work.operator_cost import is_view, local_flops, memory_bytes_per_s, peak_flops_per_s
 from autopar.errors import PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.stages import ancestors, main_calls, sources_of, stages_of
 

@@ -14,7 +14,8 @@ from autopar.files.plain_data import read_plain
 from autopar.search.result.report_data import BlockGraph, Curve, Details, Points
 
 if TYPE_CHECKING:
-    from autopar.ir.plan import Degrees, Plan
+    from autopar.ir.degrees import Degrees
+    from autopar.ir.plan import Plan
 
 # objectives, and the units of their values
 UNITS: Mapping[str, str] = {"time": "s", "cost": "USD", "energy": "J", "memory": "B"}

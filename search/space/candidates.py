@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.errors import InputError
 from autopar.ir.arrays import Integers
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, schedule_problems
 from autopar.search.space.constraints import Constraints

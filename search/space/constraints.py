@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
-from autopar.ir.plan import degrees_from
+from autopar.ir.degrees import degrees_from
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import SCHEDULE_NAMES
 

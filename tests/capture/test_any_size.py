@@ -15,7 +15,7 @@ from autopar.capture.program import capture_program
 from autopar.cost_model.work.program_costs import program_works
 from autopar.errors import CaptureError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels
 

@@ -14,7 +14,7 @@ import autopar
 from autopar.cost_model.machine.engine import Engine, engine_named, engine_of_framework, engines
 from autopar.cost_model.published import estimate as published
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled, read_rows
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for

@@ -17,7 +17,7 @@ from autopar._torch import private
 from autopar.cost_model.pipeline.closed_forms import bubble_s, pass_seconds, unequal_step_s
 from autopar.cost_model.pipeline.simulator import StageSeconds, equal_stages, simulate
 from autopar.cost_model.step.context import Passes
-from autopar.ir.plan import Degrees, degrees_from
+from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.schedules.action import Action, action_of, live_micro_batches
 from autopar.ir.schedules.registry import (
     SCHEDULE_NAMES,

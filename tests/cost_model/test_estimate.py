@@ -19,8 +19,8 @@ from autopar.cost_model.pipeline.stages import MOST_ACTIONS, pipeline_of, stages
 from autopar.cost_model.step.context import Passes
 from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
 from autopar.ir.device import HostGroup
-from autopar.ir.plan import Degrees
 from autopar.ir.program import Program
 from autopar.planning import estimate as estimation
 from autopar.planning.degrees import resolve_degrees

@@ -10,7 +10,7 @@ from equivalence import case_of, check, check_random, labelled
 
 from autopar.cost_model.work.coverage import coverage
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.models.load import resolve_model
 from autopar.rules.grouped_product import GROUPED_MM
 

@@ -14,7 +14,8 @@ from equivalence import Case, case_of, check, labelled
 from autopar.capture.export.export import named_outputs
 from autopar.cost_model.work.coverage import coverage
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.runtime.parameters.packed import join_packed
 from autopar.runtime.verify.error_metrics import TOLERANCES, error, rms
 

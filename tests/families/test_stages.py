@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Block
 from autopar.ir.stages import Stage, ancestors, check_stages, main_calls, separates, stages_of
 from autopar.runtime.codegen.execute import captured_modules, constant_values, graph_module

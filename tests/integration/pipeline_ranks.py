@@ -18,7 +18,8 @@ from integration_ranks import model_of
 from shared_captures import captured_by_first_rank
 
 from autopar.api import parallelize
-from autopar.ir.plan import Plan, degrees_from
+from autopar.ir.degrees import degrees_from
+from autopar.ir.plan import Plan
 from autopar.runtime.distributed.mesh import group_of_stages, training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.pipeline import _TorchStage

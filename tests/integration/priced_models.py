@@ -9,7 +9,8 @@ import torch
 from shared_captures import captured_once
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees

@@ -13,7 +13,7 @@ from test_faults import is_running
 
 from autopar.commands.verify import rank_name
 from autopar.errors import RankError
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.runtime.distributed.launch import Ranks
 
 WISH = {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2}

@@ -11,7 +11,7 @@ from suites import long
 
 from autopar.commands.verify import verify
 from autopar.errors import InputError
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.lowering.randomness import dropout
 from autopar.runtime.codegen.randomness import RandomStream
 from autopar.runtime.distributed.launch import Ranks

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from autopar.errors import PlanError
-from autopar.ir.plan import BlockLabels, Degrees, Plan, degrees_from
+from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.sharding import I, R, S
 

@@ -11,7 +11,8 @@ from program_source import Source
 from autopar.capture.export.export import named_outputs
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.packed import join_packed
 from autopar.runtime.verify.error_metrics import error, rms

@@ -4,7 +4,8 @@ import torch
 from program_source import Source
 
 from autopar.capture.record.pickled import from_bytes
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planning.fixed import capture_for
 from autopar.runtime.distributed.mesh import training_mesh

@@ -7,7 +7,8 @@ import torch
 
 from autopar.capture.program import capture_program
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planning.fixed import label_plan
 from autopar.report.block_graph import block_graph

@@ -8,7 +8,8 @@ from listed_conversions import ListedConversion, listed_conversions
 from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.program import capture_program
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
 from autopar.search.labels.result import Labelling

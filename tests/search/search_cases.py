@@ -11,8 +11,8 @@ from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import USABLE
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
 from autopar.ir.device import Link
-from autopar.ir.plan import Degrees
 from autopar.planning.fixed import choose_labels
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.space.constraints import Constraints

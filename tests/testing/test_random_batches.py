@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture.program import capture_program
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches
 
 

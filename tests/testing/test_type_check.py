@@ -13,7 +13,7 @@ from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.lowering.local_graph import local_graph

@@ -7,7 +7,8 @@ from tiny_models import Example
 
 from autopar.capture.program import capture_program
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import Mesh
 from autopar.runtime.verify.float64_program import promoted
 from autopar.search.labels.solve import LabelOptions, label

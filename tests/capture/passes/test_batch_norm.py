@@ -9,7 +9,7 @@ from torch import nn
 
 from autopar.capture.program import capture_program
 from autopar.errors import PlanError
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.planning.fixed import capture_for
 from autopar.runtime.codegen.execute import captured_modules, run_calls, run_reference
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics

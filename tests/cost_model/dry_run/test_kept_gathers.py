@@ -13,7 +13,8 @@ from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.work.block_work import evaluate
 from autopar.cost_model.work.program_costs import program_works
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.models.load import resolve_model
 from autopar.planning.fixed import capture_for, choose_labels, label_plan
 

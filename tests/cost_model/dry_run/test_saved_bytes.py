@@ -20,7 +20,7 @@ from autopar._torch import private
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.lowering.local_graph import local_graph
 from autopar.runtime.codegen.execute import graph_module, module_attributes

@@ -17,7 +17,8 @@ from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.dry_run.traffic import step_traffic
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.search.labels.solve import label
 

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cost_model.dry_run.ledger import Ledger, Traffic
 from autopar.cost_model.dry_run.zero import ROOT, Group, zero_step
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 
 CALLS = (100, 200, 300)  # elements of the groups of three calls
 SHARED, ITEM = 50, 8

@@ -22,8 +22,8 @@ from autopar.cost_model.step.block_time import block_seconds
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
 from autopar.ir.device import Link
-from autopar.ir.plan import Degrees
 from autopar.ir.schedules.registry import actions
 
 ENGINE = engine_named("autopar")

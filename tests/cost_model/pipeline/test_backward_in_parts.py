@@ -12,7 +12,8 @@ from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.rank_view import Setting
 from autopar.cost_model.dry_run.stage_run import run_stage
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.models.load import resolve_model
 from autopar.planning.fixed import capture_for, label_plan
 

@@ -13,7 +13,7 @@ from autopar.cost_model.memory.lower_bound import least_memory
 from autopar.cost_model.work.coverage import Coverage
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.planning.fixed import make_plan
 
 ROWS, WIDTH, INNER = 8, 16, 32

@@ -21,7 +21,7 @@ from autopar.cost_model.work.block_work import evaluate, family, free_symbols, t
 from autopar.cost_model.work.export import block_works
 from autopar.cost_model.work.operator_cost import local_flops
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.models.load import resolve_model
 from autopar.planning.fixed import capture_for, choose_labels

@@ -7,7 +7,7 @@ from tiny_models import randomise
 from torch import nn
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.planning.fixed import capture_for, label_plan
 from autopar.search.labels.solve import label

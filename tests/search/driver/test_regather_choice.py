@@ -19,8 +19,9 @@ from autopar.cost_model.estimate import MEMORY
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
 from autopar.ir.device import Link
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.plan import Plan
 from autopar.planning.fixed import capture_for, choose_labels
 from autopar.search.driver.regather_choice import most_saved, with_kept
 from autopar.search.driver.search import Searched, search_degrees

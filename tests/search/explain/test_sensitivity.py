@@ -8,7 +8,7 @@ from search_cases import Case
 
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import search_degrees
 from autopar.search.explain.sensitivity import Base, adapted, what_if

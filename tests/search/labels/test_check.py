@@ -7,7 +7,8 @@ import pytest
 from label_cases import LAYERS, analysis_of, labelled, program_of
 
 from autopar.errors import PlanError
-from autopar.ir.plan import BlockLabels, Degrees
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import I, P, R, S
 from autopar.search.labels.check import check
 

@@ -12,7 +12,7 @@ from suites import long
 
 from autopar.cache.captures import captured_model
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.planning.labels import LABELLED

@@ -10,7 +10,7 @@ from suites import long, thinned
 from torch import fx
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.local_graph import local_graph

@@ -3,7 +3,7 @@
 from label_cases import LAYERS, analysis_of, labelled, port, program_of
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import I, R, S
 from autopar.search.labels.check import check
 from autopar.search.labels.solve import LabelOptions, label

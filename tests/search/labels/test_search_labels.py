@@ -5,7 +5,7 @@ from label_cases import program_of
 from search_cases import machinery_with
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.planning.labels import SearchLabels
 from autopar.search.pricing.exact import priced
 

@@ -12,7 +12,7 @@ from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import I, P, R, S
 from autopar.search.labels.check import check
 from autopar.search.labels.solve import LabelOptions, label

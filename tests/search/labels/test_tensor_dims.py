@@ -9,7 +9,8 @@ from listed_conversions import listed_conversions
 from autopar.capture.analysis import analyse
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan, degrees_from
+from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.plan import Plan
 from autopar.ir.sharding import Mesh
 from autopar.planning.fixed import label_plan
 from autopar.search.labels.tensor_dims import tensor_dims

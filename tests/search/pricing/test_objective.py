@@ -10,7 +10,7 @@ from suites import thinned
 
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import Priced, priced
 from autopar.search.pricing.objective import Goal, goal_of

@@ -14,7 +14,7 @@ from search_cases import Case, machinery_with
 
 from autopar.cost_model.pipeline.stages import Stages, seconds_of_stages, stages_at
 from autopar.cost_model.pricing import layouts_of
-from autopar.ir.plan import Degrees
+from autopar.ir.degrees import Degrees
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced, pricing_of

@@ -8,7 +8,8 @@ from label_cases import program_of
 
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Degrees, Plan
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
 from autopar.ir.stages import main_calls, stages_by_parameter, stages_of
 from autopar.planning.fixed import label_plan
 from autopar.search.pricing.stage_partition import cuts_at, cuts_like, partition
