@@ -1,7 +1,7 @@
-"""Screening: a lower bound of the step's seconds, and what memory leaves, for every candidate at once.
+"""Screening: a lower bound of the step time, and the least recomputation that fits, for every candidate at once.
 
-Bounds and plans share their prices (`autopar.cost_model.step.step`): only the pipeline is bounded instead of replayed,
-and the recomputed part of the blocks is the least that fits instead of whole blocks.
+Bounds and plans share their prices (`autopar.cost_model.step.step`). Two things differ. The pipeline is bounded instead
+of replayed. Recomputation covers the least fraction of the blocks that fits, instead of whole blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -42,8 +42,10 @@ _ROUNDING = 1e-9  # of a part of the blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
-    """What of candidates no plan runs yet: degrees of context and expert parallelism, and whether the optimizer is on
-    the host; by default nothing (`autopar.search.driver.priced_only`)."""
+    """Parts of a candidate that are priced but not run yet (`autopar.search.driver.priced_only`).
+
+    They are the degrees of context and expert parallelism, and an optimizer on the host. The default is none of them.
+    """
 
     cp: int = 1
     ep: int = 1
@@ -67,11 +69,11 @@ class Machinery:
 
     @property
     def capacity_bytes(self) -> float:
-        """What a rank may hold."""
+        """Memory that a rank may use."""
         return usable_bytes(self.machine.memory_bytes)
 
     def allows(self, works: ProgramWorks, layouts: Layouts) -> NDArray[np.bool_]:
-        """Whether expert ranks divide the data-parallel ones, and the host has room for the optimizer."""
+        """Whether the expert ranks divide the data-parallel ranks, and the host has room for the optimizer."""
         found = np.mod(layouts.data_ranks, self.beyond.ep) == 0
         if self.beyond.offload:
             host = self.machine.host
@@ -82,11 +84,11 @@ class Machinery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screened:
-    """Per candidate: a lower bound in seconds (infinite where it cannot fit) with as little recomputation as it needs
-    and with all of it, what the pipeline takes of a step without and with all of it, the part of the blocks that it
-    must recompute, about the seconds where every stage recomputes what it needs itself, bytes of the fullest rank
-    without recomputation, with all of it, and of its state alone, and which part of its memory is the largest (a
-    position in `autopar.search.bounds.memory.PARTS`)."""
+    """The result of screening: arrays with one element per candidate.
+
+    A bound is in seconds, and infinite if the candidate cannot fit. "Full" means that all blocks are recomputed. Memory
+    is the bytes of the fullest rank. `largest` is a position in `autopar.search.bounds.memory.PARTS`.
+    """
 
     seconds: Floats
     recomputed_seconds: Floats
@@ -107,7 +109,7 @@ class Screened:
 def layouts_of(
     found: Candidates, *, sequence_parallel: bool, recompute: int = 0, beyond: Beyond | None = None
 ) -> Layouts:
-    """Candidates as the cost model takes them."""
+    """The candidates as layouts of the cost model."""
     one, more = np.ones(len(found)), beyond or Beyond()
     tp, pp, data_ranks = found.tp.astype(float), found.pp.astype(float), found.dp.astype(float) * more.cp
     return Layouts(
@@ -128,7 +130,7 @@ def layouts_of(
 
 
 def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
-    """What a captured model's blocks are priced with."""
+    """The context in which the blocks of a captured model are priced."""
     return Basis(
         shape=shape_of(works),
         machine=on.machine,
@@ -200,21 +202,24 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
 
 
 def pipeline_seconds(step: StepSeconds) -> Floats:
-    """What of a step is the pipeline's: passes, messages and waiting, with stragglers, without what follows on them."""
+    """The pipeline's part of a step: passes, messages and waiting, with stragglers, without the end of the step."""
     before = step.seconds - step.parts["stragglers"]
     found = before - sum(step.parts[name] for name in BEHIND_PIPELINE)
     return np.asarray(found * step.seconds / before)
 
 
 def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
-    """As `pipeline_seconds`, of a step whose parts are not told."""
+    """`pipeline_seconds` of a step that is given without its parts."""
     behind = step.sums + step.end_gathers + step.optimizer + step.accumulation + basis.mechanisms.step_s
     return np.asarray((step.before - behind) * (1 + step.straggling))
 
 
 def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> tuple[StepPrices, dict[str, Floats]]:
-    """Blocks priced once for all candidates that share their fields, gathers once for those with ranks in the same
-    places; and seconds of weights' gradients by role."""
+    """Prices of blocks, and the seconds of weight gradients by role.
+
+    A block is priced once for all candidates with the same fields. A gather is priced once for all candidates whose ranks
+    lie in the same places.
+    """
     model, roles = model_of_program(works), repeated_roles(basis.shape)
     columns = {name: numbered(getattr(layouts, name)) for name in {*model.block_fields, *RANK_FIELDS}}
     of_blocks, of_ranks = (
@@ -248,7 +253,7 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> tuple[StepPr
 
 
 def _of_whole_blocks(share: Floats, run: Run) -> Floats:
-    """As plans recompute: as many whole blocks in every stage, or all of them."""
+    """The fraction as plans recompute it: the same number of whole blocks in every stage, or all blocks."""
     stages = run.pp * run.virtual
     blocks = np.ceil(share * run.blocks / stages * (1 - _ROUNDING))
     return np.where(share > 1, share, np.minimum(blocks * stages / run.blocks, 1.0))

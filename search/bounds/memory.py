@@ -1,11 +1,13 @@
 """The least memory of many candidates at once, and how many blocks must be recomputed for them to fit.
 
-Counted on the first and the last pipeline rank, by the same formulas as `autopar.cost_model.pipeline.stages`, with the
-cuts of `autopar.search.bounds.uniform_partition`: state of the rank's parameters, what ZeRO 3 gathers, activations of
-the micro-batches in flight, logits. Recomputing in a part of the blocks keeps as much less, plus one block's values
-while it is computed again. A rank with several stages holds more micro-batches of some than of others; where the order
-of passes does not say of which, they count as those of its smallest stage. The candidate that is chosen is counted
-once more on its own stages.
+Memory is counted on the first and on the last pipeline rank. The formulas are those of
+`autopar.cost_model.pipeline.stages`, the cuts those of `autopar.search.bounds.uniform_partition`. A rank holds the state
+of its parameters, the weights that ZeRO 3 gathers, the activations of the micro-batches in flight, and the logits.
+
+Recomputation of a fraction of the blocks saves the same fraction of the activations. It adds the values of one block
+while this block is computed again. A rank with several stages holds more micro-batches of one stage than of another. If
+the order of passes does not say of which, the bound assumes the smallest stage. The chosen plan is counted again on its
+own stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,11 +43,13 @@ PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "ac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBounds:
-    """Bytes of the fullest rank without recomputation and with all of it, what of the former is state and gathered
-    weights, the least part of the blocks that must be recomputed to fit: above 1 where that does not help, and about
-    what part it is where every rank recomputes what it needs itself, with as many blocks as it can have. `largest` is
-    the part of `PARTS`, by its position, that holds most of the fullest rank with whichever recomputation holds
-    less."""
+    """Memory and recomputation: arrays with one element per candidate.
+
+    Memory is the bytes of the fullest rank, without recomputation and with recomputation of all blocks. `state` is the
+    part of the first figure that is parameters, gradients, optimizer state and gathered weights. `share` is the least
+    fraction of the blocks to recompute; above 1 the candidate never fits. `mean_share` estimates this fraction if every
+    rank chooses its own number of blocks. `largest` is a position in `PARTS`: the largest part of the fullest rank.
+    """
 
     without: Floats
     recomputed: Floats
@@ -67,7 +71,10 @@ def memory_bounds(
     reserve_bytes: float,
     fused: bool,
 ) -> MemoryBounds:
-    """`schedule` are positions in `SCHEDULE_NAMES`; `capacity_bytes` is what a rank may hold."""
+    """Memory bounds of candidates.
+
+    `schedule` holds positions in `SCHEDULE_NAMES`. `capacity_bytes` is the memory that a rank may use.
+    """
     saved, inputs = activations(family, shape, layouts, engine, fused=fused)
     kept = [kept_bytes(saved, inputs, np.asarray(level), engine) for level in (0, 2)]
     found: list[tuple[Floats, Floats, Floats]] = []
@@ -102,7 +109,7 @@ def memory_bounds(
 def _held_blocks(
     schedule: NDArray[np.int64], layouts: Layouts, cuts: EvenCuts, blocks: Floats, is_last: bool
 ) -> Floats:
-    """Blocks of the first or the last rank, of one micro-batch each, that it holds at once."""
+    """Blocks whose activations the first or the last rank holds at once; a block counts once per micro-batch."""
     found = np.zeros(schedule.shape)
     for position in np.unique(schedule):
         mine = schedule == position
@@ -165,8 +172,10 @@ def _share(capacity: float, state: Floats, without: Floats, recomputed: Floats, 
 
 
 def _mean_share(capacity: float, ends: Sequence[tuple[Floats, Floats, Floats]], *, working: Floats) -> Floats:
-    """The part of the blocks to recompute in the mean of all ranks, which hold as much more of state and activations
-    than the last one as they are nearer to the first."""
+    """The fraction of the blocks to recompute, as the mean of all ranks.
+
+    A rank's memory is interpolated between the first and the last rank.
+    """
     first, last = ends
     shares = []
     for part in MEAN_OF:

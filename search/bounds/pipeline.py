@@ -1,16 +1,16 @@
 """Lower bounds of a pipelined step for many candidates at once, tight enough to rank them.
 
-A step lasts at least as long as any rank needs: until the first micro-batch reaches it, for its own passes and the
-messages that it waits for, and from its last backward pass until that micro-batch has been through the ranks before.
+A step is at least as long as the time of any rank. This time has three parts: the wait for the first micro-batch, the
+rank's own passes with the messages that it waits for, and the way of the last micro-batch back to the first rank.
 
     all        one micro-batch goes through every stage and back, after or before all others in the first stage
-    in loops   the last rank waits for the forward passes of the stages before it, and where backward passes are whole
-               those of the same stages follow on its last one
-    in v       the last rank holds the turn; the stages before it forward come first
-    some       a bound of the schedule's own (`step_bound` of `autopar.ir.schedules.schedule.Schedule`)
+    in loops   the last rank waits for the forward passes of the stages before it; if backward passes are whole, the
+               backward passes of these stages follow its last pass
+    in v       the last rank holds the turn; the forward passes of the stages before it come first
+    some       the schedule has a bound of its own (`step_bound` of `autopar.ir.schedules.schedule.Schedule`)
 
-Where ranks share cores, those that compute are faster while others wait, by as much as they share at most, and the work
-of all ranks takes its time. Blocks of several roles count as their mean, so that these are bounds for models whose
+If ranks share cores, a computing rank is faster while others wait. The bound takes the largest possible gain, and the
+work of all ranks together. Blocks of several roles count as their mean. The bounds therefore hold for models whose
 repeated blocks are alike.
 """
 
@@ -34,8 +34,10 @@ SPLITS_BACKWARD = np.array([kind.splits_backward for kind in SCHEDULES.values()]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Candidates: schedule (a position in `SCHEDULE_NAMES`), ranks, stages of each, micro-batches; `counts` of repeated
-    blocks by role."""
+    """Candidates as arrays: schedule (a position in `SCHEDULE_NAMES`), ranks, stages per rank, micro-batches.
+
+    `counts` is the number of repeated blocks by role.
+    """
 
     schedule: NDArray[np.int64]
     pp: Floats
@@ -52,8 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Path:
-    """One rank: seconds of its forward and backward passes of a micro-batch, its repeated blocks, and what lies before
-    the first and behind the last of them."""
+    """One rank: the seconds of its passes of one micro-batch, its repeated blocks, and the ends that it holds."""
 
     forward: Floats
     backward: Floats
@@ -67,10 +68,10 @@ class _Path:
 
 
 def lower_bound(run: Run, *, waits: float, found: list[EvenCuts] | None = None) -> Pipeline:
-    """The pipeline that `autopar.cost_model.step.step.step_seconds` asks for, never longer than the one that runs.
+    """A pipeline for `autopar.cost_model.step.step.step_seconds` that is never longer than the pipeline that runs.
 
-    A rank waits for `waits` of each of its messages' seconds (0 where they are sent beside passes). The cuts that the
-    bound assumes are appended to `found`.
+    A rank waits for the fraction `waits` of the seconds of each message. It is 0 if messages are sent beside passes. The
+    cuts that the bound assumes are appended to `found`.
     """
 
     def bounded(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
@@ -138,7 +139,7 @@ def _longest(
 
 
 def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> Pipelined:
-    """The mean rank, as `autopar.cost_model.pipeline.stages` counts ranks that share cores."""
+    """Seconds of the mean rank. `autopar.cost_model.pipeline.stages` counts ranks that share cores in the same way."""
     n, staged = run.micro_batches, run.pp > 1
     mean = total / run.pp
     idle = np.maximum(whole / run.ranks_per_core - n * mean, 0.0)
@@ -153,7 +154,7 @@ def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> Pipelined:
 def _paths(
     run: Run, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
 ) -> list[_Path]:
-    """The first rank, the last, and one between; where the cuts leave open which stages a rank has, the emptiest."""
+    """The first rank, the last rank, and one between. If the cuts leave its stages open, it gets the emptiest ones."""
     p, v, none = run.pp, run.virtual, np.zeros(1)
     is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
 

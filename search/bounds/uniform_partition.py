@@ -1,9 +1,8 @@
 """Cuts of equal blocks between unequal ends into stages, for many candidates at once.
 
-The blocks are equal, the first stage also has what comes before them and the last one what comes behind. Of all cuts
-into contiguous stages those with the smallest largest stage count, and of them those with the smallest sum of squares:
-what `autopar.search.pricing.stage_partition.partition` finds, in closed form. Middle stages have `most` or one block
-fewer.
+All blocks are equal. The first stage also has the operators before the blocks, the last stage the operators after them.
+The best cuts make the slowest stage fastest. Among equal cuts, the smallest sum of squares wins. This is the closed form
+of `autopar.search.pricing.stage_partition.partition`. A middle stage has `most` blocks or one block fewer.
 """
 
 from dataclasses import dataclass, fields
@@ -18,8 +17,11 @@ _NEAR = (-1.0, 0.0, 1.0)  # how far the best number of blocks of an end lies fro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvenCuts:
-    """Blocks of the first stage, of the last, and of the fullest and emptiest between; `largest` is the seconds of the
-    slowest stage, infinite where there are too few blocks. With one stage all blocks are in it."""
+    """Numbers of blocks: of the first stage, of the last, and of the fullest and the emptiest stage between.
+
+    `largest` is the seconds of the slowest stage. It is infinite if there are too few blocks. A single stage has all
+    blocks.
+    """
 
     first: Floats
     last: Floats

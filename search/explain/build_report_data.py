@@ -1,6 +1,6 @@
-"""A search in numbers that a report draws: the best plan rank by rank, its time line, and all candidates.
+"""The numbers that a report draws: the best plan rank by rank, its time line, and all candidates.
 
-Everything is priced by the functions that priced the plans; nothing here decides anything.
+The functions that priced the plans price everything here. This module decides nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,8 +36,10 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 def details_of(best: Priced, works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Details:
-    """The best plan, rank by rank, on the part of a cluster that it uses. `works` are those of labels for its tensor
-    degree."""
+    """The best plan, rank by rank, on the part of the cluster that it uses.
+
+    `works` are the block costs under the labels of its tensor degree.
+    """
     pricing = pricing_of(works, best, cluster, on)
     stages = pricing.stages()
     return Details(
@@ -93,8 +95,10 @@ def _of_rank(parts: Mapping[str, NDArray[Any]], rank: int) -> dict[str, float]:
 
 
 def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Timeline:
-    """One run of the schedule, replayed with the seconds of the plan's blocks; where stages recompute in as many of
-    their blocks, those of a block are the mean of all of them."""
+    """One run of the schedule, replayed with the seconds of the plan's blocks.
+
+    If all stages recompute the same number of blocks, every block takes the mean seconds of all blocks.
+    """
     forward, backward, weight, message = _stage_seconds(pricing, stages)
     orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
     messages_are: Literal["overlapped", "blocking"] = (
@@ -141,7 +145,7 @@ def _is_outside(start: float, gap: tuple[float, float]) -> bool:
 
 
 def _short(value: float) -> float:
-    """Six digits: what a picture can show, in a file of half the size."""
+    """A number with six digits. A picture shows no more, and the file is half as large."""
     return float(f"{value:.6g}")
 
 
@@ -149,8 +153,11 @@ def _short(value: float) -> float:
 
 
 def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
-    """Candidates that fit: those priced exactly, and of the others as many as there is room for, evenly from the
-    fastest to the slowest. Bounds are those that the proof rests on."""
+    """The candidates that fit, as points of a picture.
+
+    All exactly priced candidates are shown. Screened candidates fill the remaining room, evenly from the fastest to the
+    slowest; each is shown at the lower bound that the proof uses.
+    """
     screened, candidates = found.screened, found.candidates
     seconds = raised_seconds(found)
     has_bound = np.isfinite(seconds)  # the others may be of a tensor degree without labels, of which nothing is known
@@ -184,7 +191,7 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
 
 
 def _capacities(found: Searched) -> NDArray[np.float64]:
-    """What a rank may hold on the devices that each candidate uses."""
+    """The memory that a rank may use on the devices of each candidate."""
     capacities = np.zeros(len(found.candidates))
     for count, part in found.goal.parts.items():
         capacities[found.candidates.num_devices == count] = part.on.capacity_bytes

@@ -1,8 +1,8 @@
 """The Pareto front of a search: plans that no other beats in step time, memory and number of devices together.
 
-Of exactly priced plans those that none of them beats, and of screened candidates those whose lower bounds none of the
-former beats and none of the latter. A candidate stands for two points: with as little recomputation as it needs, and
-with all of it.
+The front has the exactly priced plans that no priced plan beats. It also has the screened candidates whose lower bounds
+no priced plan and no other bound beats. A screened candidate is two points: with the least recomputation that fits, and
+with full recomputation.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MOST_BOUNDS = 60  # screened points of the front that are told, spread evenly ov
 
 
 def front_of(found: Searched) -> tuple[FrontPoint, ...]:
-    """By step time."""
+    """The front, in the order of step times."""
     goal = found.goal
     fitting = {index: one for index, one in found.exact.items() if one.fits}
     plans = [*fitting.values(), *(one for one in (found.refined.best, found.kept) if one is not None)]
@@ -41,7 +41,7 @@ def front_of(found: Searched) -> tuple[FrontPoint, ...]:
 
 
 def not_beaten(points: Floats) -> NDArray[np.int64]:
-    """Rows that no other equals or beats in every column, by the first column; of equal ones the first.
+    """Rows that no other row equals or beats in every column, in the order of the first column. Of equal rows the first.
 
     >>> not_beaten(np.array([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0], [2.0, 2.0, 1.0], [3.0, 1.0, 1.0]])).tolist()
     [1, 0]
@@ -61,7 +61,7 @@ def not_beaten(points: Floats) -> NDArray[np.int64]:
 
 
 def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
-    """Which points one of the others equals or beats in every column."""
+    """Which points another point equals or beats in every column."""
     found = np.zeros(len(points), dtype=bool)
     for other in others:
         found |= np.all(other <= points, axis=1)
@@ -69,7 +69,7 @@ def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
 
 
 def _bounds(found: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
-    """Points of screened candidates that were not priced, and whose they are."""
+    """Points of the screened candidates without an exact price, and the candidate of each point."""
     screened, devices = found.screened, found.candidates.num_devices
     capacity = np.zeros(len(devices))
     for count, part in found.goal.parts.items():

@@ -1,9 +1,12 @@
-"""What a step would take with one thing changed: devices, links, global batch or sequence length.
+"""The step time if one thing changes: devices, links, global batch or sequence length.
 
-Two figures each. The *plan* is the best one, changed as little as can be: its degrees but data parallelism, its
-micro-batch, schedule and ZeRO stage stay, data-parallel ranks and micro-batches follow; stages are cut anew, and as
-many blocks are recomputed as let it fit. It is priced as it would run. The *bound* is what no candidate of the space
-there can be below, by screening with the labels that the search has for tensor degree 1 and for the plan's own.
+Each change gives two figures.
+
+    plan    the best plan with the fewest changes. All degrees but data parallelism stay, as do the micro-batch, the
+            schedule and the ZeRO stage. Stages are cut anew, and the fewest blocks that fit are recomputed. The plan is
+            priced as it would run.
+    bound   a lower bound of every candidate after the change. Screening finds it with the labels of tensor degree 1 and
+            of the plan's own tensor degree.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +34,10 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The searched question: the plan's part of the cluster, what prices it, and how another cluster is priced.
-    `works_of` are of the plan, `every` of all plans that were searched."""
+    """The search as it was: the part of the cluster, the prices, and how to price another cluster.
+
+    `works_of` gives the block costs of the plan, `every` the block costs of all plans that were searched.
+    """
 
     best: Priced
     part: Part
@@ -45,7 +50,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changed:
-    """One setting of the thing that changes."""
+    """One value of the changed thing."""
 
     value: float
     cluster: ClusterSpec
@@ -161,7 +166,7 @@ def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
 
 
 def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | None:
-    """The same plan on other devices and batches, recomputing nothing yet; None where it cannot be split so."""
+    """The same plan on other devices and batches, still without recomputation. None if it cannot be split so."""
     dp, rest = divmod(num_devices, degrees.pp * degrees.tp)
     micro_batch = degrees.micro_batch or 1
     if rest or not dp or global_batch % (dp * micro_batch):
@@ -189,7 +194,7 @@ def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | 
 
 
 def _bound(base: Base, changed: _Changed) -> float | None:
-    """The least seconds that screening leaves any candidate."""
+    """The smallest lower bound of all candidates, in seconds."""
     count = changed.cluster.num_devices
     constraints = replace(
         base.constraints,
@@ -211,7 +216,7 @@ def _bound(base: Base, changed: _Changed) -> float | None:
 
 
 def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
-    """Works for tensor degree 1, and for all others those of the plan's own degree or of the smallest above 1."""
+    """Block costs for tensor degree 1, and one set for all other degrees: the plan's own degree, or the smallest above 1."""
     yield (1,), base.works_of(1)
     own = base.best.degrees.tp
     above = (own,) if own > 1 else tuple(tp for tp in base.constraints.tensor_degrees if tp > 1)

@@ -1,6 +1,6 @@
-"""The best plan's step as formulas with their numbers: what `autopar.cost_model.step.step` adds up, term by term.
+"""The best plan's step as formulas with their numbers: the terms that `autopar.cost_model.step.step` adds up.
 
-A term's formula, its values put in, gives its seconds; symbols mean the same in all terms.
+A term's formula with its values gives its seconds. A symbol means the same in all terms.
 
     n   micro-batches of a step         L   repeated blocks of the slowest rank       N   devices
 """
@@ -27,7 +27,7 @@ def terms_of(best: Priced, pricing: Pricing) -> Iterator[Term]:
 
 
 class _Terms:
-    """What the terms of one plan share."""
+    """The values that all terms of one plan share."""
 
     def __init__(self, best: Priced, pricing: Pricing, parts: dict[str, float]) -> None:
         self.best, self.pricing, self.parts = best, pricing, parts
@@ -38,8 +38,10 @@ class _Terms:
         self.busy_s, self.num_blocks, self.share = self._slowest()
 
     def _slowest(self) -> tuple[float, float, float]:
-        """Seconds of one micro-batch on the slowest rank, how many repeated blocks it has, and the part of them that it
-        recomputes: where stages do not differ in that, the part of all blocks."""
+        """The slowest rank: seconds of one micro-batch, number of repeated blocks, recomputed fraction of its blocks.
+
+        If all stages recompute the same number of blocks, the fraction is the fraction of all blocks.
+        """
         stages, works = self.pricing.stages(), self.pricing.works
         if stages is None:
             busy = sum(float(np.max(self.passes[role].both)) for role in works.calls if role)
@@ -86,7 +88,7 @@ class _Terms:
         yield self.term("embedding, head, loss", "n * t", (self.n, ends), "cost_model/step/block_prices.py")
 
     def _computed(self, part: str, kind: str) -> Term:
-        """FLOP over the rate that they reach."""
+        """FLOP over the rate that the kernels reach."""
         per_block = self.parts[part] / (self.num_micro_batches * self.num_blocks)
         flops = self._flops(kind)
         if not flops or not per_block:
@@ -102,7 +104,7 @@ class _Terms:
         return self.term(part, "n * L * F / r", values, f"cost_model/step/block_time.py, profile {self.profile}")
 
     def _flops(self, kind: str) -> float:
-        """Of one micro-batch in the mean repeated block of a rank, forward and backward."""
+        """FLOP of one micro-batch in the mean repeated block of a rank, forward and backward."""
         works = self.pricing.works
         family = self.pricing.family(layouts_of(works, self.pricing.question))
         total = sum(count for _, count in works.counts)
