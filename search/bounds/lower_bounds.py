@@ -217,8 +217,8 @@ def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
 def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> tuple[StepPrices, dict[str, Floats]]:
     """Prices of blocks, and the seconds of weight gradients by role.
 
-    A block is priced once for all candidates with the same fields. A gather is priced once for all candidates whose ranks
-    lie in the same places.
+    A block is priced once for all candidates with the same fields. A gather is priced once for all candidates whose
+    ranks lie in the same places.
     """
     model, roles = model_of_program(works), repeated_roles(basis.shape)
     columns = {name: numbered(getattr(layouts, name)) for name in {*model.block_fields, *RANK_FIELDS}}

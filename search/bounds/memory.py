@@ -1,8 +1,9 @@
 """The least memory of many candidates at once, and how many blocks must be recomputed for them to fit.
 
 Memory is counted on the first and on the last pipeline rank. The formulas are those of
-`autopar.cost_model.pipeline.stages`, the cuts those of `autopar.search.bounds.uniform_partition`. A rank holds the state
-of its parameters, the weights that ZeRO 3 gathers, the activations of the micro-batches in flight, and the logits.
+`autopar.cost_model.pipeline.stages`, the cuts those of `autopar.search.bounds.uniform_partition`. A rank holds the
+state of its parameters, the weights that ZeRO 3 gathers, the activations of the micro-batches in flight, and the
+logits.
 
 Recomputation of a fraction of the blocks saves the same fraction of the activations. It adds the values of one block
 while this block is computed again. A rank with several stages holds more micro-batches of one stage than of another. If

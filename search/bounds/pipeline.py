@@ -70,8 +70,8 @@ class _Path:
 def lower_bound(run: Run, *, waits: float, found: list[EvenCuts] | None = None) -> Pipeline:
     """A pipeline for `autopar.cost_model.step.step.step_seconds` that is never longer than the pipeline that runs.
 
-    A rank waits for the fraction `waits` of the seconds of each message. It is 0 if messages are sent beside passes. The
-    cuts that the bound assumes are appended to `found`.
+    A rank waits for the fraction `waits` of the seconds of each message. It is 0 if messages are sent beside passes.
+    The cuts that the bound assumes are appended to `found`.
     """
 
     def bounded(passes: Mapping[str, Passes], message: Floats) -> Pipelined:

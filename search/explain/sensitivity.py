@@ -216,7 +216,10 @@ def _bound(base: Base, changed: _Changed) -> float | None:
 
 
 def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
-    """Block costs for tensor degree 1, and one set for all other degrees: the plan's own degree, or the smallest above 1."""
+    """Block costs for tensor degree 1, and one set for all other degrees.
+
+    The set is that of the plan's own degree, or of the smallest degree above 1.
+    """
     yield (1,), base.works_of(1)
     own = base.best.degrees.tp
     above = (own,) if own > 1 else tuple(tp for tp in base.constraints.tensor_degrees if tp > 1)
