@@ -142,6 +142,15 @@ def test_the_table_of_a_plan_names_every_field() -> None:
     assert {field.name for field in fields(Plan)} - named == set()
 
 
+def test_the_table_of_conversions_is_the_code_s() -> None:
+    from autopar.lowering.conversions import CONVERSIONS
+
+    row = re.compile(r"^\| (\w) → (\w)'? \| `(\w+)` \| ([\w -]+) \| ([\w -]+) \|$", re.MULTILINE)
+    rows = row.findall((ROOT / "docs/architecture.md").read_text())
+    plain = [tuple(cell.replace("-", "_").replace(" ", "_") for cell in cells) for cells in rows]
+    assert plain == [(c.source, c.target, c.function, c.forward, c.backward) for c in CONVERSIONS.values()]
+
+
 def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
     """Three words in a row of every message stand in a string of the source; the rest may be values."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
