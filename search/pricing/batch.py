@@ -1,4 +1,4 @@
-"""Exact prices of candidates by their position, priced together with those that are likely to be asked for next."""
+"""Exact prices of candidates. Candidates that are likely to be needed next are priced in the same call."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ Varied = tuple[int, Cut]  # a candidate, and how it is cut
 
 
 class Together:
-    """Prices of candidates under a goal; `works` are those of labels by tensor degree."""
+    """Prices of candidates under a goal. `works` has the block costs under the labels of each tensor degree."""
 
     def __init__(self, candidates: Candidates, works: Mapping[int, ProgramWorks], goal: Goal) -> None:
         self.candidates, self.works, self.goal = candidates, works, goal
@@ -25,12 +25,12 @@ class Together:
         self.prepared: dict[tuple[int, int], tuple[_Index, Prepared]] = {}
 
     def priced(self, index: int, cut: Cut = AS_IT_IS) -> Priced:
-        """One candidate as it would run on the devices that it uses."""
+        """The price of one candidate as it would run, on the devices that it uses."""
         self.price([(index, cut)])
         return self.found[index, cut]
 
     def price(self, wanted: Sequence[Varied]) -> None:
-        """Price several that are likely to be asked for: together where labels and devices are the same."""
+        """Price several candidates. Candidates with the same labels and devices are priced together."""
         groups: dict[tuple[int, int, bool], list[Varied]] = {}
         for one in dict.fromkeys(wanted):
             if one not in self.found:
@@ -44,7 +44,7 @@ class Together:
             self.found |= dict(zip(group, prices, strict=True))
 
     def _prepared(self, devices: int, tp: int) -> tuple[_Index, Prepared]:
-        """All candidates of a tensor degree on so many devices, and what prices them."""
+        """All candidates of one tensor degree on one number of devices, and the object that prices them."""
         if (devices, tp) not in self.prepared:
             c, part, works = self.candidates, self.goal.parts[devices], self.works[tp]
             mine = np.flatnonzero((self.devices == devices) & (c.tp == tp))

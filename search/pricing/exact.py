@@ -1,9 +1,9 @@
-"""Candidates, priced as they would run: their stages cut by the seconds of their blocks, their action lists replayed.
+"""Exact prices: stages are cut by the seconds of their blocks, and action lists are replayed.
 
-Cuts make the slowest stage fastest. Recomputation covers the fewest blocks of every stage that let the plan fit: one
-number for all stages, which bounds know too, or each stage's own, with cuts that follow
-(`autopar.search.pricing.per_stage_recompute`). What is priced is what `autopar.estimate` prints for the plan.
-Candidates of one tensor degree are prepared together: all but cuts, stages and their memory is arithmetic on arrays.
+Cuts make the slowest stage fastest. Recomputation covers the fewest blocks that let the plan fit. Either all stages
+recompute the same number of blocks, as the bounds assume, or each stage its own number
+(`autopar.search.pricing.per_stage_recompute`). The price equals the figure that `autopar.estimate` prints for the plan.
+Candidates of one tensor degree are prepared together: everything but cuts, stages and their memory is array arithmetic.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +33,7 @@ LEVELS = (0, 2)  # of recomputation: none and full
 
 
 class Cut(NamedTuple):
-    """How many blocks are moved out of a pipeline's first and last stage, and whether stages that must recompute have
-    each a number of blocks of their own."""
+    """A variation of cuts: blocks moved out of the first and the last stage, and how stages recompute."""
 
     out_of_first: int = 0
     out_of_last: int = 0
@@ -70,17 +69,20 @@ def priced(
     cut: Cut = AS_IT_IS,
     least_memory: bool = False,
 ) -> Priced:
-    """Price `degrees`, which recompute nothing, with as much recomputation as they need, or with none or all of it
-    where what counts is the `least_memory`. `works` are those of labels for their tensor degree."""
+    """Price `degrees`, which name no recomputation, with the least recomputation that fits.
+
+    With `least_memory` the price has no recomputation or full recomputation. `works` are the block costs under the
+    labels of the tensor degree.
+    """
     beyond = on.beyond
     layouts = layouts_of_degrees(works, [degrees], recompute=0, cp=beyond.cp, ep=beyond.ep)
     return Prepared(works, layouts, lambda _: degrees, cluster, on, least_memory=least_memory).priced([(0, cut)])[0]
 
 
 class Prepared:
-    """Candidates of one tensor degree on the same devices, by their positions in `layouts`, which recompute nothing.
+    """Candidates of one tensor degree on the same devices, by their positions in `layouts` (without recomputation).
 
-    What they share is priced once, whichever of them are asked for.
+    Prices that several candidates share are computed once.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Prepared:
         self.runs: Known = {}
 
     def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[Priced]:
-        """The prices of candidates with a cut each, all with several stages or all with one."""
+        """The prices of candidates with one cut each. All of them have several stages, or all have one."""
         plans = [self._with_stages(index, cut) for index, cut in wanted if self.degrees(index).num_stages > 1]
         plans = plans or self._without_stages([index for index, _ in wanted])
         return [
@@ -152,17 +154,17 @@ class Prepared:
         return needed_bytes <= self.on.capacity_bytes and bool(self.allowed[index])
 
     def _cuts(self, index: int, cut: Cut, num_stages: int) -> tuple[int, ...]:
-        """The calls before which stages begin: the slowest stage is as fast as can be; or those that are pinned."""
+        """The calls before which stages begin: the pinned cuts, or the cuts that make the slowest stage fastest."""
         if (cuts := self.on.cuts) is not None:
             return cuts
         return partition(self._weights(index, cut), num_stages, can_be_alone=self.can_be_alone)
 
     def _passes(self, index: int) -> Mapping[str, tuple[float, float]]:
-        """Seconds of one micro-batch in every role, forward and both ways."""
+        """Seconds of one micro-batch in every role: of the forward pass, and of both passes."""
         return self.shared.passes[int(self.shared.row[index])]
 
     def _weights(self, index: int, cut: Cut) -> list[float]:
-        """Seconds of every call, the ends taken to be slower by as many blocks as are moved out of them."""
+        """Seconds of every call. An end counts as slower by the number of blocks that are moved out of it."""
         seconds = {role: both for role, (_, both) in self._passes(index).items()}
         weights = [seconds[role] if role else 0.0 for role in self.works.calls]
         block = sum(count * seconds[role] for role, count in self.works.counts) / self.num_blocks
@@ -182,8 +184,10 @@ class Prepared:
         return cut.by_stage and is_open and must_recompute()
 
     def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Plan":
-        """Cuts, stages, and the fewest blocks of each stage that let its rank fit, or as many as are pinned; `even` are
-        the cuts of stages that recompute as many blocks each, which hold what is `held`."""
+        """Cuts, stages, and the recomputed blocks of each stage: the fewest that fit, or the pinned number.
+
+        `even` are the cuts if all stages recompute the same number of blocks, `held` their memory.
+        """
         capacity, cuts, stages = self.on.capacity_bytes, even, held.stages
         room = capacity - self.on.machine.reserve_bytes
         if self.on.cuts is None and self.on.recompute_blocks is None:
@@ -227,9 +231,12 @@ class Prepared:
         stages: Stages | None,
         parts_at: Callable[[int], dict[str, float]],
     ) -> "_Plan":
-        """The fewest blocks of every stage that let a candidate fit, or all where none do; none or all of them where
-        what counts is the least memory; or as many as are pinned. `parts_at` are bytes of its memory at a position in
-        `LEVELS`."""
+        """The recomputed blocks of every stage: the fewest that let a candidate fit, all if none fits, or the pinned
+        number.
+
+        If the goal is the least memory, no blocks or all blocks. `parts_at` gives the parts of memory in bytes at a
+        position in `LEVELS`.
+        """
 
         def recomputing(blocks: int) -> tuple[float, dict[str, float]]:
             every = blocks * degrees.num_stages >= self.num_blocks
@@ -272,8 +279,10 @@ class Prepared:
         )
 
     def _steps(self, plans: "Sequence[_Plan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
-        """The step of every plan, of steps without recomputation and with all of it, and with stages the seconds of
-        their pipelines; without stages only those of the two that it needs are priced."""
+        """The step of every plan, made from the steps without and with full recomputation.
+
+        Plans with stages also get the seconds of their pipelines. Without stages, only the needed steps are priced.
+        """
         ones = [(k, level) for k, plan in enumerate(plans) for level in _levels(plan)]
         index = np.array([plans[k].index for k, _ in ones])
         layouts, blocks = self.shared.at(index, np.array([float(level) for _, level in ones]))
@@ -298,8 +307,10 @@ class Prepared:
         ]
 
     def _in_parts(self, plans: "Sequence[_Plan]") -> dict[int, float]:
-        """Seconds of the pipelines of plans that recompute if they did not, where backward passes would run in parts:
-        what others of their class are compared with."""
+        """Pipeline seconds of recomputing plans as if they did not recompute, if backward passes would run in parts.
+
+        The search compares other candidates of the same class with these figures.
+        """
         found = {
             k: replace(plan.stages, recomputes=False)
             for k, plan in enumerate(plans)
@@ -331,12 +342,12 @@ class _Plan:
 
 
 def _needed(parts: Mapping[str, float]) -> float:
-    """All parts of memory without the cache, which the allocator gives back before it fails."""
+    """All parts of memory without the cache: the allocator gives the cache back before it fails."""
     return sum(part for name, part in parts.items() if name != "cache")
 
 
 def _levels(plan: _Plan) -> tuple[int, ...]:
-    """Of which steps that of a plan is made, and its pipeline compared with."""
+    """The levels of recomputation whose steps make up a plan's step and its comparison."""
     none, full = LEVELS
     if not plan.share:
         return (none,)
@@ -348,7 +359,7 @@ def _each(step: StepSeconds) -> tuple[Floats, ...]:
 
 
 def _step(like: StepSeconds, values: Floats) -> StepSeconds:
-    """A step of values in the order of `_each`, behind its seconds."""
+    """A step from its seconds and the values in the order of `_each`."""
     at = 1 + len(like.parts)
     return StepSeconds(
         seconds=values[0],

@@ -1,13 +1,13 @@
-"""What a search makes small: the value of a plan, and a lower bound of it for every candidate.
+"""The objective of a search: the value of a plan, and a lower bound of the value for every candidate.
 
     time      seconds of a step
     cost      seconds · US dollars a second of the devices used
     energy    seconds · watts of the devices used (not those of hosts, switches and cooling)
     memory    bytes of the fullest rank, as little as recomputation can make it
 
-With a fixed batch of every data-parallel rank the first three are of one sequence, because plans of more such ranks
-train more sequences in a step. For cost and energy fewer devices than the cluster has may be better, so that every part
-of it (`autopar.search.space.subcluster`) is a `Part` with links, memory and a price of its own.
+If the batch of a data-parallel rank is fixed, the first three values are per sequence, because plans with more
+data-parallel ranks train more sequences in a step. For cost and energy, fewer devices may be better. Therefore every
+part of the cluster (`autopar.search.space.subcluster`) is a `Part` with its own links, memory and price.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Devices that a plan may use, what it is priced on there, and what a second there costs: 1, dollars, or joules."""
+    """Devices that a plan may use, how they are priced, and the cost of a second: 1, dollars, or joules."""
 
     cluster: ClusterSpec
     on: Machinery
@@ -53,7 +53,7 @@ class Goal:
 
     @property
     def unit(self) -> str:
-        """Of a value: SI units, or US dollars."""
+        """The unit of a value: SI units, or US dollars."""
         return UNITS[self.objective] + (" per sequence" if self.per_sequence and self.objective != "memory" else "")
 
     @property
@@ -64,17 +64,17 @@ class Goal:
         return self.parts[one.degrees.world_size]
 
     def value(self, one: Priced) -> float:
-        """What a priced plan costs, whether it fits or not."""
+        """The value of a priced plan, whether it fits or not."""
         return self.value_of(one.seconds, one.needed_bytes, one.degrees)
 
     def value_of(self, step_s: float, needed_bytes: float, degrees: Degrees) -> float:
-        """What a step of `degrees` costs."""
+        """The value of a step of `degrees`."""
         if self.is_memory:
             return needed_bytes
         return step_s * self.parts[degrees.world_size].weight / (sequences_of(degrees) if self.per_sequence else 1)
 
     def bounds(self, found: Candidates, screened: Screened) -> Floats:
-        """What every candidate costs at least; infinite where it cannot fit."""
+        """A lower bound of every candidate's value; infinite if the candidate cannot fit."""
         if self.is_memory:
             least = np.minimum(screened.without_bytes, screened.recomputed_bytes)
             return np.where(screened.fits, least, np.inf)
@@ -94,7 +94,7 @@ def goal_of(
 ) -> Goal:
     """The goal on a cluster, whose parts are priced by `machinery`.
 
-    Raises `InputError` for an unknown objective, and where the cluster does not say what its devices cost or draw.
+    Raises `InputError` if the objective is unknown, or if the cluster does not state the price or power of its devices.
     """
     if objective not in UNITS:
         raise InputError(f"unknown objective {objective[:80]!r}; {did_you_mean(objective, tuple(UNITS))}")
@@ -114,7 +114,7 @@ def goal_of(
 
 
 def _weight(objective: str, cluster: ClusterSpec) -> float:
-    """What a second of all devices costs."""
+    """The cost of one second on all devices."""
     if objective == "cost":
         if cluster.price_usd_per_hour is None:
             raise _unknown(objective, cluster, "price_usd_per_device_hour", "US dollars per device and hour")
@@ -143,7 +143,7 @@ def _unknown(objective: str, cluster: ClusterSpec, name: str, meaning: str) -> I
 
 
 def why_worse(goal: Goal, best: Priced, other: Priced) -> str:
-    """What makes a plan's value larger than the best one's."""
+    """The reasons why a plan's value is larger than the best plan's value."""
     ours, theirs = best.degrees.world_size, other.degrees.world_size
     if goal.is_memory:
         return why_fuller(parts_of(best.memory.parts), parts_of(other.memory.parts))
@@ -163,5 +163,5 @@ def why_worse(goal: Goal, best: Priced, other: Priced) -> str:
 
 
 def parts_of(parts: Mapping[str, Any]) -> dict[str, float]:
-    """Parts of one plan as numbers."""
+    """The parts of one plan's step as numbers."""
     return {name: float(np.max(value)) for name, value in parts.items()}

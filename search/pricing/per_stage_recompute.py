@@ -1,12 +1,12 @@
-"""Cuts and recomputed blocks of every stage, chosen together: one number for all stages recomputes more than it must.
+"""Cuts and recomputed blocks of every stage, chosen together. One number for all stages recomputes too much.
 
-The first ranks of a pipeline hold most micro-batches at once, so that they must recompute more than the last ones; with
-fewer blocks they recompute less and the others wait less for them. A stage takes what its blocks take and what of them
-it must compute again to fit, which is known for any blocks in any place: the cut that makes the slowest stage fastest
-is found by the same recursion as without recomputation (`autopar.search.pricing.stage_partition`). Then every rank
-recomputes the fewest blocks that let it fit, first in those of its stages that hold most micro-batches.
+The first ranks of a pipeline hold the most micro-batches, so they must recompute more than the last ranks. A rank with
+fewer blocks recomputes less, and the other ranks wait less for it. A stage takes the seconds of its blocks, plus the
+seconds of the recomputation that it needs to fit. Both are known for any blocks in any place. Therefore the recursion
+of `autopar.search.pricing.stage_partition` finds the cut that makes the slowest stage fastest. Then every rank
+recomputes the fewest blocks that let it fit, first in the stages that hold the most micro-batches.
 
-The cut takes a rank's stages to be alike; how many blocks recompute is counted on the stages as they are.
+The cut assumes that all stages of a rank are alike. The number of recomputed blocks is counted on the real stages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,11 @@ from autopar.search.pricing.stage_partition import partition_with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCosts:
-    """Of every call in its place: seconds of a micro-batch, those of computing it again, bytes of its parameters'
-    state, bytes that it keeps of a micro-batch, and those of them that are not kept where it is computed again."""
+    """Costs of every call in its place, per micro-batch.
+
+    They are the seconds of the call, the seconds of its recomputation, the bytes of its parameters' state, the bytes
+    that it saves for the backward pass, and the part of the saved bytes that recomputation avoids.
+    """
 
     seconds: Floats
     again_s: Floats
@@ -36,7 +39,7 @@ class CallCosts:
 
 
 def live_micro_batches(stages: Stages) -> Floats:
-    """Micro-batches of every stage that its rank holds when it holds most stages' micro-batches."""
+    """The micro-batches of every stage at the moment when its rank holds the most."""
     pp, ranks = stages.pp, np.array(stages.ranks)
     if stages.num_actions > MOST_ACTIONS:
         most = SCHEDULES[stages.schedule].most_in_flight(
@@ -52,8 +55,10 @@ def live_micro_batches(stages: Stages) -> Floats:
 def cuts_by_stage(
     calls: Sequence[str], costs: CallCosts, stages: Stages, *, room_bytes: float
 ) -> tuple[int, ...] | None:
-    """The calls, by their roles, before which stages begin, as each of them may hold `room_bytes`; None where nothing
-    fits. `stages` say how many there are and how they run."""
+    """The calls before which stages begin if each stage may hold `room_bytes`. None if nothing fits.
+
+    `stages` says how many stages there are and how they run.
+    """
     live, virtual = live_micro_batches(stages), stages.virtual
     is_block = np.array([bool(role) and role not in ENDS for role in calls])
     blocks, of_ends, of_blocks, saved = (
@@ -92,8 +97,10 @@ def cuts_by_stage(
 def fewest_blocks(
     stages: Stages, needed_bytes: Callable[[tuple[int, ...]], Floats], capacity_bytes: float
 ) -> tuple[int, ...]:
-    """The fewest blocks of every stage that let its rank fit, or all of those of a rank that cannot. `needed_bytes` are
-    those of every rank where stages recompute so many blocks."""
+    """The fewest recomputed blocks of every stage that let its rank fit; all blocks of a rank that cannot fit.
+
+    `needed_bytes` gives the bytes of every rank for numbers of recomputed blocks.
+    """
     orders = _orders(stages)
     least = np.zeros(stages.pp, dtype=np.int64)  # blocks with which a rank fits, once known
     most = np.array([len(order) for order in orders])
@@ -107,8 +114,10 @@ def fewest_blocks(
 
 
 def _orders(stages: Stages) -> list[list[int]]:
-    """For every rank, the stages of its blocks in the order in which these recompute: those with most micro-batches
-    first, in turns where stages hold as many."""
+    """For every rank, the order in which its stages recompute blocks.
+
+    Stages with the most micro-batches come first. Stages with equally many take turns.
+    """
     live, ranks = live_micro_batches(stages), stages.ranks
     found: list[list[int]] = [[] for _ in range(stages.pp)]
     every = [(-live[s], at, s) for s, own in enumerate(stages.repeated) for at in range(len(own))]
@@ -118,7 +127,7 @@ def _orders(stages: Stages) -> list[list[int]]:
 
 
 def _of_stages(stages: Stages, orders: Sequence[Sequence[int]], counts: NDArray[np.int64]) -> tuple[int, ...]:
-    """How many blocks of every stage recompute where ranks recompute so many."""
+    """The recomputed blocks of every stage, from the recomputed blocks of every rank."""
     found = [0] * len(stages.roles)
     for order, count in zip(orders, counts.tolist(), strict=True):
         for stage in order[:count]:
@@ -134,7 +143,7 @@ def costs_of(
     saved_bytes: Mapping[str, float],
     input_bytes: Mapping[str, float],
 ) -> CallCosts:
-    """What calls cost: `seconds` each, and by their roles those of the forward pass and bytes."""
+    """The costs of calls: `seconds` of each, and by their roles the seconds of the forward pass and the bytes."""
 
     def each(values: Mapping[str, float]) -> Floats:
         return np.array([values.get(role, 0.0) for role in calls])

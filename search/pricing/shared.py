@@ -1,7 +1,7 @@
-"""What candidates of one tensor degree share, priced once for all of them, however few of them are asked for.
+"""The prices that candidates of one tensor degree share. Each is computed once for all candidates.
 
-Blocks depend on the micro-batch and few other fields, gathers of ZeRO on where data-parallel ranks stand. Both are
-priced for every combination that occurs, and spread over the candidates that a price is asked of.
+The cost of a block depends on the micro-batch and a few other fields. The cost of a ZeRO gather depends on the places
+of the data-parallel ranks. Both are priced for every combination that occurs, and looked up for each candidate.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ _Index = NDArray[np.intp]
 
 
 class SharedPrices:
-    """Prices of candidates in the order of `layouts`, which recompute nothing."""
+    """Prices of candidates in the order of `layouts` (without recomputation)."""
 
     def __init__(self, works: ProgramWorks, layouts: Layouts, on: Machinery) -> None:
         self.basis, self.layouts, self.on = basis_of(works, on), layouts, on
@@ -65,8 +65,7 @@ class SharedPrices:
         self.ends = {role: end_passes(self.basis, self.family, self.few, role) for role in ("first", "last")}
 
     def at(self, index: _Index, recompute: Floats) -> tuple[Layouts, PricedBlocks]:
-        """Candidates with so much recomputation each (a position in `RECOMPUTE`), and what a step of them is put
-        together from."""
+        """Candidates with a level of recomputation each (a position in `RECOMPUTE`), and the prices of their steps."""
         layouts, row = replace(self.layouts.at(index), recompute=recompute), self.row[index]
         first, last = (replace(one.at(row), weight=spread(np.asarray(one.weight), row)) for one in self.ends.values())
         place, family = self.place[index], self._parameters(row)
@@ -82,7 +81,7 @@ class SharedPrices:
         return layouts, PricedBlocks(prices=prices, parts={role: one.at(row) for role, (_, one) in self.blocks.items()})
 
     def unstaged_memory(self, layouts: Layouts, index: _Index) -> StepMemory:
-        """Memory of candidates without stages, whose layouts these are."""
+        """Memory of the candidates without stages that have these layouts."""
         basis = self.basis
         first, last = (one.at(self.place[index]) for one in self._ends)
         blocks = self._bytes_of_blocks.at(self.row[index])
@@ -90,7 +89,7 @@ class SharedPrices:
 
     @property
     def memory_options(self) -> dict[str, float]:
-        """What memory is counted with."""
+        """The options with which memory is counted."""
         return {
             "reserve_bytes": self.on.machine.reserve_bytes,
             "cache": self.on.mechanisms.allocator_cache,
@@ -98,12 +97,12 @@ class SharedPrices:
 
     @cached_property
     def bytes_of_roles(self) -> RoleBytes:
-        """What every role keeps and holds, by a candidate's row."""
+        """The bytes that every role saves and holds, by a candidate's row."""
         return role_bytes(self.family, self.basis.shape, self.few, self.basis.engine, fused=self.basis.fused)
 
     @cached_property
     def passes(self) -> list[dict[str, tuple[float, float]]]:
-        """Seconds of one micro-batch in every role of a staged candidate, forward and both ways, by its row."""
+        """Seconds of one micro-batch in every role of a staged candidate, by its row: forward, and both passes."""
         size = len(self.few.tp)
         found: list[dict[str, tuple[float, float]]] = [{} for _ in range(size)]
         blocks = {role: Passes(forward=one.forward, backward=one.backward) for role, (one, _) in self.blocks.items()}
@@ -131,7 +130,7 @@ class SharedPrices:
         return end_parameters(self._parameters(self.row_of_place), self.basis.shape, self.places, self.basis.engine)
 
     def _parameters(self, row: _Index) -> Family[Any]:
-        """The blocks of rows with no numbers but those of their parameters."""
+        """The blocks of rows with the numbers of their parameters alone."""
         blocks = []
         for role in self.family.roles:
             work = self.family.block(role, VARIANTS[0])

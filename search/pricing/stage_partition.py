@@ -1,9 +1,9 @@
 """Where a program is cut into pipeline stages: the exact partition of its calls that makes the slowest stage fastest.
 
-Weights are the seconds of one rank for one micro-batch, forward and backward, under the labels. The partition of n
-contiguous calls into p stages that minimises the largest sum is found by dynamic programming in O(p·n²) (Bellman's
-recursion for linear partitioning); of equal ones, that with the smallest sum of squares, so that other stages are even
-too. Every stage holds a parameter that is trained, or its backward pass would have nothing to do.
+A weight is the seconds of one call on one rank for one micro-batch, forward and backward, under the labels. Dynamic
+programming splits n contiguous calls into p stages so that the largest sum is smallest, in O(p·n²) (Bellman's recursion
+for linear partitioning). Of equal partitions the smallest sum of squares wins, so that the other stages are even too.
+Every stage holds a trained parameter. Without one its backward pass would have nothing to do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,8 +56,9 @@ def block_seconds(
 
 
 def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bool] | None = None) -> tuple[int, ...]:
-    """Cuts of a sequence into contiguous parts with the smallest largest sum; every part has an element that can be
-    alone.
+    """Cuts of a sequence into contiguous parts with the smallest largest sum.
+
+    Every part has an element that can be alone.
 
     >>> partition([3, 1, 1, 1, 1, 1], 2)
     (2,)
@@ -72,8 +73,10 @@ More = Callable[[int, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]
 def partition_with(
     weights: Sequence[float], parts: int, more: More, longest: int, *, can_be_alone: Sequence[bool]
 ) -> tuple[int, ...] | None:
-    """As `partition`, of parts that take `more` where they stand; infinite seconds are not legal. Parts have at most
-    `longest` elements; None where there is no such partition."""
+    """`partition` for parts that take `more` seconds in their place; infinite seconds are illegal.
+
+    Parts have at most `longest` elements. None if there is no such partition.
+    """
     anchors = np.concatenate([[0], np.cumsum(can_be_alone)])
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     starts = _starts(sums, anchors, parts, longest, more)
@@ -100,8 +103,11 @@ def _cuts_of(starts: Sequence[NDArray[np.int64]], count: int) -> tuple[int, ...]
 
 
 def _longest(weights: Sequence[float], parts: int) -> int:
-    """Elements that a part of the best partition has at most: it is no larger than an equal share and the largest
-    element together, where elements below zero count as nothing and may make room for others."""
+    """The most elements that a part of the best partition can have.
+
+    A part's sum is at most an equal share plus the largest element. Negative elements count as zero, and leave room for
+    others.
+    """
     above = np.maximum(np.asarray(weights, dtype=np.float64), 0.0)
     sums = np.concatenate([[0.0], np.cumsum(above)])
     room = float(np.sum(above - weights))
@@ -113,8 +119,11 @@ def _longest(weights: Sequence[float], parts: int) -> int:
 def _starts(
     sums: NDArray[np.float64], anchors: NDArray[np.int64], parts: int, longest: int, more: More | None = None
 ) -> list[NDArray[np.int64]] | None:
-    """Where the last part begins, for every number of parts above 1 and of elements; parts have `longest` elements at
-    most. None where there is no such partition. `sums` and `anchors` are those of the elements before each position."""
+    """The position where the last part begins, for every number of parts above 1 and every number of elements.
+
+    Parts have at most `longest` elements. None if there is no such partition. `sums` and `anchors` add up the elements
+    before each position.
+    """
     stops = np.arange(len(sums))
     begins = stops[:, None] - np.arange(longest, 0, -1)[None, :]  # [i, k]: where the k-th longest part before i begins
     inside = np.maximum(begins, 0)
