@@ -1,4 +1,4 @@
-"""Verifies a labelling against the program alone, knowing nothing of how it was found."""
+"""Verification of a labelling against the program alone, independent of the solver."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,11 +13,11 @@ _Types = tuple[Type, ...]
 
 
 def check(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> None:
-    """Raise `PlanError` listing everything that is not legal.
+    """Raise `PlanError` with a list of everything illegal.
 
-    Every operator has a legal label and no axis is split twice; every port and result has a type that divides its
-    value; what is bound to a port has the port's type, whichever block made it; the loss and its denominator are
-    invariant, parameters and values between blocks are not partial.
+    Every operator must have a legal label, and no axis may be split twice. Every port and result must have a type that
+    divides its value. A value that is bound to a port must have the port's type. The loss and its denominator must be
+    invariant. Parameters and values between blocks must not be partial.
     """
     problems: list[Problem] = []
     if len(labels) != len(program.blocks):
@@ -66,7 +66,7 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
 
 
 def _type(where: str, types: _Types, dims: Dims, mesh: Mesh, batch: frozenset[int]) -> list[Problem]:
-    """A type per mesh dimension, none partial, each axis split once, the batch evenly."""
+    """Check the types of one value: none is partial, each axis is split once, and the batch is split evenly."""
     if len(types) != len(mesh.degrees):
         return [Problem(path=where, rule="needs one type per mesh dimension", value=types)]
     problems, taken = [], set()
@@ -87,7 +87,7 @@ def _type(where: str, types: _Types, dims: Dims, mesh: Mesh, batch: frozenset[in
 
 
 def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> list[Problem]:
-    """Walk the calls in order: every value has one type, that of each port it is bound to."""
+    """Walk the calls in order: every value has one type, which is also the type of each port it is bound to."""
     problems: list[Problem] = []
     types: dict[str, _Types] = {}
 

@@ -1,12 +1,12 @@
-"""What the labeller may choose on one mesh dimension: variants of operators, types of values that cross blocks.
+"""The choices of the labeller on one mesh dimension: variants of operators, types of values that cross blocks.
 
-Values that are ever bound to the same port, or leave a block by the same result, must have one type: they form a
-*boundary class*. Tied parameters and the layers' shared ports fall out of that.
+All values that are bound to the same port, or leave a block by the same result, must have one type. They form a
+*boundary class*. This covers tied parameters and the shared ports of layers.
 
-A mesh dimension owns axes. `dp` owns the batch axes; every other mesh dimension owns all the rest but what an earlier
-one has split, the sequence axes only where sequence parallelism is allowed, and the residual stream's hidden axes
-only on request (they tie with better choices and slow the proof). No axis is split twice, so conversions on different
-mesh dimensions commute.
+A mesh dimension owns axes. `dp` owns the batch axes. Every other mesh dimension owns the other axes that no earlier one
+has split. It owns the sequence axes only if sequence parallelism is allowed. It owns the hidden axes of the residual
+stream only on request, because they tie with better choices and slow the proof. No axis is split twice, so conversions
+on different mesh dimensions commute.
 """
 
 from collections import Counter, defaultdict
@@ -25,11 +25,11 @@ MAX_PADDED = 1.25  # a padded axis over its own size; beyond, most of what a ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryClass:
-    """Outer names that share one type, and what they are.
+    """Outer names that share one type.
 
-    `free` marks outputs that no block uses: training drops them, so whatever type they have is right. `shared` marks
-    values that several calls read at one port, as an encoder's output in every decoder layer: what each of them would
-    convert is better converted once, so sequence parallelism does not ask for a shard.
+    `free` marks outputs that no block uses. Training drops them, so every type is right. `shared` marks values that
+    several calls read at one port, such as an encoder's output in every decoder layer. One conversion for all calls is
+    better than one per call, so sequence parallelism does not ask for a shard.
     """
 
     name: str
@@ -46,7 +46,7 @@ class BoundaryClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """All boundary classes, and to which one every port and result belongs."""
+    """All boundary classes, and the class of every port and result."""
 
     classes: Mapping[str, BoundaryClass]
     ports: Mapping[NodeKey, str]
@@ -64,14 +64,16 @@ class Solved:
     types: Mapping[str, Type]
 
     def type_of(self, boundary: Boundary, key: NodeKey) -> Type:
-        """The type in which a value is made: by its operator, or by what its port is bound to."""
+        """The type in which a value is made, by its operator or by the value that is bound to its port."""
         return self.variants[key].output if key in self.variants else self.types[boundary.ports[key]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The candidates on one mesh dimension. `relaxed` ones include every axis that the degree does not divide, others
-    the `paddable` ones only."""
+    """The candidates on one mesh dimension.
+
+    A `relaxed` space includes axes that the degree does not divide. Otherwise only `paddable` axes may be uneven.
+    """
 
     index: int
     name: str
@@ -164,7 +166,7 @@ def owned_axes(
 
 
 def is_paddable(size: int, degree: int) -> bool:
-    """Whether parts of equal size leave every rank something, and not too much of it padding."""
+    """Whether equal parts leave every rank some elements, and not too much padding."""
     held = chunk(size, degree)
     return size % degree != 0 and (degree - 1) * held < size and degree * held <= MAX_PADDED * size
 
@@ -172,7 +174,7 @@ def is_paddable(size: int, degree: int) -> bool:
 def paddable_axes(program: Program, analysis: Analysis, degree: int) -> frozenset[int]:
     """Axes of parameters that may be split although the degree does not divide them: the last ranks hold zeros.
 
-    Heads, widths and vocabularies; batch and sequence are the user's to choose.
+    They are heads, widths and vocabularies. The user chooses batch and sequence.
     """
     pairs: set[tuple[int, int]] = set()
     for dims in {analysis.outer[name] for name in program.parameters}:
@@ -189,14 +191,14 @@ def all_axes(analysis: Analysis) -> frozenset[int]:
 
 
 def residual_axes(analysis: Analysis, boundary: Boundary) -> set[int]:
-    """Axes of values that one block hands to another, but for batch and sequence."""
+    """Axes of the values between blocks, without batch and sequence."""
     crossing = [c for c in boundary.classes.values() if c.role == "value" and c.consumed]
     found = {axis for c in crossing for dim in c.dims.axes for axis in dim}
     return found - analysis.batch_axes - analysis.sequence_axes
 
 
 def split_axes(analysis: Analysis, boundary: Boundary, solved: Solved) -> set[int]:
-    """Axes that a mesh dimension has split anywhere."""
+    """Axes that a mesh dimension splits at any operator."""
     found = set()
     for (block, node), variant in solved.variants.items():
         if variant.factor:
@@ -219,7 +221,7 @@ def space_of(
     relaxed: bool,
     pinned: Mapping[str, tuple[Type, ...]],
 ) -> Space:
-    """All candidates of mesh dimension `index`; `pinned` parameters have one of the types given for their class."""
+    """All candidates of mesh dimension `index`. A `pinned` parameter has one of the types given for its class."""
     name, degree = mesh.names[index], mesh.degrees[index]
     paddable = paddable_axes(program, analysis, degree)
     found: dict[NodeKey, tuple[Variant, ...]] = {}
@@ -269,7 +271,10 @@ def _types_of(
     require_sequence: bool,
     pinned: frozenset[Type],
 ) -> Iterator[Type]:
-    """Types that a boundary class may have; none for outputs that are dropped. Without `paddable` every axis fits."""
+    """The types that a boundary class may have; none if training drops it.
+
+    Without `paddable` every axis may be split.
+    """
     shards = [
         (S(d, p), axis)
         for d, (dim, sizes) in enumerate(zip(c.dims.axes, c.dims.sizes, strict=True))
@@ -297,7 +302,7 @@ def _types_of(
 
 
 def share_of(solved: list[Solved], boundary: Boundary, key: NodeKey) -> float:
-    """The part of a value that one rank holds under the mesh dimensions already labelled."""
+    """The fraction of a value that one rank holds under the mesh dimensions that are already labelled."""
     kinds = ((s.type_of(boundary, key), s.degree) for s in solved)
     return 1 / prod(degree for kind, degree in kinds if kind.kind == "S")
 

@@ -1,13 +1,13 @@
-"""The network of one mesh dimension: what its variables, values and costs are.
+"""The network of one mesh dimension: its variables, its values and their costs.
 
     minimise   Σ work(n, v) + Σ state(c, τ) + Σ wire(u, σ, τ) + Σ saved(u, k)
 
-over a variant v for every operator n (`_operators`) and a type τ for every boundary class c (`_classes`). A value u
-that its source yields as σ is converted to every other type τ that a use wants, once for all of them, and what is kept
-for the backward pass is kept once per form k; a gathered value is gathered again instead of kept (`_value`). Costs of a
-distinct block count as often as it is called. A value without a cotangent knows no difference between I and R.
+over a variant v for every operator n (`_operators`) and a type τ for every boundary class c (`_classes`). If the source
+of value u yields type σ, then u is converted once to every other type τ that a use wants. The backward pass keeps u
+once per form k. A gathered value is gathered again instead (`_value`). The costs of a distinct block are multiplied by
+its number of calls. For a value without a cotangent, I and R are the same.
 
-Ties are broken by tiny terms: fewer collectives first, then the order of variants and nodes.
+Tiny terms break ties: fewer collectives first, then the order of variants and nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class _Use:
 
 
 class DimProblem:
-    """Builds and solves the program of one mesh dimension."""
+    """Builds and solves the network of one mesh dimension."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class DimProblem:
         self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
 
     def solve(self, time_limit_s: float) -> tuple[Solved, Solution] | None:
-        """The best labels of this mesh dimension, None where there are none, or none was found in time."""
+        """The best labels of this mesh dimension. None if there are none, or if the solver found none in time."""
         solution = eliminated(self.network)
         if solution is None:
             from autopar.search.labels.milp import solved  # HiGHS is rarely needed
@@ -116,7 +116,10 @@ class DimProblem:
             self.classes[name] = self._variable(costs)
 
     def _states(self, c: BoundaryClass, candidates: Sequence[Type]) -> Iterator[float]:
-        """Memory of a parameter's state, and of its gradient's sum once per step where it is replicated."""
+        """The memory of a parameter's state.
+
+        A replicated parameter also pays for the sum of its gradient, once a step.
+        """
         infos = [self.program.parameters[m] for m in c.members]
         share = 1 / prod(s.degree for s in self.solved if s.types[c.name].kind == "S")
         elements = share * sum(info.num_elements for info in infos)
@@ -195,7 +198,7 @@ class DimProblem:
         return self.classes[bound_to], [_plain(t, flows) for t in self.space.types[bound_to]]
 
     def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> Value:
-        """Conversions of one value, shared by all uses that want the same type, and what is kept of it."""
+        """Conversions of one value, shared by all uses that want the same type, and the forms kept for backward."""
         calls = self.calls[index]
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
         source, made = self._source(index, name, info.differentiable)
@@ -241,8 +244,7 @@ class DimProblem:
     def _conversions_of_neighbour(self, index: int, name: str) -> dict[tuple[str, str], int]:
         """Conversions of a value on the tensor mesh dimension before this one, and by how much they shrink it.
 
-        Equal ones send as one: what the second adds to the first is what it would send of the part that the first
-        leaves.
+        Two equal conversions send as one. The second one adds the cost of the part that the first one leaves.
         """
         before = next((s for s in self.solved if s.index == self.space.index - 1 and s.name != DATA), None)
         if before is None:
@@ -260,7 +262,7 @@ class DimProblem:
         return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
 
     def _convert(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
-        """Cost of one conversion in units; the sum of a parameter's gradient has no latency of its own."""
+        """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own."""
         asked = source, target, differentiable, role, whole
         if asked not in self.converted:
             self.converted[asked] = self._converted(*asked)
@@ -290,7 +292,7 @@ class DimProblem:
 
 
 def _plain(t: Type, differentiable: bool) -> Type:
-    """Without a cotangent R is I."""
+    """The type without the difference between R and I, which only a cotangent makes."""
     return I if t.kind == "R" and not differentiable else t
 
 

@@ -1,10 +1,9 @@
-"""The least cost of a network by eliminating one variable after the other (nonserial dynamic programming: Bertelè and
-Brioschi 1972; bucket elimination: Dechter 1999). Exact, and without a tolerance.
+"""The least cost of a network by eliminating one variable after the other. The method is exact, without a tolerance.
 
-The costs that a variable plays a part in are summed into one table over it and its neighbours; its least entry for
-every choice of the neighbours is a cost between those. A block of a model is nearly a chain: few variables are
-neighbours at a time, and the tables stay small. Where they would not, `eliminated` leaves the network to another
-method.
+It is nonserial dynamic programming (Bertelè and Brioschi 1972), also called bucket elimination (Dechter 1999). All
+costs of a variable are summed into one table over the variable and its neighbours. The least entry for every choice of
+the neighbours is a new cost between them. A block of a model is nearly a chain, so a variable has few neighbours and
+the tables stay small. If a table would be too large, `eliminated` leaves the network to another method.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,9 @@ Table = tuple[tuple[int, ...], FloatArray]  # variables and the cost of their ch
 
 
 def eliminated(network: Network) -> Solution | None:
-    """The best choices; None where tables would have more than `MOST_ENTRIES` entries.
+    """The best choices. None if the tables would have more than `MOST_ENTRIES` entries.
 
-    The objective is infinite where every choice asks for a conversion that there is none of.
+    The objective is infinite if every choice needs a conversion that does not exist.
     """
     sizes = [len(costs) for costs in network.costs]
     tables: list[Table] = [((variable,), costs) for variable, costs in enumerate(network.costs)]
@@ -37,7 +36,7 @@ def eliminated(network: Network) -> Solution | None:
 
 
 def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> tuple[list[int], float]:
-    """All variables, each time that with the smallest table; and how many entries all tables have."""
+    """All variables, always the one with the smallest table next, and the number of entries of all tables."""
     neighbours: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for variable in scope:
@@ -68,8 +67,10 @@ def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> 
 
 
 def _eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int]) -> tuple[list[int], float]:
-    """The best choice of every variable, and the cost of all. Tables are kept over places in the order, ascending, so
-    that the variable to eliminate is the first axis of every table it is in."""
+    """The best choice of every variable, and the total cost.
+
+    A table's axes are places in the order, ascending. The variable to eliminate is the first axis of all its tables.
+    """
     place = {variable: k for k, variable in enumerate(order)}
     waiting: list[list[Table]] = [[] for _ in order]
     for variables, table in tables:
@@ -98,7 +99,10 @@ def _eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[in
 
 
 def _tables_of(value: Value, sizes: list[int]) -> list[Table]:
-    """The costs of a value. Taken apart they are over further variables of two choices, which `sizes` get."""
+    """The costs of a value.
+
+    A large table is taken apart over further variables of two choices, which extend `sizes`.
+    """
     scope = tuple(dict.fromkeys((value.source, *(use.variable for use in value.uses))))
     if prod(sizes[variable] for variable in scope) <= LARGEST_OF_A_VALUE:
         return [(scope, _whole_table(value, scope))]
@@ -140,7 +144,7 @@ def _types_wanted(value: Value) -> list[int]:
 
 
 def _conversions_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
-    """Whether the value is there in a type: at the cost of converting it, and as long as a use wants it."""
+    """Variables that say whether the value exists in a type: at the cost of the conversion, if a use wants the type."""
     for t in _types_wanted(value):
         variable = len(sizes)
         sizes.append(2)
@@ -153,7 +157,7 @@ def _conversions_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
 
 
 def _kept_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
-    """Whether a form is kept: at its cost, and as long as a use needs it."""
+    """Variables that say whether a form is kept: at its cost, if a use needs the form."""
     kept = [use for use in value.uses if use.kept]
     for form, cost in enumerate(value.keep) if kept else ():
         variable = len(sizes)

@@ -23,7 +23,7 @@ _INFINITY = highspy.kHighsInf
 
 
 def solved(network: Network, time_limit_s: float) -> Solution | None:
-    """The best choices, or the best found within the time limit; None where there are none."""
+    """The best choices, or the best choices found within the time limit. None if there are none."""
     milp = _Milp()
     x = [[milp.binary(float(cost)) for cost in costs] for costs in network.costs]
     for columns in x:
@@ -39,7 +39,7 @@ def solved(network: Network, time_limit_s: float) -> Solution | None:
 
 
 def _add(milp: "_Milp", x: list[list[int]], value: Value) -> None:
-    """Conversions of one value, shared by all uses that want the same type, and what is kept of it."""
+    """Conversions of one value, shared by all uses that want the same type, and the forms kept for backward."""
 
     def of_type(variable: int, types: IntArray, t: int) -> list[int]:
         return [x[variable][k] for k in np.flatnonzero(types == t)]
@@ -106,8 +106,10 @@ class _Milp:
         self._upper.append(upper)
 
     def solve(self, time_limit_s: float) -> tuple[list[float], float, float] | None:
-        """Values of the columns at an optimum, or at the best solution found within the time limit, the objective and
-        its relative gap to the proven bound; None where there is no solution."""
+        """Values of the columns, the objective, and its relative gap to the proven bound.
+
+        They belong to an optimum, or to the best solution found within the time limit. None if there is no solution.
+        """
         solver = highspy.Highs()
         options = {
             "output_flag": False,

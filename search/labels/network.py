@@ -1,10 +1,10 @@
-"""What is to be decided on one mesh dimension, and what it costs: a network of variables and the values between them.
+"""The decisions on one mesh dimension and their costs, as a network of variables and of values between them.
 
-A variable has so many choices, each with a cost of its own: an operator its variants, a boundary class its types. A
-value is made in one type, which the choice of its source says, and used in others, which the choices of its users say.
-It costs a conversion for every other type that is wanted, once for all that want it, and what the backward pass keeps
-of it, once per form. The best choices are those of least cost in all; two exact methods find them
-(`autopar.search.labels.elimination`, `autopar.search.labels.milp`).
+A variable has several choices, each with a cost: the variants of an operator, or the types of a boundary class. The
+choice of a value's source decides the type in which it is made. The choices of its users decide the types in which it
+is used. Each other wanted type costs one conversion, whatever the number of users. Each form that the backward pass
+keeps costs memory once. Two exact methods find the choices of least total cost: `autopar.search.labels.elimination` and
+`autopar.search.labels.milp`.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Use:
 class Value:
     """A value between variables; its types are numbers.
 
-    `convert[made, wanted]` is the cost of a conversion, infinite where there is none. A kept use costs `keep[form]` of
-    the `forms` of its type, but not where `regathered[made, wanted]` says that it is gathered again.
+    `convert[made, wanted]` is the cost of a conversion, infinite if there is none. A kept use costs `keep[form]` of the
+    `forms` of its type. It costs nothing if `regathered[made, wanted]` says that it is gathered again.
     """
 
     source: int
@@ -57,7 +57,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The choice of every variable, the cost of all, and its relative gap to the proven bound."""
+    """The choice of every variable, the total cost, and its relative gap to the proven bound."""
 
     choices: tuple[int, ...]
     objective: float

@@ -1,16 +1,16 @@
 """Prices of one mesh dimension, at a reference workload.
 
-The user has asked for a degree, so the question is how to split, not whether. Three prices are therefore taken at
-a workload at which splitting pays, which changes nothing for models of ordinary size:
+The degree is given, so the question is how to split, not whether. Three prices therefore assume a workload that is
+worth splitting. For models of ordinary size they change nothing.
 
-* latency counts as if the largest value between blocks had at least `REFERENCE_BYTES`: a two-layer test model gets
-  the labels of the same model at full width;
-* arithmetic counts at least `BALANCE` times the time that sending a product's activations would take, so that a slow
-  link, or a narrow model, does not leave everything whole;
-* a parameter's state costs `MEMORY_WEIGHT` times the arithmetic that its elements attract. This is the shadow price
-  of memory; it depends on neither layers nor device, and keeps a large batch from replicating the weights.
+* Latency counts as if the largest value between blocks had at least `REFERENCE_BYTES`. A two-layer test model then gets
+  the labels of the same model at full width.
+* Arithmetic counts at least `BALANCE` times the seconds of sending a product's activations. Otherwise a slow link or a
+  narrow model would leave everything whole.
+* A parameter's state costs `MEMORY_WEIGHT` times the arithmetic of its elements. This shadow price of memory depends on
+  neither layers nor device. It keeps a large batch from replicating the weights.
 
-Everything else is in seconds of the cluster at hand: bytes over the link, bytes over the memory bus.
+All other prices are seconds on the given cluster: bytes over the link, bytes over the memory bus.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ MEMORY_WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Seconds per unit of everything the objective counts. `unit_s` is what the solver's objective is divided by.
+    """Seconds per unit of everything that the objective counts. The solver's objective is in units of `unit_s`.
 
-    `compute_scale` and `latency_scale` say by how much the reference workload changed the cluster's own figures.
+    `compute_scale` and `latency_scale` are the factors by which the reference workload changed the cluster's figures.
     """
 
     ring: Ring
@@ -50,7 +50,7 @@ class Prices:
 def intensity(program: Program, analysis: Analysis) -> tuple[float, float, float]:
     """FLOP per activation element, FLOP per parameter element, and bytes per activation element, of all products.
 
-    Products with a parameter count, each distinct block once, so that the number of layers plays no part.
+    Only products with a parameter count. A distinct block counts once, so the number of layers makes no difference.
     """
     flops = activations = parameters = activation_bytes = 0.0
     for i in range(len(program.blocks)):

@@ -1,10 +1,10 @@
-"""Whether `tp` should be two mesh dimensions: where it does not divide the heads, a part of it may.
+"""Whether `tp` becomes two mesh dimensions. This helps if a factor of `tp` divides the heads and `tp` does not.
 
-With grouped queries, heads are a product of key heads and queries per key head, and `tp` may divide the product without
-dividing the number of key heads. The first mesh dimension then splits key heads, the second the queries that share one;
-keys and values are split by the first and replicated on the second (Ainslie et al. 2023, "GQA", section 2.2, has whole
-copies per rank instead). Other heads are split by the first alone: 12 heads over 8 ranks as 4 × 3 heads, each on two
-ranks, while widths and vocabularies are split by both.
+With grouped queries, the heads are a product of key heads and queries per key head. `tp` may divide the product without
+dividing the key heads. Then the first mesh dimension splits the key heads, the second the queries of one key head. Keys
+and values are split by the first and replicated on the second. (Ainslie et al. 2023, "GQA", section 2.2, copies them
+whole to each rank.) Other heads are split by the first dimension alone: 12 heads over 8 ranks are 4 × 3 heads, each on
+two ranks. Widths and vocabularies are split by both.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from autopar.search.labels.choices import is_paddable, parameter_values
 
 
 def tensor_dims(program: Program, analysis: Analysis, tp: int) -> tuple[int, int] | None:
-    """The two degrees that `tp` should be the product of, None where one mesh dimension does."""
+    """The two degrees whose product is `tp`. None if one mesh dimension is enough."""
     for sizes in _heads(program, analysis):
         first, rest = sizes[0], prod(sizes[1:])
         if first % tp == 0 or (rest == 1 and is_paddable(first, tp)):
@@ -33,8 +33,10 @@ def tensor_dims(program: Program, analysis: Analysis, tp: int) -> tuple[int, int
 
 
 def _heads(program: Program, analysis: Analysis) -> Iterator[tuple[int, ...]]:
-    """Axis sizes of every head dimension: a parallel dimension of a product of activations, and a width of one with
-    parameters."""
+    """Axis sizes of every head dimension.
+
+    A head dimension is parallel in a product of activations, and a width of a product with parameters.
+    """
     products = [(i, node, b) for i, bounds in enumerate(analysis.bounds) for node, b in bounds.items() if b.rule.flops]
     parameters = [parameter_values(program, analysis, i) for i in range(len(program.blocks))]
     widths: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a search found, in a line of words, as tables, messages and reports say it."""
+"""The result of a search in words, for tables, messages and reports."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def plan_in_words(degrees: Mapping[str, Any]) -> str:
-    """Degrees as they stand in a result, in words.
+    """The degrees of a result in words.
 
     >>> plan_in_words({"tp": 8, "dp_shard": 4, "zero": 1, "micro_batch": 2, "accumulate": 8})
     'tp 8 × dp 4 ZeRO-1, micro-batch 2 × 8'
@@ -69,7 +69,7 @@ def readable_value(value: float, unit: str) -> str:
 
 
 def nothing_fits(found: "SearchResult") -> str:
-    """By how much the closest plan misses, and what would help."""
+    """The bytes that the closest plan needs too much, and the changes that would help."""
     one, more = found.closest, found.beyond
     what_if = "" if more is None else f". What if: {plan_in_words(more.degrees)} fits ({'; '.join(more.formula_only)})"
     if one is None:
@@ -86,7 +86,7 @@ def nothing_fits(found: "SearchResult") -> str:
 
 
 def what_does_not_fit(counted: "Counted") -> str:
-    """How many candidates do not fit, and of how many which part of memory is the largest."""
+    """The number of candidates that do not fit, counted by the largest part of their memory."""
     total = sum(counted.largest.values())
     if not total:
         return "all candidates fit"

@@ -1,8 +1,7 @@
-"""What a report shows of a search beside its plans: costs rank by rank, a time line, candidates, curves, formulas.
+"""The data of a report beside the plans: costs rank by rank, a time line, candidates, curves, formulas.
 
-Plain data of `autopar.search.result.result.SearchResult`, made by `autopar.search.explain.build_report_data` where a
-search ends. Seconds, bytes; parts have the names of `autopar.search.result.result.PARTS` and
-`autopar.cost_model.estimate.MEMORY`.
+`autopar.search.explain.build_report_data` makes this plain data at the end of a search. Times are in seconds, memory in
+bytes. Parts have the names of `autopar.search.result.result.PARTS` and `autopar.cost_model.estimate.MEMORY`.
 """
 
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ WAITING = "waiting for other ranks"  # a part of a rank's seconds beside `PARTS`
 class RankCost:
     """One pipeline rank of a plan: its stages, its first and last block, seconds and bytes by part.
 
-    `seconds` add up to the step: those of every other rank hold as "waiting for other ranks" what this one does not
-    need. `bytes` add up to what the rank holds with the allocator's cache.
+    `seconds` add up to the step time; idle time counts as "waiting for other ranks". `bytes` add up to the rank's
+    memory with the allocator's cache.
     """
 
     rank: int
@@ -31,11 +30,11 @@ class RankCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The replayed action list of one run of the schedule, of which a step makes `runs`.
+    """The replayed action list of one run of the schedule. A step makes `runs` runs.
 
-    A pass is [rank, kind, stage, micro-batch, start, end], kinds as in `autopar.ir.schedules`; a message is [from rank,
-    to rank, stage that sent, micro-batch, start, end]. Of long lists the first and the last passes are kept, `left_out`
-    says how many are not, and `gap` from when to when.
+    A pass is [rank, kind, stage, micro-batch, start, end], with the kinds of `autopar.ir.schedules`. A message is [from
+    rank, to rank, sending stage, micro-batch, start, end]. A long list keeps its first and its last passes. `left_out`
+    is the number of dropped passes, `gap` the time between the two parts.
     """
 
     num_ranks: int
@@ -51,8 +50,11 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Candidates in columns of one length: seconds (a lower bound, or the price of those that are `exact`), bytes of
-    the fullest rank, degrees. `fitting` are all that may fit, of which these are some."""
+    """Candidates in columns of one length: seconds, bytes of the fullest rank, degrees.
+
+    Seconds are the exact price if `exact`, otherwise a lower bound. `fitting` is the number of all candidates that may
+    fit; the columns hold some of them.
+    """
 
     fitting: int
     columns: Mapping[str, tuple[Any, ...]] = field(hash=False)
@@ -60,8 +62,10 @@ class Points:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """A what-if: the best plan with one thing changed (None where it cannot be changed so, or does not fit), and the
-    lower bound of every plan there (None where none fits)."""
+    """The effect of one change: the step time of the changed best plan, and a lower bound of every plan.
+
+    The first is None if the plan cannot be changed so, or does not fit. The second is None if no plan fits.
+    """
 
     factor: float
     value: float
@@ -74,7 +78,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Points of one thing changed; `held` says what stays as it is."""
+    """Points of one changed thing. `held` says what stays the same."""
 
     name: str
     unit: str
@@ -94,8 +98,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One part of the best plan's step: a formula of Python's operators and ``sqrt``, ``log``, ``max``, the values put
-    in, what it gives, and where it comes from."""
+    """One part of the best plan's step: a formula, its values, its result and its source.
+
+    The formula has Python's operators and ``sqrt``, ``log``, ``max``.
+    """
 
     part: str
     formula: str
@@ -106,8 +112,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the best plan reaches. Model and hardware FLOP utilisation as in `autopar.cost_model.estimate`; dollars of
-    10^9 tokens where the cluster has a price."""
+    """The rates of the best plan.
+
+    Model and hardware FLOP utilisation are those of `autopar.cost_model.estimate`. Dollars are per 10^9 tokens, if the
+    cluster has a price.
+    """
 
     tokens_per_s: float
     mfu: float
@@ -118,7 +127,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """The best plan in detail; `timeline` is None without a pipeline, or for more passes than are replayed."""
+    """The best plan in detail. `timeline` is None without a pipeline, or if there are too many passes to replay."""
 
     rates: Rates
     ranks: tuple[RankCost, ...]
@@ -128,8 +137,11 @@ class Details:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphNode:
-    """Operators of a block drawn as one box, or a collective. `kind` is "product", "attention", "other", "input",
-    "output" or "collective"; `layer` is how far from the inputs it stands."""
+    """A box of the drawing: operators of a block, or a collective.
+
+    `kind` is "product", "attention", "other", "input", "output" or "collective". `layer` is the distance from the
+    inputs.
+    """
 
     name: str
     kind: str
@@ -149,7 +161,7 @@ class GraphEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGraph:
-    """A block as one rank runs it forward: what is computed, how values are placed, where ranks communicate."""
+    """The forward pass of a block on one rank: operators, placements of values, and collectives."""
 
     name: str
     num_calls: int
