@@ -174,12 +174,22 @@ def choose_labels(
     analysis = analyse(program, degrees.mesh)
     free = degrees.tp_dims is None and held is None
     split = tensor_dims(program, analysis, degrees.tp) if free else None
+    on_two: Labelled | None = None
     if split is not None:
         with contextlib.suppress(PlanError, InfeasibleError):
-            return choose_labels(program, cluster, replace(degrees, tp_dims=split), regather=regather, known=known)
+            wanted = replace(degrees, tp_dims=split)
+            on_two = choose_labels(program, cluster, wanted, regather=regather, known=known)
+    if on_two is not None and not on_two[2].added_work:
+        return on_two
     pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
     options = LabelOptions(pinned=pinned, regather=regather)
-    return degrees, analysis, label(program, analysis, degrees, cluster, options=options, known=known)
+    try:
+        found = label(program, analysis, degrees, cluster, options=options, known=known)
+    except (PlanError, InfeasibleError):
+        if on_two is None:
+            raise
+        return on_two
+    return on_two if on_two is not None and on_two[2].added_work <= found.added_work else (degrees, analysis, found)
 
 
 def coverage(

@@ -1,17 +1,16 @@
-"""Degrees that do not divide: found by labelling once as if everything divided, reported all at once.
+"""Degrees that do not divide an axis: which operators are computed whole on every rank, and what that costs.
 
-If the relaxed optimum splits only axes that the degree divides, it is the optimum. Where it splits others, the true
-optimum decides. An axis is a violation if, for want of it,
+The labeller solves a mesh dimension once as if the degree divided every axis (the relaxed optimum). If that splits an
+axis which the degree does not divide, it solves again with legal splits only (the true optimum). An operator that only
+the relaxed optimum splits is computed whole on every rank. Any operator may be: the three colour channels of a
+picture, the heads of an attention, a vocabulary. The plan notes it with its price (`_notes_on_axis`).
 
-* a product of activations (attention) can no longer be split along the same factor,
-* or a vocabulary can not, where it is a good part of its block,
-* or products that are a good part of a repeated block's work, or of the model's, can not.
-
-What is less than that stays whole, right but slower, and is noted: the key projection of a model with fewer key heads
-than ranks, the three colour channels of a picture, a table of positions.
+A degree is refused if the true optimum splits no product and no table at all, or if a data-parallel batch or a
+required sequence cannot be cut.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -20,9 +19,10 @@ from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Mesh, chunk
 from autopar.rules.variants import may_be_uneven
-from autopar.search.labels.choices import Boundary, NodeKey, Solved, is_paddable, parameter_values
+from autopar.search.labels.choices import Boundary, NodeKey, Solved, is_paddable
 
-SMALL = 0.2  # of the work in products and tables
+_LARGE = 0.2  # a price from which the note names better degrees, relative to the work of an even split
+_MAX_NAMED = 3  # operators that a note lists
 
 
 def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
@@ -119,60 +119,118 @@ def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
     return 0.0
 
 
-def violations(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a mesh dimension's labels lose to axes that its degree does not divide."""
+
+    splits_nothing: bool  # no product and no table is split, though the model has some
+    problems: list[Problem]  # why nothing is split
+    notes: list[str]  # the operators that are computed whole, and their price
+    added_work: float  # of a rank, relative to its even share of the model's products
+
+
+def judge(
     program: Program,
     analysis: Analysis,
     boundary: Boundary,
     relaxed: Solved,
     true: Solved,
     paddable: frozenset[int],
-) -> tuple[list[Problem], list[str]]:
-    """Problems of axes that should be split and cannot be, and notes on operators that stay whole."""
-    of_block = [
-        sum(weight_of(program, analysis, (i, node)) for node in bounds) for i, bounds in enumerate(analysis.bounds)
+) -> Verdict:
+    """Compare the best labels if every axis could be split with the best legal ones.
+
+    Args:
+        relaxed: the best labels if every axis could be split.
+        true: the best legal labels.
+        paddable: the axes that padding makes divisible.
+    """
+    split_in_vain = indivisible(analysis, relaxed, paddable)
+    if not any(variant.factor and weight_of(program, analysis, key) for key, variant in true.variants.items()):
+        has_work = any(weight_of(program, analysis, key) for key in true.variants)
+        problems = [_problem(program, analysis, boundary, axis, keys, true) for axis, keys in split_in_vain.items()]
+        return Verdict(splits_nothing=has_work, problems=problems if has_work else [], notes=[], added_work=0.0)
+    whole = [
+        key
+        for key, variant in relaxed.variants.items()
+        if variant.factor and not true.variants[key].factor and weight_of(program, analysis, key)
     ]
-    calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
-    total = sum(weight * count for weight, count in zip(of_block, calls, strict=True))
-    problems, notes = [], []
-    for axis, keys in indivisible(analysis, relaxed, paddable).items():
-        lost = {
-            key: weight_of(program, analysis, key)
-            for key in keys
-            if not true.variants[key].factor
-            or (_is_attention(program, analysis, key) and relaxed.variants[key].factor != true.variants[key].factor)
-        }
-        vocabulary = kind_of_axis(analysis, axis) == "vocabulary"
-        in_block = {block: sum(w for (b, _), w in lost.items() if b == block) for block, _ in lost}
-        if (
-            any(_is_attention(program, analysis, key) for key in lost)
-            or any(w > SMALL * of_block[b] for b, w in in_block.items() if vocabulary or calls[b] > 1)
-            or sum(w * calls[b] for b, w in in_block.items()) > SMALL * total
-        ):
-            problems.append(_problem(program, analysis, boundary, axis, keys, true))
-        else:
-            notes += _notes(program, analysis, axis, [key for key, weight in lost.items() if weight], true)
-    return problems, notes
+    notes: list[str] = []
+    for axis, keys in split_in_vain.items():
+        notes += _notes_on_axis(program, analysis, axis, [key for key in keys if key in whole], true)
+        moved = [key for key in keys if true.variants[key].factor and analysis.bounds[key[0]][key[1]].rule.flops]
+        notes += _notes_on_moved(program, analysis, axis, moved, true)
+    own_axis = {key for keys in split_in_vain.values() for key in keys}
+    notes += _notes_on_neighbours(program, analysis, [key for key in whole if key not in own_axis], true)
+    added_work = _more_work(program, analysis, whole, true.degree)
+    return Verdict(splits_nothing=False, problems=[], notes=notes, added_work=added_work)
 
 
-def _notes(program: Program, analysis: Analysis, axis: int, keys: list[NodeKey], true: Solved) -> list[str]:
-    found = []
-    for block, node in keys:
-        name = next(n.meta["key"] for n in program.blocks[block].graph.nodes if n.name == node)
-        size = _size(analysis, (block, node), axis)
-        found.append(f"{true.name}={true.degree}: {name} is computed whole, its axis of {size} is not divisible")
+def _notes_on_axis(
+    program: Program, analysis: Analysis, axis: int, whole: list[NodeKey], true: Solved
+) -> Iterator[str]:
+    """The operators that are computed whole because the degree does not divide an axis, and their price."""
+    if whole:
+        size, degree = _size(analysis, whole[0], axis), true.degree
+        cost = _more_work(program, analysis, whole, degree)
+        reason = f"because {degree} does not divide {size} {_unit(analysis, axis)}"
+        remedy = f"; {nearest_degrees(size, degree, padded=True)}" if cost >= _LARGE else ""
+        yield f"{true.name}={degree}: {_computed_whole(program, whole)}, {reason}{_in_words(cost)}{remedy}"
     if axis in analysis.sequence_axes:
-        found.append(
-            f"{true.name}={true.degree}: no sequence parallelism, sequence length {program.sequence} is not divisible"
-        )
-    return found
+        yield f"{true.name}={true.degree}: no sequence parallelism, sequence length {program.sequence} is not divisible"
 
 
-def _is_attention(program: Program, analysis: Analysis, key: NodeKey) -> bool:
-    """A product of activations: without its split, the split of what feeds it has to be undone."""
+def _notes_on_moved(
+    program: Program, analysis: Analysis, axis: int, moved: list[NodeKey], true: Solved
+) -> Iterator[str]:
+    """Products that are split along another axis than the best one, which costs communication."""
+    if moved:
+        size, degree = _size(analysis, moved[0], axis), true.degree
+        reason = f"because {degree} does not divide {size} {_unit(analysis, axis)}"
+        verb, remedy = "is" if len(moved) == 1 else "are", nearest_degrees(size, degree, padded=True)
+        yield f"{true.name}={degree}: {_listed(program, moved)} {verb} split along another axis, {reason}; {remedy}"
+
+
+def _notes_on_neighbours(program: Program, analysis: Analysis, whole: list[NodeKey], true: Solved) -> list[str]:
+    """Operators whose own axes could be split, but not without more communication than it saves."""
+    if not whole:
+        return []
+    cost = _in_words(_more_work(program, analysis, whole, true.degree))
+    return [f"{true.name}={true.degree}: {_computed_whole(program, whole)}, as the operators beside them are{cost}"]
+
+
+def _computed_whole(program: Program, whole: list[NodeKey]) -> str:
+    """``conv1:conv2d:0 is computed whole on every rank``."""
+    return f"{_listed(program, whole)} {'is' if len(whole) == 1 else 'are'} computed whole on every rank"
+
+
+def _listed(program: Program, keys: list[NodeKey]) -> str:
+    """``fc1:linear:0, fc2:linear:0, fc3:linear:0 and 2 more``."""
+    names = [_name(program, key) for key in keys]
+    more = len(names) - _MAX_NAMED
+    listed = [*names[:_MAX_NAMED], f"{more} more"] if more > 0 else names
+    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def _name(program: Program, key: NodeKey) -> str:
     block, node = key
-    return analysis.bounds[block][node].rule.flops is not None and parameter_values(
-        program, analysis, block
-    ).isdisjoint(analysis.operands[block][node])
+    return next(str(n.meta["key"]) for n in program.blocks[block].graph.nodes if n.name == node)
+
+
+def _more_work(program: Program, analysis: Analysis, whole: list[NodeKey], degree: int) -> float:
+    """FLOP that a rank does more if these operators are whole, relative to its even share of the model's products."""
+    calls = [len(program.uses_of_block(block)) for block in range(len(program.blocks))]
+    total = sum(
+        calls[block] * bound.rule.factor_flops()
+        for block, bounds in enumerate(analysis.bounds)
+        for bound in bounds.values()
+    )
+    lost = sum(calls[block] * analysis.bounds[block][node].rule.factor_flops() for block, node in whole)
+    return lost * (degree - 1) / total if total else 0.0
+
+
+def _in_words(added_work: float) -> str:
+    """``; a rank then does 1.55 × its even share of the work``, nothing for operators without products."""
+    return f"; a rank then does {1 + added_work:.3g} × its even share of the work" if added_work > 0.0005 else ""
 
 
 def _size(analysis: Analysis, key: NodeKey, axis: int) -> int:

@@ -20,5 +20,6 @@ class Labelling:
     objective: dict[str, float]
     size: dict[str, tuple[int, int]]
     gap: float
+    added_work: float  # of a rank, relative to an even share of the products: operators whose axes do not divide
     notes: tuple[str, ...]
     seconds: float

@@ -10,7 +10,7 @@ them in turn is exact but for one thing: an earlier dimension does not know how 
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -78,8 +78,9 @@ def label(
     """The best labels on the mesh of `degrees` (or on `mesh`, for which `analysis` was refined). `known` is what
     earlier labellings of the same program have left.
 
-    Raises `PlanError`, naming every axis, where a degree does not divide what it has to split, and
-    `InfeasibleError` where the solver finds no labels in time.
+    An operator that a degree does not divide is computed whole, and noted. Raises `PlanError`, naming every axis, if
+    nothing would be split, or if a batch or a required sequence cannot be, and `InfeasibleError` if the solver finds
+    no labels in time.
     """
     started = time.perf_counter()
     mesh, options = mesh or degrees.mesh, options or LabelOptions()
@@ -93,18 +94,22 @@ def label(
     notes: list[str] = []
     objective: dict[str, float] = {}
     size: dict[str, tuple[int, int]] = {}
-    gap = 0.0
+    gap = added_work = 0.0
     for index in _order(mesh):
         if problems and mesh.names[index] == DATA:
             continue  # reported below, with what else does not divide
         turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options, known)
-        found, solution, size_of = turn.solve(relaxed=True)
-        paddable = paddable_axes(program, analysis, mesh.degrees[index])
-        if legal.indivisible(analysis, found, paddable) or legal.uneven_types(boundary, found, paddable):
-            relaxed = found
-            found, solution, size_of = turn.solve(relaxed=False)
-            more, remarks = legal.violations(program, analysis, boundary, relaxed, found, paddable)
-            problems, notes = problems + more, notes + remarks
+        found, solution, size_of, verdict = turn.settle()
+        if verdict.splits_nothing and mesh.names[index] != DATA and not options.hidden_axes:
+            # a plain sequence of layers has a block for each of them, so that every width is a hidden axis
+            everywhere = replace(options, hidden_axes=True)
+            turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, everywhere, known)
+            found, solution, size_of, verdict = turn.settle()
+        problems, notes, added_work = (
+            problems + verdict.problems,
+            notes + verdict.notes,
+            added_work + verdict.added_work,
+        )
         notes += legal.padding_notes(program, analysis, boundary, found)
         solved.append(found)
         name = mesh.names[index]
@@ -118,6 +123,7 @@ def label(
         objective=objective,
         size=size,
         gap=gap,
+        added_work=added_work,
         notes=tuple(notes),
         seconds=time.perf_counter() - started,
     )
@@ -151,15 +157,25 @@ class _Turn:
             analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, options.hidden_axes
         )
 
-    def solve(self, *, relaxed: bool) -> _Found:
-        """The best labels of this mesh dimension. Raises `InfeasibleError` where none are found in time."""
+    def settle(self) -> tuple[Solved, Solution, tuple[int, int], legal.Verdict]:
+        """The best legal labels, and what they lose to axes that the degree does not divide."""
+        program, analysis, boundary = self.program, self.analysis, self.boundary
+        found, solution, size = self._solve(relaxed=True)
+        relaxed = found
+        paddable = paddable_axes(program, analysis, self.mesh.degrees[self.index])
+        if legal.indivisible(analysis, relaxed, paddable) or legal.uneven_types(boundary, relaxed, paddable):
+            found, solution, size = self._solve(relaxed=False)
+        return found, solution, size, legal.judge(program, analysis, boundary, relaxed, found, paddable)
+
+    def _solve(self, *, relaxed: bool) -> _Found:
+        """The best labels of this mesh dimension. Raises `InfeasibleError` if none are found in time."""
         if self.solved:
-            return self._solve(relaxed)
+            return self._solve_anew(relaxed)
         mesh = self.mesh.names[self.index], self.mesh.degrees[self.index], self.index
         asked = (self.analysis, mesh, self.axes, self.prices, self.options, *self._wanted, relaxed)
         found = next((found for known, found in self.known.first if known == asked), None)
         if found is None:
-            found = self._solve(relaxed)
+            found = self._solve_anew(relaxed)
             self.known.first.append((asked, found))
         return found
 
@@ -168,7 +184,7 @@ class _Turn:
         """Whether sequences must be split, and the micro-batches of a step."""
         return self.degrees.sequence_parallel is True, self.degrees.num_micro_batches
 
-    def _solve(self, relaxed: bool) -> _Found:
+    def _solve_anew(self, relaxed: bool) -> _Found:
         required, accumulate = self._wanted
         space = space_of(
             self.program,

@@ -48,22 +48,19 @@ def test_json_and_derived_sizes() -> None:
     assert (found["global_batch"], found["num_devices"], found["precision"]) == (16, 4, "fp32")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ("--tp", "4", "--seq-len", "30", "--sequence-parallel"),
-            ("sequence length 30", "degrees 3 and 5"),
-        ),
-        (("--tp", "7", "--dp", "1"), ("12 heads", "nearest legal degrees 6 and 12")),
-    ],
-)
-def test_indivisible_sizes_are_named(tmp_path: Path, arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
-    ranks = "7xcpu" if "7" in arguments else "4xcpu"
+def test_a_sequence_that_cannot_be_cut_is_named(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    message = refused("plan", "gpt2", "-c", ranks, "--layers", "2", "--out", str(out), *arguments)
-    assert all(words in message for words in says), message
+    asked = ("--tp", "4", "--seq-len", "30", "--sequence-parallel")
+    message = refused("plan", "gpt2", "-c", "4xcpu", "--layers", "2", "--out", str(out), *asked)
+    assert all(words in message for words in ("sequence length 30", "degrees 3 and 5")), message
     assert not out.exists()
+
+
+def test_heads_that_do_not_divide_are_noted_with_better_degrees(tmp_path: Path) -> None:
+    asked = ("--tp", "7", "--dp", "1", "--seq-len", "32", "--out", str(tmp_path / "plan.json"))
+    shown = autopar("plan", "gpt2", "-c", "7xcpu", "--layers", "2", *asked)
+    assert shown.exit_code == 0, shown.stderr
+    assert "7 does not divide 12 heads; nearest legal degrees 6 and 12" in " ".join(shown.stdout.split())
 
 
 def test_where_nothing_fits_the_closest_plan_is_named() -> None:

@@ -108,8 +108,12 @@ def test_recomputation_only_where_memory_forces_it() -> None:
 def test_what_leaves_no_plan_is_an_error() -> None:
     with pytest.raises(PlanError, match="16 sequences over 8 devices"):
         searched(fix={"dp": 3})
-    with pytest.raises(PlanError, match="tensor degree 3"):
-        searched(ClusterSpec.preset("3xh100"), fix={"tp": 3})
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_planned_at_its_price() -> None:
+    found = searched(ClusterSpec.preset("3xh100"), fix={"tp": 3})
+    assert found.plan is not None
+    assert any("because 3 does not divide 4 heads" in note for note in found.plan.notes)
 
 
 def test_out_of_time_there_is_still_a_plan() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from label_cases import LAYERS, analysis_of, block_of, in_block, labelled, operator, port, program_of
 from listed_conversions import listed_conversions
+from torch import nn
+from torch.nn import functional as F
 from work import lines_run
 
 from autopar.capture.analysis import analyse
@@ -207,19 +209,53 @@ def refused(model: str, degrees: Degrees, **sizes: int) -> list[str]:
     return [str(p) for p in caught.value.problems]
 
 
-def test_every_axis_that_does_not_divide_is_named_at_once() -> None:
-    assert refused("llama", Degrees(tp=7, dp_shard=3), vocabulary=8) == [
+def notes(model: str, degrees: Degrees, **sizes: int) -> list[str]:
+    program = program_of(model, **sizes)
+    return list(label(program, analyse(program), degrees, ClusterSpec.preset("8xcpu")).notes)
+
+
+def test_a_batch_and_a_required_sequence_that_cannot_be_cut_are_named_at_once() -> None:
+    assert refused("llama", Degrees(tp=7, dp_shard=3, sequence_parallel=True), vocabulary=8) == [
         "batch: 4 sequences are not divisible by dp=3 (nearest legal degrees 2 and 4)",
-        "vocabulary: model.embed_tokens.weight has 8 rows, not divisible by tp=7 (nearest legal degrees 4 and 8)",
-        "heads: model.layers.0.self_attn.v_proj.weight has 4 heads, not divisible by tp=7 (nearest legal degree 4)",
-        "vocabulary: lm_head.weight has 8 rows, not divisible by tp=7 (nearest legal degrees 4 and 8)",
+        "sequence_parallel: sequence length 16 is not divisible by tp=7 (nearest legal degrees 4 and 8)",
+    ]
+
+
+def test_operators_that_a_degree_does_not_divide_are_computed_whole_at_a_price() -> None:
+    found = notes("llama", Degrees(tp=7), vocabulary=8)
+    assert [note for note in found if "heads" in note or "lm_head" in note] == [
+        "tp=7: self_attn.q_proj:linear:0, self_attn.k_proj:linear:0, self_attn.v_proj:linear:0 and 2 more are computed "
+        "whole on every rank, because 7 does not divide 4 heads; a rank then does 3.6 × its even share of the work; "
+        "nearest legal degree 4",
+        "tp=7: lm_head:linear:0 is computed whole on every rank, because 7 does not divide 8 rows; a rank then does "
+        "1.05 × its even share of the work",
     ]
 
 
 def test_a_tied_vocabulary_is_named_once() -> None:
-    found = refused("gpt2", Degrees(tp=16, sequence_parallel=False), heads=16, vocabulary=100)
-    assert found == [
-        "vocabulary: transformer.wte.weight has 100 rows, not divisible by tp=16 (nearest legal degrees 15 and 17)"
+    found = notes("gpt2", Degrees(tp=16, sequence_parallel=False), heads=16, vocabulary=100)
+    assert [note for note in found if "rows" in note] == [
+        "tp=16: transformer.wte:embedding:0, lm_head:linear:0 and cross_entropy_loss:0 are computed whole on every "
+        "rank, because 16 does not divide 100 rows; a rank then does 1.46 × its even share of the work; nearest legal "
+        "degrees 15 and 17"
+    ]
+
+
+def test_a_degree_that_splits_nothing_is_refused() -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.down(self.up(x).relu()), y)
+
+    program = capture_program(Narrow(), {"x": torch.randn(4, 3), "y": torch.randn(4, 3)})
+    with pytest.raises(PlanError) as caught:
+        label(program, analyse(program), Degrees(tp=7), ClusterSpec.preset("8xcpu"))
+    assert [str(problem) for problem in caught.value.problems] == [
+        "width: down.weight has 5 columns or rows, not divisible by tp=7 (nearest legal degree 5)",
+        "width: down.weight has 3 columns or rows, not divisible by tp=7 (nearest legal degree 3)",
     ]
 
 
@@ -239,9 +275,11 @@ def test_axes_of_parameters_are_padded() -> None:
     ]
 
 
-def test_where_most_would_be_padding_the_degree_is_refused() -> None:
-    assert refused("gpt2", Degrees(tp=4), heads=6) == [
-        "heads: transformer.h.0.attn.c_proj.weight has 6 heads, not divisible by tp=4 (nearest legal degrees 3 and 6)"
+def test_where_most_would_be_padding_another_axis_is_split() -> None:
+    found = notes("gpt2", Degrees(tp=4), heads=6)
+    assert [note for note in found if "6 heads" in note] == [
+        "tp=4: attn:scaled_dot_product_attention:0 is split along another axis, because 4 does not divide 6 heads; "
+        "nearest legal degrees 3 and 6"
     ]
 
 
