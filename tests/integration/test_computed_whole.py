@@ -37,7 +37,7 @@ def test_the_convolution_that_is_whole_is_noted_with_its_price() -> None:
     assert found.added_work > 0
     stem = next(block.labels for block in found.blocks if "conv1_weight" in block.ports)
     others = [label for block in found.blocks for key, (_, label) in block.labels.items() if "conv2d" in key]
-    assert stem["conv1:conv2d:0"] == ("I", "I") and any("." in label for label in others)
+    assert stem["conv1:conv2d:0"] == ("I", "R") and any("." in label for label in others)
 
 
 def test_a_plain_sequence_of_layers_is_split_along_its_widths() -> None:
