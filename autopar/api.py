@@ -182,7 +182,7 @@ def _searched(
 
     def search() -> Plan:
         asked = PlanOptions(local_batch=local_batch, timeout_s=_TIMEOUT_S / 2)  # the other ranks wait in a collective
-        found = search_captured(captured, cluster, asked, name=type(model).__name__, say=lambda _: None)
+        found = search_captured(captured, cluster, asked, name=type(model).__name__, on_progress=lambda _: None)
         if found.plan is None:
             raise InfeasibleError(nothing_fits(found))
         return found.plan

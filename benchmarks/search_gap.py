@@ -84,7 +84,7 @@ def cases(words: list[str]) -> Iterator[Found]:
             mixes = program_for(captured.capture, LABELLED).mixes_batch is not None
             fix = {"per_micro_batch": True} if mixes else {}
             request = PlanOptions(global_batch=batch, precision=precision, fix=fix)
-            result = search_captured(captured.capture, spec, request, name=model, say=lambda _: None)
+            result = search_captured(captured.capture, spec, request, name=model, on_progress=lambda _: None)
             yield Found(model=model, cluster=cluster, batch=batch, result=result)
 
 

@@ -86,7 +86,7 @@ def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], 
     fix = {"per_micro_batch": True} if problem.model in PER_MICRO_BATCH else {}
     asked = PlanOptions(global_batch=problem.global_batch, fix=fix, forbid={})
     start, used = time.perf_counter(), time.process_time()
-    found = search_captured(captured, problem.spec, asked, name=problem.model, say=lambda _: None)
+    found = search_captured(captured, problem.spec, asked, name=problem.model, on_progress=lambda _: None)
     return (time.perf_counter() - start, time.process_time() - used), found
 
 

@@ -30,21 +30,21 @@ def kept_search(
     cluster: ClusterSpec,
     asked: PlanOptions,
     *,
-    say: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> SearchResult:
     """What `autopar.planning.search.search_captured` finds, or found before. `asked` names a precision."""
     is_kept = not (asked.study or asked.timeout_s) and captured.digest is not None
     file = _file(folder / "plans", captured, cluster, asked) if is_kept else None
-    known = None if file is None else file.read(_read, say)
+    known = None if file is None else file.read(_read, on_progress)
     if file is not None and known is not None:
         return replace(known, notes=(*known.notes, f"found by an earlier search, kept as {file.path}"))
     from autopar.planning.search import search_captured
 
     found = search_captured(
-        captured.capture, cluster, asked, name=captured.name, say=say, labels_folder=folder / "labels"
+        captured.capture, cluster, asked, name=captured.name, on_progress=on_progress, labels_folder=folder / "labels"
     )
     if file is not None:
-        file.write(json.dumps(found.to_dict(), separators=(",", ":"), sort_keys=True), say)
+        file.write(json.dumps(found.to_dict(), separators=(",", ":"), sort_keys=True), on_progress)
     return found
 
 

@@ -95,7 +95,7 @@ def plan(
     )
     asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
-    with progress(f"capturing {model} without memory") as say:
+    with progress(f"capturing {model} without memory") as on_progress:
         dtype = None if is_factory(model) else DTYPES[wanted]
         captured = captured_model(
             model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype
@@ -103,7 +103,7 @@ def plan(
         if options.global_batch is None and captured.local_batch is not None:
             batch = default_global_batch(options, spec.num_devices, captured.local_batch)
             asked = replace(asked, global_batch=batch)
-        found = _searched(captured, spec, asked, say)
+        found = _searched(captured, spec, asked, on_progress)
     if out is not None and found.plan is not None:
         found.plan.save(out)
     if report is not None:
@@ -129,13 +129,13 @@ def _show(found: "SearchResult", decided: Plan, notes: Sequence[str], written: S
 
 
 def _searched(
-    captured: CapturedModel, cluster: ClusterSpec, asked: PlanOptions, say: Callable[[str], None]
+    captured: CapturedModel, cluster: ClusterSpec, asked: PlanOptions, on_progress: Callable[[str], None]
 ) -> "SearchResult":
     """Searches of models that autopar builds itself are kept, as their captures are."""
     if captured.local_batch is None:
         from autopar.cache.plans import kept_search
 
-        return kept_search(cache_folder(), captured, cluster, asked, say=say)
+        return kept_search(cache_folder(), captured, cluster, asked, on_progress=on_progress)
     from autopar.planning.search import search_captured
 
-    return search_captured(captured.capture, cluster, asked, name=captured.name, say=say)
+    return search_captured(captured.capture, cluster, asked, name=captured.name, on_progress=on_progress)

@@ -104,14 +104,14 @@ def estimate(
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    tell = on_progress or (lambda _: None)
+    report = on_progress or (lambda _: None)
     chosen = _checked_engine(engine, spec, cp, ep, exact_memory)
-    asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, tell)
+    asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, report)
     program, degrees = _program_and_degrees(model_or_program, asked)
-    tell("choosing labels and pricing blocks")
+    report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
     priceable = priceable_of(program, spec, degrees, chosen, own_plan)
-    tell("pricing")
+    report("pricing")
     question = Question(
         cluster=spec, degrees=priceable.degrees, engine=chosen, cuts=priceable.cuts, cp=cp, ep=ep,
         precision=precision or precision_of(priceable.works.dtype, spec),
@@ -121,7 +121,7 @@ def estimate(
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
         return made
-    tell("counting the tensors of a rank")
+    report("counting the tensors of a rank")
     whole = own_plan or _whole_plan(program, priceable, spec)
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
 
@@ -132,7 +132,7 @@ class _Asked(NamedTuple):
     loss_fn: LossFunction | None
     num_ranks: int  # without context parallelism
     global_batch: int | None
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
 
 
 def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -> tuple[Program, Degrees]:
@@ -149,7 +149,7 @@ def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -
             degrees = given.degrees
         else:
             degrees = resolve_degrees(given, world, local_batch, global_batch=asked.global_batch)
-        asked.tell("capturing")
+        asked.on_progress("capturing")
         program = capture_for(model_or_program, asked.example_inputs, degrees, asked.loss_fn)
     if isinstance(given, Plan):
         check_plan(given, program, world)

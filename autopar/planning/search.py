@@ -35,7 +35,7 @@ from autopar.search.driver.infeasible import Asked, closest, counted
 from autopar.search.driver.priced_only import contender_of, search_beyond
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.driver.study import keep_result, study_place
+from autopar.search.driver.study import StudyPlace, keep_result, study_place
 from autopar.search.explain.build_report_data import details_of, points_of
 from autopar.search.explain.pareto import front_of
 from autopar.search.explain.sensitivity import Base, what_if
@@ -74,23 +74,51 @@ def plan(
     profile: DeviceProfile | str | Path | None = None,
     precision: str | None = None,
     name: str = "",
-    say: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
-    """Search the fastest plan for steps of `global_batch` sequences that fits the cluster's devices, or that which is
-    best for another `objective`: the least "cost", "energy" or "memory". Of cost and energy the plan may use fewer
-    devices. With a `local_batch` instead every data-parallel rank has so many sequences, and values are of one of them.
+    """Search the best plan of a model on a cluster, without any device.
 
-    A module may be on meta; of `example_inputs` the shapes count, not the batch. `fix` gives words of a plan's degrees
-    the values that they must have, one or several (``{"tp": (4, 8)}``), `forbid` those that they must not have. `top`
-    is how many other plans are explained; `trials` how many variations of stage cuts Optuna may try, seeded with
-    `seed`, where a pipeline is among the best. With `timeout_s` the search ends then with what it has, and a gap.
-    `study` keeps the trials in a journal (``plan.log``) or a database (``plan.db``, ``sqlite:///plan.db``), which
-    several processes may share and the same search goes on with. With `what_if` also what autopar prices and does not
-    run is searched: context and expert parallelism, and the optimizer on the host; the best of that is
-    `SearchResult.beyond`. `say` is told what is being done.
+    Args:
+        model: A module, on meta or with weights.
+        cluster: A `ClusterSpec`, or its name or file: ``"64xh100"``, ``"cluster.yaml"``.
+        example_inputs: A dict or tuple of tensors; their shapes count, but not their batch.
+        global_batch: Sequences of one step, of all ranks.
+        local_batch: Those of each data-parallel rank instead; values of plans are then of one sequence.
+        objective: What is made small: "time", "memory", or "cost" and "energy", also on fewer devices.
+        loss_fn: A function of (output, target), if the model returns no loss.
+        fix: The values that a word of `Plan.degrees` must have, one or several: ``{"tp": (4, 8)}``.
+        forbid: The values that a word must not have.
+        top: How many other plans are explained.
+        trials: How many variations of stage cuts Optuna tries, if a pipeline is among the best plans.
+        seed: The seed of Optuna's sampler.
+        timeout_s: Seconds after which the search ends with the best plan so far and its gap.
+        study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) that keeps the trials, and that
+            several processes may share.
+        what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
+        profile: A device profile or its file; by default the cluster's, else the shipped one.
+        precision: Of products: "bf16", "fp16", "fp8" or "fp32"; by default the module's dtype.
+        name: The model's name in the result; by default its class.
+        on_progress: Gets a line about each step.
 
-    Raises `InputError`, `PlanError` where no plan is legal, `ClusterError` or `CaptureError`. Where nothing fits,
-    `SearchResult.plan` is None.
+    Returns:
+        The best plan, the plans next to it, and the proof. `SearchResult.plan` is None if no plan fits.
+
+    Raises:
+        InputError: An argument cannot be used.
+        PlanError: No plan is legal.
+        ClusterError: The cluster cannot be read, or lacks a figure that the objective needs.
+        CaptureError: The model cannot be captured.
+
+    >>> import torch, autopar
+    >>> class Model(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = torch.nn.Linear(8, 8)
+    ...     def forward(self, x):
+    ...         return self.layer(x).square().mean()
+    >>> result = autopar.plan(Model(), "4xcpu", example_inputs={"x": torch.zeros(4, 8)}, global_batch=8)
+    >>> result.is_proven, result.plan.degrees.world_size
+    (True, 4)
     """
     from autopar.capture.any_size import capture
 
@@ -101,11 +129,11 @@ def plan(
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile, precision=precision,
     )  # fmt: skip
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    tell = say or (lambda _: None)
+    report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
-    tell("capturing")
+    report("capturing")
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn)
-    return search_captured(captured, spec, asked, name=name or type(model).__name__, say=tell)
+    return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
 
 
 def search_captured(
@@ -114,7 +142,7 @@ def search_captured(
     asked: PlanOptions,
     *,
     name: str,
-    say: Callable[[str], None],
+    on_progress: Callable[[str], None],
     labels_folder: Path | None = None,
 ) -> SearchResult:
     """Search for a captured model; what `plan` does once it has captured. Labels are kept in `labels_folder`."""
@@ -126,7 +154,7 @@ def search_captured(
     regather = fix.get("regather", (None,))[0]  # None: the search decides
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        folder=labels_folder, on_progress=say,
+        folder=labels_folder, on_progress=on_progress,
     )  # fmt: skip
     works_of = labels.works
 
@@ -136,12 +164,10 @@ def search_captured(
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
-    place = None if asked.study is None else study_place(asked.study, question_of(asked, program, cluster, on, name))
-    if place is not None:
-        place.check()
+    place = _checked_study(asked, question_of(asked, program, cluster, on, name))
     deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
 
-    def goes_on() -> bool:
+    def should_continue() -> bool:
         return time.monotonic() < deadline
 
     constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts))
@@ -149,19 +175,21 @@ def search_captured(
         works_of, cluster, constraints, on,
         most_exact=_MOST_PRICED,
         trials=asked.trials if cuts is None else 0,
-        seed=asked.seed, place=place, goes_on=goes_on, say=say, goal=goal,
+        seed=asked.seed, place=place, should_continue=should_continue, on_progress=on_progress, goal=goal,
     )  # fmt: skip
     _refuse_without_candidates(found, constraints)
     if regather is None:
-        found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, goes_on=goes_on)
+        found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, should_continue=should_continue)
     best = found.best
     works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
     more = None
     if asked.what_if:
-        more = search_beyond(works_of, cluster, constraints, goal, most_exact=_MOST_PRICED, goes_on=goes_on, say=say)
+        more = search_beyond(
+            works_of, cluster, constraints, goal, _MOST_PRICED, should_continue=should_continue, on_progress=on_progress
+        )
     decided, nearest = None, None
     if best is None:
-        say("looking for a change with which a plan fits")
+        on_progress("looking for a change with which a plan fits")
         space = Asked(works_of=works_of, cluster=cluster, constraints=constraints, machinery=machinery)
         nearest = _closest(space, deadline)
     else:
@@ -178,7 +206,7 @@ def search_captured(
         points=points_of(found),
     )
     if best is not None and decided is not None and asked.report:
-        say("asking what if")
+        on_progress("asking what if")
         base = Base(
             best=best, part=goal.part(best), machinery=machinery, works_of=works_of_best,
             every=(works_of, labels.works_kept) if regather is None else (works_of,),
@@ -188,6 +216,15 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _checked_study(asked: PlanOptions, question: Mapping[str, Any]) -> StudyPlace | None:
+    """The study that the request names. Raises `InputError` if it cannot be used for the question."""
+    if asked.study is None:
+        return None
+    place = study_place(asked.study, question)
+    place.check()
+    return place
 
 
 def _closest(asked: Asked, deadline: float) -> Closest | None:
@@ -259,7 +296,9 @@ def _constraints(
 
 def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
     together = found.together
-    return next_best(found, together.priced, top, ahead=lambda likely: together.price([(i, AS_IT_IS) for i in likely]))
+    return next_best(
+        found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
+    )
 
 
 def _priced_baselines(found: Searched, labels: SearchLabels) -> Iterator[tuple[int, Priced, int]]:

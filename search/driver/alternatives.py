@@ -22,10 +22,10 @@ def next_best(
     found: Searched,
     price: Callable[[int], Priced],
     top: int,
-    ahead: Callable[[Sequence[int]], None] = lambda _: None,
+    prefetch: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> list[tuple[int, Priced]]:
     """At most `top` candidates that fit, the best first, without the combination of the best of all. `price` gives an
-    exact price; `ahead` is told what it will be asked for, as it is cheaper to price some together."""
+    exact price; `prefetch` is told what it will be asked for, as it is cheaper to price some together."""
     c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
     chosen: dict[_Key, tuple[float, int, Priced]] = {}
 
@@ -50,7 +50,7 @@ def next_best(
         following = _first_below(values, classes, chosen, key, top)[:left]
         if not following:
             break
-        ahead(following)
+        prefetch(following)
         for index in following:
             exact = price(index)
             take(index, exact)

@@ -53,30 +53,40 @@ def best_first(
     *,
     first: Sequence[int] = (),
     most: int,
-    goes_on: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[], bool] = lambda: True,
     ties: Floats | None = None,
-    ahead: Callable[[Sequence[int]], None] = lambda _: None,
+    prefetch: Callable[[Sequence[int]], None] = lambda _: None,
     added: Callable[[int, Integers], Floats | float] | None = None,
-    tell: Callable[[float, float], None] = lambda best, bound: None,
+    on_bound: Callable[[float, float], None] = lambda best, bound: None,
 ) -> Proof:
-    """Price at most `most` candidates, `first` those named, while `goes_on` or none fits yet; infinite bounds are left
-    out. Of equal bounds that with the smallest of `ties` comes first, or the first one. `ahead` is told which are
-    likely to be asked for next, as it is cheaper to price some together. `added` is what the exact price of a candidate
-    adds to the bounds of others of its class; by default as much as to its own. `tell` hears the best value so far and
-    the smallest bound."""
+    """Price candidates from the smallest bound on, until no bound is below the best price.
+
+    Args:
+        bounds: A lower bound for each candidate; candidates with an infinite bound are not priced.
+        classes: A number for each candidate; candidates of one class have the same pipeline.
+        price: The exact price of a candidate, infinite if it does not fit.
+        first: Candidates to price before all others.
+        most: The largest number of prices.
+        should_continue: False stops the search once a candidate fits.
+        ties: Orders candidates of equal bounds.
+        prefetch: Gets candidates that are likely to be priced next: pricing several together is cheaper.
+        added: What the exact price of a candidate adds to the bounds of others of its class; by default as much as to
+            its own bound.
+        on_bound: Gets the best price so far and the smallest bound.
+    """
     left = bounds.copy()
     found: list[Exact] = []
     best = np.inf
     is_told = np.zeros(len(bounds), dtype=bool)
     is_told[list(first)] = True
-    ahead(list(first))
+    prefetch(list(first))
 
     def take(index: int) -> None:
         nonlocal best, left
         if not is_told[index]:
             likely = _likely(np.where(is_told, np.inf, left), classes, best)
             is_told[[*likely, index]] = True
-            ahead(likely)
+            prefetch(likely)
         value = price(index)
         found.append(Exact(index=index, value=value))
         bound = bounds[index]
@@ -88,13 +98,13 @@ def best_first(
             left[alike] = np.maximum(left[alike], bounds[alike] + more * (1 - ROUNDING))
 
     for index in dict.fromkeys(first):
-        if np.isfinite(left[index]) and len(found) < most and goes_on():
+        if np.isfinite(left[index]) and len(found) < most and should_continue():
             take(index)
-    while len(found) < most and (goes_on() or not np.isfinite(best)):
+    while len(found) < most and (should_continue() or not np.isfinite(best)):
         index = _smallest(left, ties) if len(left) else -1
         if index < 0 or left[index] >= best * (1 - ROUNDING) or not np.isfinite(left[index]):
             return Proof(priced=tuple(found), bound=best, is_proven=True)
-        tell(best, float(left[index]))
+        on_bound(best, float(left[index]))
         take(index)
     remaining = float(left.min()) if len(left) else np.inf
     proven = remaining >= best * (1 - ROUNDING)

@@ -63,15 +63,15 @@ def counted(found: Searched, capacity_bytes: float) -> Counted:
     )
 
 
-def closest(asked: Asked, goes_on: Callable[[], bool] = lambda: True) -> Closest | None:
+def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) -> Closest | None:
     """The plan that needs least memory of a device, by how much it misses, and what would help; None where no
     candidate can be priced."""
     on = asked.machinery(asked.cluster)
     roomy = replace(on, machine=replace(on.machine, memory_bytes=inf))
-    least = _searched(asked, roomy, goes_on)
+    least = _searched(asked, roomy, should_continue)
     if least is None:
         return None
-    helps = list(_remedies(asked, goes_on))
+    helps = list(_remedies(asked, should_continue))
     return Closest(
         degrees=degrees_in_plain(least.degrees, least.cuts, regather=least.regather),
         needed_bytes=least.needed_bytes,
@@ -81,10 +81,10 @@ def closest(asked: Asked, goes_on: Callable[[], bool] = lambda: True) -> Closest
     )
 
 
-def _remedies(asked: Asked, goes_on: Callable[[], bool]) -> Iterator[str]:
+def _remedies(asked: Asked, should_continue: Callable[[], bool]) -> Iterator[str]:
     """The cheapest first; one of each kind."""
     for find in (_per_micro_batch, _fewer_wishes, _offloaded, _shorter, _more_devices):
-        found = find(asked, goes_on) if goes_on() else None
+        found = find(asked, should_continue) if should_continue() else None
         if found is not None:
             yield found
 
@@ -100,9 +100,9 @@ def _per_micro_batch(asked: Asked, _: Callable[[], bool]) -> str | None:
     )
 
 
-def _fewer_wishes(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
+def _fewer_wishes(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
     for text, constraints in asked.constraints.without_one():
-        if not goes_on():
+        if not should_continue():
             return None
         found = _fitting(replace(asked, constraints=constraints))
         if found is not None:
@@ -122,9 +122,9 @@ def _offloaded(asked: Asked, _: Callable[[], bool]) -> str | None:
     return f"with the optimizer on the host {_words(found)} fits (ZeRO-Offload, priced with --what-if and not run yet)"
 
 
-def _shorter(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
+def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
     tokens = asked.works_of(1).sequence
-    while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS and goes_on():
+    while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS and should_continue():
         tokens //= 2
         found = _fitting(replace(asked, works_of=_at_length(asked.works_of, tokens)))
         if found is not None:
@@ -139,9 +139,9 @@ def _at_length(works_of: Works, tokens: int) -> Works:
     return shorter
 
 
-def _more_devices(asked: Asked, goes_on: Callable[[], bool]) -> str | None:
+def _more_devices(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
     room, hosts, tried = _room(asked), _least_hosts(asked), 0
-    while room > 0 and tried < MOST_TRIES and goes_on():
+    while room > 0 and tried < MOST_TRIES and should_continue():
         cluster = with_hosts(asked.cluster, hosts)
         found = _fitting(
             replace(asked, cluster=cluster, constraints=constraints_on(asked.constraints, cluster.num_devices))
@@ -179,7 +179,7 @@ def _fitting(asked: Asked) -> Priced | None:
     return _searched(asked, asked.machinery(asked.cluster), lambda: False)
 
 
-def _searched(asked: Asked, on: Machinery, goes_on: Callable[[], bool]) -> Priced | None:
+def _searched(asked: Asked, on: Machinery, should_continue: Callable[[], bool]) -> Priced | None:
     goal = Goal(objective="memory", parts={asked.cluster.num_devices: Part(cluster=asked.cluster, on=on, weight=1.0)})
     constraints = replace(asked.constraints, fewer_devices=())
     try:
@@ -189,7 +189,7 @@ def _searched(asked: Asked, on: Machinery, goes_on: Callable[[], bool]) -> Price
             constraints,
             on,
             most_exact=_MOST_PRICED,
-            goes_on=goes_on,
+            should_continue=should_continue,
             goal=goal,
         ).best
     except AutoparError:  # labels that cannot be found

@@ -80,11 +80,11 @@ def refine(
     value: Callable[["Priced"], float] = seconds,
     index_of: Callable[[str], int] | None = None,
     place: StudyPlace | None = None,
-    goes_on: Callable[[], bool] = lambda: True,
-    ahead: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
+    should_continue: Callable[[], bool] = lambda: True,
+    prefetch: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
 ) -> Refined:
     """Vary the candidates in `starts` until the study has `trials` different trials, or all that there are; those with
-    a name come first, as they are. `ahead` is told what `price` will be asked for, as it is cheaper to price some
+    a name come first, as they are. `prefetch` is told what `price` will be asked for, as it is cheaper to price some
     together.
 
     A study at a `place` goes on where others left it, among the candidates that it was made with; `index_of` finds
@@ -96,14 +96,14 @@ def refine(
     all_are_tried = len(every) <= trials
     sources = {(one.text, NONE): f"enqueued: {one.name}" for one in starts if one.name}
     if all_are_tried:
-        ahead([(one.index, moved) for one, (_, moved) in every])
+        prefetch([(one.index, moved) for one, (_, moved) in every])
         sources |= {variation: "enumerated" for _, variation in every if variation not in sources}
     if all_are_tried and place is None:
-        found.add(sources, goes_on)
+        found.add(sources, should_continue)
         return found.result()
     found.enqueue(sources, is_shared=place is not None)
     most = min(trials, len(every))
-    while goes_on() and not found.is_spent(most):
+    while should_continue() and not found.is_spent(most):
         found.one_trial(seed, most)
     return found.result()
 
@@ -153,13 +153,15 @@ class _Refining:
                 attributes = {SOURCE: source}
                 self.study.enqueue_trial(_params(wanted), user_attrs=attributes, skip_if_exists=is_shared)
 
-    def add(self, sources: Mapping[Variation, str], goes_on: Callable[[], bool]) -> None:
-        """Price these variations while `goes_on`. Nothing is left to choose, and to ask a study of one's own for trials
-        takes longer than to price them."""
+    def add(self, sources: Mapping[Variation, str], should_continue: Callable[[], bool]) -> None:
+        """Price these variations while `should_continue`.
+
+        No sampler is asked: nothing is left to choose, and asking takes longer than pricing.
+        """
         import optuna
 
         for number, (wanted, source) in enumerate(sources.items()):
-            if not goes_on():
+            if not should_continue():
                 break
             one = self.price(self.index(wanted[0]), wanted[1])
             trial = optuna.trial.create_trial(

@@ -53,22 +53,22 @@ def search_beyond(
     cluster: ClusterSpec,
     constraints: Constraints,
     goal: Goal,
-    *,
     most_exact: int,
-    goes_on: Callable[[], bool] = lambda: True,
-    say: Callable[[str], None] = lambda _: None,
+    *,
+    should_continue: Callable[[], bool] = lambda: True,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> Found | None:
     """The best plan on the whole cluster with at least one of them; None where none fits."""
     part, best, bound = goal.parts[cluster.num_devices], None, np.inf
     for beyond in combinations(works_of(1), cluster, part.on):
-        if not goes_on():
+        if not should_continue():
             return best if best is None else replace(best, bound=0.0)
-        say(f"what if: {words_of(beyond)}")
+        on_progress(f"what if: {words_of(beyond)}")
         on, own = machinery_of(part.on, beyond), constraints_of(constraints, cluster, beyond)
         parts = {own.num_devices: Part(cluster=cluster, on=on, weight=part.weight)}
         try:
             found = search_degrees(
-                works_of, cluster, own, on, most_exact=most_exact, goes_on=goes_on,
+                works_of, cluster, own, on, most_exact=most_exact, should_continue=should_continue,
                 goal=replace(goal, parts=parts), below=np.inf if best is None else best.value,
             )  # fmt: skip
         except AutoparError:  # no labels

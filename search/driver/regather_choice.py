@@ -42,7 +42,7 @@ MOST_VARIED = 4  # candidates whose cuts are moved
 
 
 def with_kept(
-    found: Searched, works_kept: Works, *, most_exact: int, goes_on: Callable[[], bool] = lambda: True
+    found: Searched, works_kept: Works, *, most_exact: int, should_continue: Callable[[], bool] = lambda: True
 ) -> Searched:
     """What was found, with the best plan that keeps gathered values where that is better, and a bound of both kinds.
 
@@ -56,9 +56,9 @@ def with_kept(
         kept.bounds,
         found.classes,
         kept.value,
-        most=most_exact if goes_on() else 0,
-        goes_on=goes_on,
-        ahead=lambda likely: kept.price([(index, AS_IT_IS) for index in likely]),
+        most=most_exact if should_continue() else 0,
+        should_continue=should_continue,
+        prefetch=lambda likely: kept.price([(index, AS_IT_IS) for index in likely]),
         added=kept.added,
     )
     kept.price_moved()

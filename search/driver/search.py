@@ -90,8 +90,8 @@ def search_degrees(
     trials: int = 0,
     seed: int = 0,
     place: StudyPlace | None = None,
-    goes_on: Callable[[], bool] = lambda: True,
-    say: Callable[[str], None] = lambda _: None,
+    should_continue: Callable[[], bool] = lambda: True,
+    on_progress: Callable[[str], None] = lambda _: None,
     goal: Goal | None = None,
     below: float = np.inf,
 ) -> Searched:
@@ -101,13 +101,13 @@ def search_degrees(
     whole = Part(cluster=cluster, on=on, weight=1.0)
     goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
     found = _Search(works_of, cluster, constraints, goal, below)
-    say(f"{len(found.candidates):,} candidates")
+    on_progress(f"{len(found.candidates):,} candidates")
     while True:
-        proof = found.explore(most_exact, goes_on, say)
+        proof = found.explore(most_exact, should_continue, on_progress)
         open_degree = found.open_degree(proof)
         if open_degree is None:
-            return found.result(proof, found.refined(proof, trials, seed, place, goes_on, say))
-        say(f"labels for tensor degree {open_degree}")
+            return found.result(proof, found.refined(proof, trials, seed, place, should_continue, on_progress))
+        on_progress(f"labels for tensor degree {open_degree}")
         found.label(open_degree)
 
 
@@ -183,7 +183,7 @@ class _Search:
         for name, column in self.columns.items():
             column[index] = np.inf if screened is None else getattr(screened, name)
 
-    def explore(self, most: int, goes_on: Callable[[], bool], say: Callable[[str], None]) -> Proof:
+    def explore(self, most: int, should_continue: Callable[[], bool], on_progress: Callable[[str], None]) -> Proof:
         """Price exactly until the best is proven, or a candidate whose labels are not known comes first."""
         needs_labels = np.isin(self.candidates.tp, self.unlabelled)
         bounds = self.bounds()
@@ -199,9 +199,9 @@ class _Search:
             one = self.exact[index]
             return self.goal.value(one) if one.fits else np.inf
 
-        def tell(best: float, bound: float) -> None:
+        def on_bound(best: float, bound: float) -> None:
             found = f"best {readable_value(best, self.goal.unit)}" if np.isfinite(best) else "none fits yet"
-            say(f"{len(self.exact):,} plans priced: {found}, bound {readable_value(bound, self.goal.unit)}")
+            on_progress(f"{len(self.exact):,} plans priced: {found}, bound {readable_value(bound, self.goal.unit)}")
 
         known = [*self.exact, *(one.index for one in self.baselines if not needs_labels[one.index])]
         return best_first(
@@ -210,13 +210,13 @@ class _Search:
             price,
             first=known,
             most=most,
-            goes_on=lambda: goes_on() and not stopped,
+            should_continue=lambda: should_continue() and not stopped,
             ties=self.columns["seconds"],
-            ahead=lambda likely: self.together.price(
+            prefetch=lambda likely: self.together.price(
                 [(i, AS_IT_IS) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
             ),
             added=lambda index, alike: self.added(bounds, index, alike),
-            tell=tell,
+            on_bound=on_bound,
         )
 
     def added(self, bounds: Floats, index: int, alike: NDArray[np.int64]) -> Floats:
@@ -244,15 +244,15 @@ class _Search:
         trials: int,
         seed: int,
         place: StudyPlace | None,
-        goes_on: Callable[[], bool],
-        say: Callable[[str], None],
+        should_continue: Callable[[], bool],
+        on_progress: Callable[[str], None],
     ) -> Refined:
         """Moved cuts, and recomputation by stage, of the fastest candidates with several stages, where they could be
         faster than the best; or fit, where no candidate does as it is."""
         if not trials:
             return Refined()
         can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
-        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, goes_on)
+        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, should_continue)
         if proof.best is None and not others:
             return Refined()
         best = others[0] if proof.best is None else proof.best.index
@@ -277,7 +277,7 @@ class _Search:
         def cut(index: int, moved: tuple[int, int]) -> Cut:
             return Cut(*moved, by_stage=index not in as_they_are)
 
-        say(f"moving cuts of {len(starts) - len(as_they_are)} plans")
+        on_progress(f"moving cuts of {len(starts) - len(as_they_are)} plans")
         return refine(
             starts,
             lambda index, moved: self.together.priced(index, cut(index, moved)),
@@ -287,8 +287,8 @@ class _Search:
             seed=seed,
             index_of=self.candidates.index_of,
             place=place,
-            goes_on=goes_on,
-            ahead=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
+            should_continue=should_continue,
+            prefetch=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
         )
 
     def raised(self) -> Floats:
@@ -303,7 +303,7 @@ class _Search:
             found[index] = self.goal.value(one) if one.fits else np.inf
         return found
 
-    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, goes_on: Callable[[], bool]) -> list[int]:
+    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, should_continue: Callable[[], bool]) -> list[int]:
         """Candidates that may be below the best value, or fit, where every stage recomputes what it needs itself, which
         bounds do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
         Estimates are too small by about as much for all pipelines of a schedule."""
@@ -328,8 +328,8 @@ class _Search:
             kinds_of(self.candidates, ("schedule",)),
             price,
             most=MOST_BY_STAGE,
-            goes_on=goes_on,
-            ahead=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
+            should_continue=should_continue,
+            prefetch=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
             added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
         )
         fitting = [one for one in found.priced if np.isfinite(one.value)]

@@ -1,7 +1,7 @@
-"""What a search found, as data: the best plan, those next to it and why they lose, and what could not be a plan.
+"""The result of a search as data: the best plan, the plans next to it and why they are worse, and the candidates.
 
-This is what prints, what JSON holds and what a report draws; nothing here needs a model, a device or torch. Seconds,
-bytes; parts of a whole are from 0 to 1.
+Commands print it, JSON holds it and reports draw it; nothing here needs a model, a device or torch. Times are in
+seconds, sizes in bytes; parts of a whole are from 0 to 1.
 """
 
 from collections.abc import Mapping
@@ -32,27 +32,28 @@ PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A plan that was priced as it would run. `parts` make up `step_s`, `slower` is how much longer it takes than the
-    best (0 for the best itself), `value` what it costs in the search's `unit`, `reason` what makes that more, `name`
-    what people call it, if anything. `formula_only` says what of it autopar prices and does not run."""
+    """A plan that was priced exactly."""
 
     degrees: Mapping[str, Any] = field(hash=False)
     step_s: float
-    needed_bytes: float
+    needed_bytes: float  # of the fullest rank
     fits: bool
-    slower: float
-    reason: str
-    parts: Mapping[str, float] = field(hash=False)
-    value: float
+    slower: float  # how much longer the step is than the best plan's, as a part of it
+    reason: str  # why its value is larger than the best plan's
+    parts: Mapping[str, float] = field(hash=False)  # seconds that sum to `step_s`
+    value: float  # of the search's objective
     num_devices: int
-    name: str = ""
-    formula_only: tuple[str, ...] = ()
+    name: str = ""  # "FSDP" and so on, of a baseline
+    formula_only: tuple[str, ...] = ()  # features that autopar prices and does not run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPoint:
-    """A plan that no other beats in step time, bytes of its fullest rank and devices together; lower bounds of them,
-    and of its `value`, unless it `is_exact`."""
+    """A plan that no other beats in step time, bytes of its fullest rank and devices together.
+
+    Unlike a `Contender` it may be a candidate that was not priced: its figures are lower bounds unless it `is_exact`,
+    and it has no parts and no reason.
+    """
 
     degrees: Mapping[str, Any] = field(hash=False)
     step_s: float
@@ -64,55 +65,54 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """How many candidates there were, how many cannot fit because of their state alone or because of activations, how
-    many were priced as they would run, and which tensor degrees the model does not allow. `largest` is how many of
-    those that do not fit have most of which part of memory, the most frequent first."""
+    """The numbers of candidates of a search."""
 
     candidates: int
-    no_room_for_state: int
-    no_room_for_activations: int
-    priced: int
-    refused: Mapping[int, str] = field(hash=False)
+    no_room_for_state: int  # parameters, gradients and optimizer state alone do not fit
+    no_room_for_activations: int  # the state fits, but not with activations
+    priced: int  # exactly
+    refused: Mapping[int, str] = field(hash=False)  # tensor degrees that the model does not allow, and why
+    # candidates that do not fit, by the largest part of their memory; the most frequent part first
     largest: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closest:
-    """Where nothing fits: the plan that needs least memory, by how many bytes of a device it misses, what they are for,
-    and what would help, the cheapest change first."""
+    """The plan that needs least memory, if no plan fits."""
 
     degrees: Mapping[str, Any] = field(hash=False)
-    needed_bytes: float
-    missing_bytes: float
-    remedy: str
-    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    needed_bytes: float  # of the fullest rank
+    missing_bytes: float  # by which that is more than a device has
+    remedy: str  # changes with which a plan fits, the cheapest first
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # bytes that sum to `needed_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One trial of Optuna's: `params` are the candidate and what was varied, `value` what it costs (of the objective,
-    seconds unless another was asked for; None where it was never told), `missing_bytes` what it is over a device's
-    capacity, at most 0 where it fits. `source` is "enqueued: FSDP" and so on, "enumerated", "sampled", "resumed"
-    or "another process"."""
+    """One trial of an Optuna study."""
 
     number: int
-    params: Mapping[str, Any] = field(hash=False)
-    value: float | None
-    missing_bytes: float | None
+    params: Mapping[str, Any] = field(hash=False)  # the candidate, and the blocks moved out of its first and last stage
+    value: float | None  # of the objective; None if the trial did not end
+    missing_bytes: float | None  # over a device's capacity; at most 0 if the plan fits
     state: str
-    source: str
+    source: str  # "enqueued: FSDP" and so on, "enumerated", "sampled", "resumed" or "another process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """`plan` runs as it is; it is None where nothing fits, and `closest` says by how much. Values are of the
-    `objective`, in its `unit`. No candidate can have a smaller one than `bound` (None where none fits); `gap` is what
-    one could save of the best. `global_batch` are the sequences of the best plan's step, `front` the plans that no
-    other beats in time, memory and devices together. Of `refined` variations with stages of their own one may be better
-    than the bound, which is for the cut that makes the slowest stage fastest, and one number of recomputed blocks for
-    all stages; `trials` are these, `importance` how much each of their parameters
-    decides, as parts of 1. `details`, `points`, `what_if` and `block` are what a report draws; the last two are there
-    where they were asked for. So is `beyond`, the best plan of those that need what no plan runs yet."""
+    """What `autopar.plan` found: the best plan, the plans next to it and why they are worse, and the proof.
+
+    Values are of the `objective`, in `unit`: seconds, US dollars, joules or bytes. `to_dict` and `from_dict` write and
+    read it as JSON.
+
+    >>> import torch, autopar
+    >>> model, batch = torch.nn.Linear(8, 8), (torch.zeros(4, 8), torch.zeros(4, 8))
+    >>> loss = torch.nn.functional.mse_loss
+    >>> result = autopar.plan(model, "2xcpu", example_inputs=batch, loss_fn=loss, global_batch=8)
+    >>> result.best.fits, result.gap
+    (True, 0.0)
+    """
 
     model: str
     cluster: str
@@ -122,48 +122,79 @@ class SearchResult:
     objective: str
     unit: str
     num_devices: int
-    sequence: int
-    global_batch: int
+    sequence: int  # tokens
+    global_batch: int  # sequences of the best plan's step
     device_bytes: float
-    best: Contender | None
-    refined: int
-    others: tuple[Contender, ...]
-    baselines: tuple[Contender, ...]
-    bound: float | None
-    gap: float
-    is_proven: bool
+    best: Contender | None  # None if no plan fits
+    refined: int  # number of `trials`
+    others: tuple[Contender, ...]  # the best plans of other degrees
+    baselines: tuple[Contender, ...]  # plans that people choose by hand
+    bound: float | None  # no candidate has a smaller value; None if none fits
+    gap: float  # the part of the best value that a better candidate could save, from 0 to 1
+    is_proven: bool  # whether no candidate is better than the best one; plans of `trials` may be
     counted: Counted
-    closest: Closest | None
-    seconds: float
+    closest: Closest | None  # if no plan fits: the plan that needs least memory
+    seconds: float  # that the search took
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
-    front: tuple[FrontPoint, ...] = ()
-    trials: tuple[Trial, ...] = ()
+    front: tuple[FrontPoint, ...] = ()  # plans that no other beats in time, memory and devices together
+    trials: tuple[Trial, ...] = ()  # variations of stage cuts, and of blocks that each stage recomputes
+    # how much each parameter of trials decides, as parts of 1
     importance: Mapping[str, float] = field(default_factory=dict, hash=False)
-    details: Details | None = field(default=None, compare=False)
-    points: Points | None = field(default=None, compare=False)
-    what_if: tuple[Curve, ...] = field(default=(), compare=False)
-    beyond: Contender | None = None
-    block: BlockGraph | None = field(default=None, compare=False)
-    plan: "Plan | None" = field(default=None, compare=False)
+    details: Details | None = field(default=None, compare=False)  # the best plan rank by rank
+    points: Points | None = field(default=None, compare=False)  # candidates, for a scatter plot
+    what_if: tuple[Curve, ...] = field(default=(), compare=False)  # only if a report was asked for
+    beyond: Contender | None = None  # the best plan that autopar prices and does not run, if it was asked for
+    block: BlockGraph | None = field(default=None, compare=False)  # only if a report was asked for
+    plan: "Plan | None" = field(default=None, compare=False)  # the best plan, as it runs; None if no plan fits
 
     @property
     def saved_by_own_stages(self) -> float:
-        """The part of the best candidate's value, which is proven, that the best plan's own stages save."""
+        """The part of the proven best candidate's value that the best plan saves by stages of its own, from 0 to 1."""
         if self.best is None or self.bound is None or not self.is_proven:
             return 0.0
         saved = 1 - self.best.value / self.bound
         return saved if saved > _SAME else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, the plan included."""
+        """Plain data for JSON, the plan included.
+
+        Returns:
+            Dicts, lists, texts and numbers by the names of the fields, with "kind" and "version".
+
+        >>> import torch, autopar
+        >>> model, batch = torch.nn.Linear(8, 8), (torch.zeros(4, 8), torch.zeros(4, 8))
+        >>> loss = torch.nn.functional.mse_loss
+        >>> found = autopar.plan(model, "2xcpu", example_inputs=batch, loss_fn=loss, global_batch=8)
+        >>> found.to_dict()["kind"]
+        'autopar search result'
+        """
         names = [name for name in self.__slots__ if name != "plan"]
         data = {name: _plain(getattr(self, name)) for name in names}
         return {"kind": KIND, "version": VERSION, **data, "plan": None if self.plan is None else self.plan.to_dict()}
 
     @staticmethod
     def from_dict(data: Any, source: str = "search result") -> "SearchResult":
-        """The inverse of `to_dict`. Raises `InputError` with every deviation, `PlanError` for those of the plan."""
+        """The inverse of `to_dict`.
+
+        Args:
+            data: Plain data, as JSON has it.
+            source: The name of the data in messages.
+
+        Returns:
+            The result, equal to the written one.
+
+        Raises:
+            InputError: The data is no search result of this version; the message names every deviation.
+            PlanError: The plan in it cannot be read.
+
+        >>> import torch, autopar
+        >>> model, batch = torch.nn.Linear(8, 8), (torch.zeros(4, 8), torch.zeros(4, 8))
+        >>> loss = torch.nn.functional.mse_loss
+        >>> found = autopar.plan(model, "2xcpu", example_inputs=batch, loss_fn=loss, global_batch=8)
+        >>> autopar.SearchResult.from_dict(found.to_dict()) == found
+        True
+        """
         from autopar.ir.plan import Plan
 
         if not isinstance(data, Mapping) or data.get("kind") != KIND:

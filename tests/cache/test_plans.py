@@ -27,7 +27,7 @@ def captured() -> CapturedModel:
 def kept(
     folder: Path, captured: CapturedModel, asked: PlanOptions = ASKED, cluster: ClusterSpec = CLUSTER
 ) -> SearchResult:
-    return kept_search(folder, captured, cluster, asked, say=lambda _: None)
+    return kept_search(folder, captured, cluster, asked, on_progress=lambda _: None)
 
 
 def test_an_equal_question_is_not_searched_again(
@@ -70,7 +70,7 @@ def test_a_damaged_file_is_written_anew(captured: CapturedModel, tmp_path: Path)
     for damaged in ("{", '{"kind": "other"}', file.read_text()[:-100]):
         file.write_text(damaged)
         notes: list[str] = []
-        again = kept_search(tmp_path, captured, CLUSTER, ASKED, say=notes.append)
+        again = kept_search(tmp_path, captured, CLUSTER, ASKED, on_progress=notes.append)
         assert again.plan == first.plan
         assert notes[0].startswith(f"the kept search {file} cannot be read and is made anew: ")
         assert SearchResult.from_dict(json.loads(file.read_text())).plan == first.plan

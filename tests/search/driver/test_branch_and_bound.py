@@ -65,7 +65,7 @@ def test_a_budget_ends_it() -> None:
 
 def test_out_of_time_there_is_still_a_plan() -> None:
     bounds, prices = np.array([1.0, 2.0, 3.0]), [np.inf, 2.5, 3.0]
-    found = best_first(bounds, np.arange(3), lambda index: prices[index], most=10, goes_on=lambda: False)
+    found = best_first(bounds, np.arange(3), lambda index: prices[index], most=10, should_continue=lambda: False)
     assert [one.index for one in found.priced] == [0, 1]
     assert found.best is not None
     assert not np.isfinite(found.priced[0].value)

@@ -105,7 +105,7 @@ def test_few_variations_are_all_tried_once_and_priced_together() -> None:
         return replace(base, seconds=base.seconds * (1.5 + index - 0.1 * moved[0] + 0.01 * moved[1]))
 
     starts = [Start(index=0, text="first", name=BEST), Start(index=1, text="as it is", name="FSDP", is_varied=False)]
-    found = refine(starts, price, trials=40, capacity_bytes=base.needed_bytes, seed=1, ahead=told.extend)
+    found = refine(starts, price, trials=40, capacity_bytes=base.needed_bytes, seed=1, prefetch=told.extend)
     assert len(found.trials) == 10
     assert (
         sorted(told) == sorted(asked) == sorted([(1, (0, 0)), *((0, (a, b)) for a in (-1, 0, 1) for b in (-1, 0, 1))])

@@ -24,7 +24,7 @@ def captured() -> Capture:
 
 def searched(captured: Capture, cluster: ClusterSpec = ROOMY, **fix: Any) -> SearchResult:
     asked = PlanOptions(global_batch=BATCH, fix=fix, trials=0)
-    return search_captured(captured, cluster, asked, name="model", say=lambda _: None)
+    return search_captured(captured, cluster, asked, name="model", on_progress=lambda _: None)
 
 
 def test_recomputation_that_is_asked_for(captured: Capture) -> None:
