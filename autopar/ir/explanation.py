@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol
 
 from autopar.ir.degrees import Degrees
@@ -191,9 +190,8 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
         )
     columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "makes anew")
     title = "Pipeline stages (time is one rank's at the device's peak for a micro-batch, forward and backward)"
-    recomputed = "" if degrees.recompute == "none" else f", recompute {degrees.recompute}"
-    if degrees.recompute_blocks is not None:
-        recomputed += f" in {blocks_in_words(degrees.recompute_blocks, degrees.pp)}"
+    is_recomputing = degrees.recompute != "none"
+    recomputed = f", {recomputation_in_words(degrees.recompute_blocks, degrees.pp)}" if is_recomputing else ""
     lines = [f"schedule {degrees.schedule}, {degrees.micro_batches} micro-batches{recomputed}"]
     for rank, order in enumerate(
         actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
@@ -207,17 +205,31 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
     ] * (len(lines) > 1)
 
 
-def blocks_in_words(blocks: int | Sequence[int], pp: int) -> str:
-    """How many blocks of every stage recompute, or of each in their order.
+def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:
+    """Which blocks are recomputed: `blocks` of every stage, or of each stage in order; None means all of them.
 
-    >>> blocks_in_words(2, pp=1), blocks_in_words(1, pp=2), blocks_in_words([3, 1, 0, 0], pp=4)
-    ('2 blocks', '1 block of a stage', '3, 1, 0 × 2 blocks of stages 0 to 3')
+    >>> recomputation_in_words(None, pp=4), recomputation_in_words(2, pp=1), recomputation_in_words(1, pp=2)
+    ('every block is recomputed', '2 blocks are recomputed', 'every stage recomputes 1 block')
+    >>> recomputation_in_words([1, *[0] * 13, 1, 1, 1, *[0] * 15], pp=32)
+    '4 of 32 stages recompute 1 block each'
+    >>> recomputation_in_words([3, 1, 0, 0], pp=4)
+    '2 of 4 stages recompute 1 to 3 blocks each, 4 in all'
     """
+    if blocks is None:
+        return "every block is recomputed"
     if isinstance(blocks, int):
-        return f"{blocks} block{'s' * (blocks > 1)}{' of a stage' * (pp > 1)}"
-    runs = [(count, len(list(alike))) for count, alike in groupby(blocks)]
-    counts = ", ".join(f"{count} × {times}" if times > 1 else str(count) for count, times in runs)
-    return f"{counts} blocks of stages 0 to {len(blocks) - 1}"
+        counted = f"{blocks} block{'s' * (blocks > 1)}"
+        return (
+            f"every stage recomputes {counted}" if pp > 1 else f"{counted} {'are' if blocks > 1 else 'is'} recomputed"
+        )
+    some = [count for count in blocks if count]
+    if not some:
+        return "no stage recomputes a block"
+    stages = f"{len(some)} of {len(blocks)} stages recompute{'s' * (len(some) == 1)}"
+    each = " each" * (len(some) > 1)
+    if min(some) == max(some):
+        return f"{stages} {some[0]} block{'s' * (some[0] > 1)}{each}"
+    return f"{stages} {min(some)} to {max(some)} blocks{each}, {sum(some)} in all"
 
 
 def _once_a_step(summary: Summary) -> Section:

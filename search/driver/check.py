@@ -23,7 +23,8 @@ from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 from autopar.search.driver.search import Searched
 from autopar.search.pricing.exact import Priced, pricing_of
 from autopar.search.pricing.objective import Part
-from autopar.search.space.constraints import WORDS, Constraints
+from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import DIMENSIONS
 
 _SAME = 1e-9  # of a number counted twice
 # what of degrees a search decides
@@ -64,10 +65,10 @@ def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
         yield Problem(path="schedule", value=degrees.schedule, rule="is none")
     elif degrees.pp > 1:
         yield from schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
-    for word in WORDS:
-        value = degrees.num_micro_batches if word == "micro_batches" else getattr(degrees, word)
-        if not constraints.allows(word, value):
-            yield Problem(path=word, value=value, rule="is not what was asked for")
+    for dimension in DIMENSIONS:
+        value = dimension.value_of(degrees)
+        if not constraints.allows(dimension.word, value):
+            yield Problem(path=dimension.word, value=value, rule="is not what was asked for")
 
 
 def _cuts(best: Priced, works: ProgramWorks) -> Iterator[Problem]:

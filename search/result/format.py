@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.estimate import MEMORY
-from autopar.ir.explanation import blocks_in_words, readable_bytes, readable_seconds
+from autopar.ir.explanation import readable_bytes, readable_seconds, recomputation_in_words
 from autopar.ir.rank_order import ORDERS
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
     if degrees.get("order", ORDERS[0]) != ORDERS[0]:
         parts.append(f"ranks {degrees['order']}")
     if degrees.get("recompute", "none") != "none":
-        blocks = degrees.get("recompute_blocks")
-        parts.append(f"recomputing {'all blocks' if blocks is None else blocks_in_words(blocks, degrees.get('pp', 1))}")
+        parts.append(recomputation_in_words(degrees.get("recompute_blocks"), degrees.get("pp", 1)))
     if not degrees.get("regather", True):
         parts.append("keeping gathered values")
     if degrees.get("offload"):

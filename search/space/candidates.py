@@ -23,6 +23,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, schedule_problems
 from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import BY_COLUMN
 
 MOST_VIRTUAL = 8  # stages of one rank; more than that send more than they save
 MOST_TENSOR_RANKS = 64
@@ -31,8 +32,10 @@ ZERO = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates as arrays of one length. `schedule` is a position in `SCHEDULE_NAMES`, `order` in `ORDERS`;
-    `micro_batches` are those of a step."""
+    """Candidates as arrays of one length, one for each column of `autopar.search.space.dimensions.DIMENSIONS`.
+
+    `schedule` is a position in `SCHEDULE_NAMES`, `order` in `ORDERS`. `micro_batches` is the number in a step.
+    """
 
     tp: Integers
     pp: Integers
@@ -65,8 +68,7 @@ class Candidates:
     def text(self, index: int) -> str:
         """One candidate in words that no other has: ``tp=2 pp=4 ... schedule=1f1b virtual=1``."""
         values = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
-        named = {"schedule": SCHEDULE_NAMES[values["schedule"]], "order": ORDERS[values["order"]]}
-        return " ".join(f"{name}={named.get(name, value)}" for name, value in values.items())
+        return " ".join(f"{name}={BY_COLUMN[name].value_at(value)}" for name, value in values.items())
 
     def index_of(self, text: str) -> int:
         """The candidate whose text it is. Raises `InputError` where there is none."""
@@ -78,21 +80,10 @@ class Candidates:
     def degrees(self, index: int, *, recompute: bool = False) -> Degrees:
         """One candidate as a plan's degrees, recomputing in no block or in all of them."""
         one = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
-        staged = one["pp"] > 1
-        return Degrees(
-            pp=one["pp"],
-            tp=one["tp"],
-            dp_shard=one["dp_shard"],
-            dp_replicate=one["dp_replicate"],
-            zero=one["zero"],
-            micro_batch=one["micro_batch"],
-            accumulate=1 if staged else one["micro_batches"],
-            micro_batches=one["micro_batches"] if staged else 1,
-            schedule=SCHEDULE_NAMES[one["schedule"]],
-            virtual_stages=one["virtual"],
-            recompute="full" if recompute else "none",
-            order=ORDERS[one["order"]],
-        )
+        given: dict[str, Any] = {"recompute": "full" if recompute else "none"}
+        for column, value in one.items():
+            given |= BY_COLUMN[column].fields_of_degrees(value, has_pipeline=one["pp"] > 1)
+        return Degrees(**given)
 
 
 def concatenated(parts: Sequence[Candidates]) -> Candidates:

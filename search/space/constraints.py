@@ -11,17 +11,12 @@ from typing import Any
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.degrees import degrees_from
-from autopar.ir.rank_order import ORDERS
-from autopar.ir.schedules.registry import SCHEDULE_NAMES
+from autopar.search.space.dimensions import BY_WORD, WORDS
 
 EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all blocks
-# words of `fix` and `forbid` that are dimensions of the space
-WORDS = ("pp", "tp", "dp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "schedule",
-         "virtual_stages", "order")  # fmt: skip
 # words of `fix` with one value, which all plans of the search share
 PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather")
 _PRICED_AS = ("recompute", "recompute_blocks", "regather")  # pins that pricing decides if they are not given
-_NAMES = {"schedule": SCHEDULE_NAMES, "order": ORDERS}  # words whose values are names
 
 Values = Mapping[str, tuple[Any, ...]]  # values by word
 
@@ -119,7 +114,7 @@ def checked_values(
                 known = (*WORDS, *PINS) if option == "fix" else WORDS
                 problems.append(Problem(path=f"{option} {word}", rule=f"is unknown; {did_you_mean(word, known)}"))
             else:
-                problems += [p for v in values if (p := _value_problem(f"{option} {word}", word, v)) is not None]
+                problems += [p for v in values if (p := BY_WORD[word].problem(f"{option} {word}", v)) is not None]
                 checked[-1][word] = values
     if problems:
         raise InputError("the search cannot be narrowed like this", problems)
@@ -152,14 +147,3 @@ def _pinned(word: str, value: Any) -> tuple[Any, list[Problem]]:
         return getattr(degrees_from({word: value}), word), []
     except PlanError as error:
         return value, [replace(problem, path=f"fix {problem.path}") for problem in error.problems]
-
-
-def _value_problem(path: str, word: str, value: Any) -> Problem | None:
-    if word in _NAMES:
-        known = _NAMES[word]
-        return None if value in known else Problem(path=path, value=value, rule=f"must be one of {', '.join(known)}")
-    least = 0 if word == "zero" else 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (word == "zero" and value > 3):
-        rule = "must be 0, 1, 2 or 3" if word == "zero" else "must be a whole number of at least 1"
-        return Problem(path=path, value=value, rule=rule)
-    return None
