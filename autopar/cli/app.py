@@ -1,4 +1,4 @@
-"""The `autopar` command: its commands, one per file, and what holds for all of them."""
+"""The `autopar` command: its commands, one per file, and the options of all of them."""
 
 from collections.abc import Sequence
 from importlib import import_module

@@ -93,7 +93,7 @@ def _show(found: "Calibration", out: Path | None) -> None:
 
 
 def _rows(profile: "DeviceProfile") -> list[tuple[str, str, str]]:
-    """The constants that predictions use, with what they are parts of."""
+    """The constants that predictions use, each with its reference figure."""
     device, tile, attention = profile.device, profile.tile, profile.attention
     assert device is not None
     peaks = {d: f"{device.peak_flops_per_s[d] / 1e12:.4g} TFLOP/s" for d in device.peak_flops_per_s}

@@ -1,4 +1,4 @@
-"""`autopar coverage`: what of a model's work a mesh splits, which operators stay whole, and what that costs."""
+"""`autopar coverage`: the part of a model's work that a mesh splits, and the price of operators that stay whole."""
 
 import os
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""`autopar estimate`: step time, throughput, utilisation and peak memory of a plan, with what makes them up."""
+"""`autopar estimate`: step time, throughput, utilisation and peak memory of a plan, each with its parts."""
 
 import os
 from pathlib import Path
@@ -105,8 +105,10 @@ def estimate(
 def _inputs(
     cluster: str, engine: str, profile: Path | None, precision: str | None, tokens: float | None, grams: float | None
 ) -> "tuple[ClusterSpec, Engine, DeviceProfile, str]":
-    """What needs no model, checked before one is built; everything wrong with the options at once. The profile is the
-    one given, or the cluster's, or the shipped one."""
+    """Check all options that need no model, before a model is built. One error lists all problems.
+
+    The profile is the given one, or the cluster's, or the shipped one.
+    """
     from autopar.cost_model.machine.cluster import PRECISIONS, cluster_machine, default_precision
     from autopar.cost_model.machine.engine import engine_named
     from autopar.cost_model.machine.fitted_constants import mechanisms

@@ -76,8 +76,7 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(text: str, *, shown: bool = True) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr while something runs; yields a function of (done, in all, what is next). Silent without a
-    terminal, as `progress` is."""
+    """A progress bar on stderr; yields a function of (done, total, next item). Silent without a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     screen = console(stderr=True)

@@ -1,4 +1,4 @@
-"""What a search found, as sections that print: the best plan, what comes next and why it loses, what could not be."""
+"""The result of a search as printed sections: the best plan, the next plans and why they lose, impossible plans."""
 
 from autopar.ir.explanation import Section, readable_bytes, readable_seconds
 from autopar.search.result.format import plan_in_words, readable_value, what_does_not_fit

@@ -1,4 +1,4 @@
-"""`autopar validate`: predictions of published training runs beside what they measured."""
+"""`autopar validate`: predictions of published training runs beside their measurements."""
 
 import csv
 import io
@@ -76,7 +76,7 @@ def validate(
 
 
 def predictions_csv(estimates: "Sequence[RowEstimate | Unmodelled]") -> str:
-    """``id,seconds,peak_bytes,fits`` of what was modelled; `fits` is empty where the device's memory is not known."""
+    """``id,seconds,peak_bytes,fits`` of the modelled rows. `fits` is empty if the device's memory is unknown."""
     from autopar.cost_model.published.row import RowEstimate
 
     text = io.StringIO()

@@ -1,8 +1,8 @@
 """The report of `autopar validate` as one HTML page: no script, nothing loaded, names escaped, shapes beside colours.
 
-The picture is predicted over measured step time, both axes logarithmic; on the diagonal they are equal, the band around
-it is `_BAND`. Long runs are cut: `MAX_DOTS` dots, the furthest from the diagonal and every n-th of the others, and the
-`_MAX_ROWS` worst rows as a table; the page says what it left out.
+The picture shows predicted over measured step time, both axes logarithmic. They are equal on the diagonal; the band
+around it is `_BAND`. Long inputs are cut. The picture has `MAX_DOTS` dots: the furthest from the diagonal and every
+n-th of the others. The table has the `_MAX_ROWS` worst rows. The page says how many it left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZE, MARGIN = 480, 52
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """A row in the picture: places in SVG units, what it is called, its source's number."""
+    """A row in the picture: its place in SVG units, its label, and the number of its source."""
 
     x: float
     y: float

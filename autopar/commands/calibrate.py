@@ -1,8 +1,8 @@
 """`autopar calibrate`: measure this machine and fit a device profile to it.
 
-Measuring is `autopar.runtime`'s, fitting `autopar.cost_model`'s. Three ways to run: this process alone, gloo ranks
+`autopar.runtime` measures, `autopar.cost_model` fits. There are three ways to run: this process alone, gloo ranks
 started here (`ranks=N`), or the ranks of a torchrun job, which all call `calibrate`. With several ranks each work runs
-on all of them at once: what counts is what a rank gets while the others work too.
+on all of them at once, because a training step also shares the machine between ranks.
 """
 
 import json
@@ -54,9 +54,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A profile, what it was fitted to, and how many works took too long to be measured.
+    """A profile, the samples behind it, and the number of works that took too long to be measured.
 
-    `spread` is what the slowest pass took longer than the fastest, in the median of works; None after one pass.
+    `spread` is the slowest pass over the fastest pass, less 1, as the median of works. None after one pass.
     """
 
     profile: DeviceProfile
@@ -108,7 +108,7 @@ def _with_own_ranks(num_ranks: int, minutes: float, on_progress: _Progress, star
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
-    """What a rank that was started here does."""
+    """The work of a rank that was started here."""
     return measured(stage, torch.device("cpu"), budget_s, lambda work: None)
 
 
@@ -244,8 +244,10 @@ def combined(
     device: torch.device,
     measurement: Measurement,
 ) -> Calibration:
-    """One sample of each work, the median of passes, and the profile of all of them. Of ranks the median counts, of
-    what they do together the last one's."""
+    """One sample of each work, as the median of passes, and the profile of all samples.
+
+    The median of ranks counts. Of a collective the last rank counts.
+    """
     every: dict[tuple[str, int], tuple[Work, list[float]]] = {}
     for stage, ranks in found:
         for index, (work, times) in enumerate(zip(stage.works, zip(*ranks, strict=True), strict=True)):

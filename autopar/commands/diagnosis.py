@@ -1,10 +1,9 @@
-"""What `autopar doctor` found, as values: checks, figures of every rank beside the cluster's, and who is slow.
+"""The result of `autopar doctor` as values: checks, figures of every rank beside the cluster's, and slow ranks.
 
-A rank is slow at something if its speed is more than a fifth below the median of its peers, both in the median of all
-rounds and in the best: each round is compared by itself, because what disturbs a machine disturbs all its ranks at
-once, and a rank that was disturbed has good rounds too. Peers are
-ranks with equal devices, or messages over the same tier. With an even number of peers the median is the faster of the
-middle two, so that of two ranks the slow one is named.
+A rank is slow if its speed is more than a fifth below the median of its peers, in the median of all rounds and in the
+best round. Each round is compared by itself, because a disturbance of a machine slows all its ranks at once. A rank
+that was only disturbed has good rounds too. Peers are ranks with equal devices, or messages over the same tier. Of an
+even number of peers the median is the faster of the middle two, so that of two ranks the slow one is named.
 
 This module does not import torch.
 """
@@ -52,10 +51,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of every rank, and what the cluster says it is; None where a rank, or the cluster, has none.
+    """One figure of every rank, beside the figure in the cluster description. None if a rank or the cluster has none.
 
-    `slow` are the ranks whose figure is bad, with the part of their peers' median that they reach. Messages belong to
-    the rank that sends first, to the next.
+    `slow` are the ranks with a bad figure, each with its fraction of the peers' median. A message belongs to the rank
+    that sends first.
     """
 
     name: str
@@ -189,7 +188,7 @@ def _figure(
 def _promised(
     cluster: ClusterSpec, kind: _Kind, name: str, rank: int, measured: Mapping[int, Mapping[str, Any]], is_latency: bool
 ) -> float | None:
-    """What the cluster says of a figure of a rank."""
+    """The figure of a rank in the cluster description."""
     device = cluster.place_of(rank)[0].device
     if rank not in measured:
         return None

@@ -1,8 +1,8 @@
 """`autopar doctor`: is this cluster right, and as fast as its description says? Collective; every rank calls `examine`.
 
-Checks compare tiny runs on these ranks with what one rank computes alone: every conversion between SPMD types, FSDP2,
-and a two-stage pipeline through `autopar.parallelize`. Speeds are measured on all ranks at once and compared with each
-other and with the `ClusterSpec`. Rank 0 gathers everything and makes the `Diagnosis`.
+Checks compare tiny runs on these ranks with the same run on one rank: every conversion between SPMD types, FSDP2, and a
+two-stage pipeline through `autopar.parallelize`. Speeds are measured on all ranks at once, and compared with each other
+and with the `ClusterSpec`. Rank 0 gathers all results and makes the `Diagnosis`.
 """
 
 import json
@@ -106,7 +106,7 @@ def examine_here(num_ranks: int, cluster: ClusterSpec | None, *, timeout_s: floa
 
 
 def examine_rank(rank: int, cluster: dict[str, object], timeout_s: float) -> dict[str, object]:
-    """What one rank that was started here does."""
+    """The work of one rank that was started here."""
     return examine(ClusterSpec.from_dict(cluster), timeout_s=timeout_s).to_dict()
 
 
@@ -139,7 +139,7 @@ class _Together:
 
 
 def _checked(name: str, run: Callable[[], Iterable[Difference]]) -> Check:
-    """The worst of what was compared, relative to what is allowed."""
+    """The worst difference, relative to its tolerance."""
     worst, count = Difference(name="", error=0.0), 0
     for one in run():
         count += 1

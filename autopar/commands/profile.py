@@ -37,7 +37,7 @@ def trace_model(
     on_progress: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
 ) -> tuple[Plan, list[TrackTime]]:
-    """Write a trace of one step on `world_size` gloo ranks of this machine; returns the plan and what is on the tracks.
+    """Write a trace of one step on `world_size` gloo ranks of this machine; returns the plan and the trace's tracks.
 
     `batch` is the sequences of one data-parallel rank in one step. `ranks` reuses a world. Raises `InputError` or
     `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
@@ -57,7 +57,7 @@ def trace_model(
 
 
 def traced_on_rank(rank: int, job: Job, plan_json: str, program_bytes: bytes, path: str) -> None:
-    """What one rank does."""
+    """The work of one rank."""
     model, program, plan = built_on_rank(job, plan_json, program_bytes)
     mesh, source = training_mesh(plan.degrees, "cpu"), parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, mesh, source, torch.device("cpu"), seed=job.seed)

@@ -170,7 +170,7 @@ def _resolved(job: Job) -> ResolvedModel:
 
 
 def built_on_rank(job: Job, plan_json: str, program: bytes) -> tuple[ResolvedModel, Program, Plan]:
-    """What a rank makes of a job: the model on meta, the program that was captured of it, the plan."""
+    """The parts of a job on one rank: the model on meta, its captured program, the plan."""
     model = _resolved(job)  # first: it may register operators that the program has
     plan, captured = Plan.from_dict(json.loads(plan_json)), from_bytes(program)
     check_plan(plan, captured, plan.degrees.world_size)
@@ -178,7 +178,7 @@ def built_on_rank(job: Job, plan_json: str, program: bytes) -> tuple[ResolvedMod
 
 
 def rank_steps(rank: int, job: Job, plan_json: str, program_bytes: bytes) -> Steps | None:
-    """What one rank does: build the model on meta and run the steps; one rank of each stage returns them."""
+    """The work of one rank: build the model on meta and run the steps. One rank of each stage returns them."""
     model, program, plan = built_on_rank(job, plan_json, program_bytes)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)

@@ -27,10 +27,12 @@ _WHAT_TO_PASS = (
 def example_inputs_for(model: torch.nn.Module, batch: int | None = None, seq_len: int | None = None) -> dict[str, Any]:
     """Keyword arguments for one training step of a transformers model, derived from its config.
 
-    ``input_ids`` and ``labels`` are two distinct int64 tensors of (batch, seq_len), ``pixel_values`` is (batch,
-    channels, height, width), ``input_features`` (batch, mel bins, frames), ``labels`` of a classifier (batch,). A model
-    that contrasts two inputs gets both and ``return_loss=True``. On the device of the model's parameters: meta tensors
-    for a meta model, else seeded random ones. Raises InputError, saying what to pass, for any other model.
+    Shapes: ``input_ids`` and ``labels`` are two distinct int64 tensors of (batch, seq_len). ``pixel_values`` is (batch,
+    channels, height, width). ``input_features`` is (batch, mel bins, frames). ``labels`` of a classifier is (batch,). A
+    model that contrasts two inputs gets both and ``return_loss=True``.
+
+    The tensors lie on the device of the model's parameters: meta tensors for a meta model, otherwise seeded random
+    ones. Raises `InputError` for any other model, and says which inputs to pass.
     """
     check_sizes(seq_len=seq_len, batch=batch)
     kind, config = type(model).__name__, getattr(model, "config", None)

@@ -1,8 +1,8 @@
-"""From what a user names as MODEL to a module and example inputs.
+"""From the argument MODEL to a module and example inputs.
 
 MODEL is a preset's name, a transformers ``config.json``, or ``package.module:factory``.
 
-Nothing is fetched and nothing in a config is run. torch and transformers are imported only when a model is built, so
+autopar fetches nothing and runs nothing from a config. torch and transformers are imported only to build a model, so
 unknown names and bad files fail fast.
 """
 
@@ -51,8 +51,8 @@ _COMMON_KEYS = (
 class ResolvedModel:
     """A module and inputs to capture it with.
 
-    `config` is the transformers config that the model was built from, None for a factory. `batch` and `seq_len` are
-    those of the derived inputs, None for a factory. `notes` are things that a user should be told.
+    `config` is the transformers config of the model, `batch` and `seq_len` the sizes of the derived inputs. All three
+    are None for a factory. `notes` are messages for the user.
     """
 
     name: str
@@ -85,16 +85,20 @@ def resolve_model(
 ) -> ResolvedModel:
     """The model that `spec` names, in training mode, with example inputs.
 
-    `spec`: a preset's name, a path to a transformers ``config.json`` (or the folder that holds one), or
-    ``package.module:factory`` where ``factory()`` returns ``(model, example_inputs)``, inputs a dict or a tuple.
+    Args:
+        spec: A preset's name, a path to a transformers ``config.json`` or its folder, or ``package.module:factory``. A
+            ``factory()`` returns ``(model, example_inputs)``; the inputs are a dict or a tuple. It decides all sizes
+            itself: only `dtype` applies to it.
+        layers: Number of layers of a smaller model (`autopar.presets.configs` has the rule; every dropout becomes 0).
+        hidden: Width of a smaller model, by the same rule.
+        seq_len: Tokens of a sequence; by default the context length, at most 4,096.
+        batch: Sequences of the inputs; 2 by default.
+        dtype: Dtype of the parameters; float32 by default, whatever dtype the config's stored weights have.
+        device: Device of presets and configs; "meta" by default, which needs no memory.
 
-    Presets and configs are built on `device` ("meta" by default: no memory) in `dtype` (float32 by default, whatever a
-    config says of its stored weights), without key/value cache. `layers` and `hidden` shrink them by the rule of
-    `autopar.presets.configs`, which also sets every dropout to 0. `batch` (2 by default) and `seq_len` (the context
-    length, at most 4096, by default) size the inputs. A factory decides all of this itself: only `dtype` applies.
-
-    Raises InputError: unknown preset (naming the nearest), missing or bad file, a module or attribute that cannot be
-    imported, a factory that fails or returns something else, sizes that the model cannot have.
+    Raises:
+        InputError: An unknown preset, a bad file, a module that cannot be imported, a factory that fails, or sizes that
+            the model cannot have.
     """
     check_sizes(layers=layers, hidden=hidden, seq_len=seq_len, batch=batch)
     wanted = checked_dtype(dtype)

@@ -48,7 +48,7 @@ EXPERT_KEYS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 
 TOWER_KEYS = ("text_config", "vision_config")
 SMALL_PATCH, SMALL_PATCHES, SMALL_AUDIO, SMALL_WINDOW = 4, 4, 32, 8
 _SIZE_KEYS = frozenset(HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + VOCAB_KEYS)
-# what a config may name as kernels; any other name makes transformers fetch code from a hub
+# kernels that a config may name; any other name makes transformers fetch code from a hub
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
@@ -77,9 +77,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with the fields that have a meaning here; the others are the model class's to check.
+    """Problems of the fields that have a meaning here. The model class checks the other fields.
 
-    Kernels that live on a hub are refused: nothing that a config names is ever fetched or run.
+    Kernels on a hub are refused: autopar never fetches or runs anything that a config names.
     """
     problems = []
     if not isinstance(config.get("model_type"), str):

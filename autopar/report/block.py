@@ -89,7 +89,7 @@ def _arrow(edge: GraphEdge, boxes: Mapping[int, tuple[float, float]], lanes: Map
 
 
 def _placements(found: BlockGraph, boxes: Mapping[int, tuple[float, float]]) -> Markup:
-    """What each box yields, once, below it."""
+    """The placement of each box's value, written once below the box."""
     texts = []
     for i, (x, y) in boxes.items():
         placements = dict.fromkeys(edge.placement for edge in found.edges if edge.source == i and edge.placement)

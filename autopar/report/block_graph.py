@@ -1,8 +1,8 @@
-"""One block as a graph to look at: products, attention and collectives as they run forward, the rest in groups.
+"""One block as a graph to look at: products, attention and collectives of the forward pass, the rest in groups.
 
-The graph is the generated one (`autopar.lowering.local_graph`), so that what is drawn is what runs. Operators
-between products, attention and collectives are one node for each module and connected piece; conversions that send
-nothing forward are no nodes.
+The drawing uses the generated graph (`autopar.lowering.local_graph`), so it shows the code that runs. All other
+operators between products, attention and collectives become one node for each module and connected piece. A conversion
+that sends nothing in the forward pass is no node.
 """
 
 from collections.abc import Iterable, Mapping
@@ -106,8 +106,10 @@ class _Drawing:
         return self.keys.get(node.name, "").rsplit(":", 2)[0] if self.keys.get(node.name, "").count(":") >= 2 else ""
 
     def _joined(self, node: fx.Node, of: Mapping[fx.Node, _Group], found: list[_Group]) -> _Group | None:
-        """A group of the same module that feeds the node, where joining it makes no circle: the group must not reach
-        the node by way of another one."""
+        """A group of the same module that feeds the node, if the node can join it without a circle.
+
+        The group must not reach the node through another group.
+        """
         feeding = [of[source] for source in self._sources(node) if source in of]
         for group in feeding:
             others = [other for other in feeding if other is not group]
@@ -220,7 +222,7 @@ class _Drawing:
         return shown if len(group.members) == 1 else f"{len(group.members)} operators: {shown}"
 
     def _placement(self, node: fx.Node) -> str:
-        """How ranks hold what a node yields."""
+        """The placement of a node's value on the ranks."""
         source: fx.Node = node
         while source.name not in self.dims and source.all_input_nodes:
             source = source.all_input_nodes[0]

@@ -17,7 +17,7 @@ MARGIN = 60.0  # plot units left and right of the first and the last point
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A curve's plot, what it is called, what is held, and its figures as a table."""
+    """A curve: its title, the values that stay the same, its plot, and its figures as a table."""
 
     title: str
     held: str

@@ -1,6 +1,6 @@
-"""From a program and its plan to a summary: what is split, by which collectives, and what has no rule.
+"""From a program and its plan to a summary: split axes, collectives, and operators without a rule.
 
-Collectives are counted on the generated training code of each distinct block, which is the code that runs.
+Collectives are counted on the generated training code of each distinct block. This is the code that runs.
 """
 
 import re
@@ -39,7 +39,7 @@ def explain(plan: Plan, program: Program, cluster: ClusterSpec) -> str:
 
 
 def with_summary(plan: Plan, program: Program, cluster: ClusterSpec, analysis: Analysis | None = None) -> Plan:
-    """The plan with a summary of what it does to a program."""
+    """The plan with a summary of its effect on a program."""
     found = analysis or analyse(program, plan.mesh)
     return replace(plan, summary=summarise(program, found, plan, cluster))
 
@@ -74,7 +74,7 @@ def _without_rule(program: Program, analysis: Analysis, plan: Plan, cluster: Clu
 
 
 def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
-    """Parameters by name with ``*`` for numbers; those that are held alike share an entry."""
+    """Parameters by name, with ``*`` for numbers. Parameters that are held alike share an entry."""
     uses = _first_uses(program)
     found: dict[tuple[str, tuple[int, ...], tuple[Type, ...], str], int] = {}
     for name, info in program.parameters.items():
@@ -204,7 +204,7 @@ def _sent(node: fx.Node, collective: Collective, analysis: Analysis, plan: Plan,
     mesh_dim = node.args[1]
     assert isinstance(mesh_dim, fx.Node)
     source, here = _source(node), plan.mesh.indices(str(mesh_dim.target))
-    # what the other mesh dimensions split does not change here; "types" of a fused gather are those of its input
+    # the splits of other mesh dimensions do not change here; "types" of a fused gather are the types of its input
     held = node.meta.get("types") or _typed(node)
     names = analysis.dims[index]
     dims = names[source.name] if source.name in names else names[re.sub(r"_\d+$", "", source.name)]
@@ -216,7 +216,7 @@ def _sent(node: fx.Node, collective: Collective, analysis: Analysis, plan: Plan,
 
 
 def _split_by_others(types: tuple[Type, ...], plan: Plan, here: tuple[int, ...]) -> int:
-    """By how much mesh dimensions other than those of a collective divide a value."""
+    """The factor by which the other mesh dimensions, outside a collective, divide a value."""
     pairs = enumerate(zip(types, plan.mesh.degrees, strict=True))
     return prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
 

@@ -73,7 +73,7 @@ def _plans(found: SearchResult) -> list[dict[str, Any]]:
 
 
 def _closest(found: SearchResult) -> dict[str, Any] | None:
-    """What the plan needs that misses least, and what for."""
+    """The memory of the closest plan, by part."""
     if found.closest is None:
         return None
     parts = dict(found.closest.parts) or {"needed": found.closest.needed_bytes}

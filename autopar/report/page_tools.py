@@ -1,7 +1,7 @@
-"""What the pages share: templates that escape, filters that print numbers, data for scripts.
+"""Tools that all pages share: templates that escape, filters that print numbers, data for scripts.
 
-Whatever comes from outside, names above all, is escaped by Jinja2 and `markupsafe`; the data of tooltips is JSON in
-which no ``<`` is left, so that no name can end its element.
+Jinja2 and `markupsafe` escape all text from outside, names above all. The data of tooltips is JSON without any ``<``,
+so no name can end its element.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A predicted pipeline as a document in the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
 
-A pipeline rank is a process with three threads: its passes, what it waits, and its messages, from whose ends arrows
-lead to the pass that takes them. Times are microseconds from the start of one run of the schedule.
+A pipeline rank is a process with three threads: its passes, its waiting time, and its messages. An arrow leads from the
+end of a message to the pass that takes it. Times are microseconds from the start of one run of the schedule.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def _passes(timeline: Timeline) -> Iterator[_Json]:
 
 
 def _waiting(timeline: Timeline) -> Iterator[_Json]:
-    """Between passes; what is left out of a long time line is marked so."""
+    """Waiting times between passes. A gap in a long time line is marked as left out."""
     of_rank: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(timeline.num_ranks)}
     for one in timeline.passes:
         of_rank[one[0]].append((one[4], one[5]))

@@ -1,4 +1,4 @@
-"""A plan file alone as a page: what it splits, its stages and what ranks send. Seconds and memory are a search's."""
+"""A plan file alone as a page: splits, stages and messages. Seconds and memory are known after a search only."""
 
 from typing import Any
 

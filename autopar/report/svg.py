@@ -1,7 +1,7 @@
 """SVG as escaped text: elements, and plots that stretch while their text does not.
 
-A `Plot` is an SVG without text in a box of 1000 × 1000 units, stretched to whatever width a screen has, with HTML
-labels beside its axes: lines keep their width, points stay round, and labels stay readable on a phone.
+A `Plot` is an SVG without text in a box of 1000 × 1000 units, with HTML labels beside its axes. The SVG stretches to
+the width of the screen. Lines keep their width, points stay round, and labels stay readable on a phone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,7 +69,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """What a template draws: the SVG's content, ticks, titles of the axes, what it shows in words."""
+    """The parts of a plot for a template: the SVG's content, ticks, titles of the axes, a description in words."""
 
     content: Markup
     x_ticks: tuple[Tick, ...]

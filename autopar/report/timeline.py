@@ -80,7 +80,7 @@ def lanes(found: Timeline) -> Lanes:
 
 
 class _Place:
-    """From seconds to plot units; what is left out takes `BREAK` units."""
+    """From seconds to plot units. A gap takes `BREAK` units."""
 
     def __init__(self, seconds: float, gap: tuple[float, float] | None) -> None:
         self.gap = gap or (seconds, seconds)

@@ -13,7 +13,7 @@ from autopar.search.result.result import Contender, SearchResult
 
 
 def degrees_in_words(degrees: Mapping[str, Any]) -> str:
-    """What a plan does, longest word last.
+    """The degrees of a plan in words.
 
     >>> degrees_in_words({"pp": 4, "tp": 2, "dp_shard": 4, "zero": 1, "micro_batch": 1, "micro_batches": 16,
     ...                   "schedule": "1f1b", "recompute": "none"})
@@ -60,7 +60,7 @@ _BEST_AS = {"time": "runs fastest as", "cost": "costs least as", "energy": "take
 
 
 def plan_sentence(found: SearchResult) -> str:
-    """The plan and what it reaches."""
+    """The plan, its throughput and its utilisation in one sentence."""
     assert found.best is not None
     best = found.best
     tokens = found.global_batch * found.sequence / best.step_s
@@ -75,12 +75,12 @@ def plan_sentence(found: SearchResult) -> str:
 
 
 def _worth(found: SearchResult, one: Contender) -> str:
-    """What a plan costs, where that is neither seconds nor bytes."""
+    """The cost of a plan, if the objective is neither seconds nor bytes."""
     return f" and {readable_value(one.value, found.unit)}" if found.objective in ("cost", "energy") else ""
 
 
 def why_best(found: SearchResult) -> list[str]:
-    """Against all candidates, the next plan and those that people choose by hand."""
+    """Comparisons with all candidates, with the next plan, and with the plans that people choose by hand."""
     assert found.best is not None
     lines = [_proof(found)]
     behind = [one for one in (*found.others, *found.baselines) if one.fits and one.degrees != found.best.degrees]

@@ -17,8 +17,10 @@ _MAX_BYTES = 256 * 1024 * 1024
 
 
 def read_source(path: str | Path) -> SearchResult | Plan:
-    """A search result, that of a study, or a plan by what the file is. Raises `InputError` that names file, field and
-    remedy."""
+    """The search result, the study's search result, or the plan in a file.
+
+    Raises `InputError` that names file, field and remedy.
+    """
     if is_study(str(path)):
         return SearchResult.from_dict(json.loads(kept_result(str(path))), str(path))
     file = Path(path)

@@ -1,4 +1,4 @@
-"""Sizes of a model that runs on ranks of this machine: what the plan file says, or small ones."""
+"""Sizes of a model that runs on ranks of this machine: the sizes in the plan file, or small ones."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def sizes_of_plan(
 
 
 def small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
-    """Sizes for what was left open: small ones, that the degrees divide."""
+    """Small sizes for the options that were left open; the degrees divide them."""
     if is_factory(model):
         if options.global_batch is not None:
             raise InputError(f"--global-batch: a factory decides its own sizes; change {model} instead")
