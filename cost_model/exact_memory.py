@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.dry_run.memory import RankMemory, memory_of
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.estimate import MEMORY, Estimate
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -43,7 +43,7 @@ def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory
     known: dict[object, StageRun] = {}
     found = []
     for index in range(degrees.pp):
-        setting = Setting(program, analysis, plan, index * degrees.dp * degrees.tp)
+        setting = RankView(program, analysis, plan, index * degrees.dp * degrees.tp)
         runs = {}
         for stage in setting.own_stages:
             runs[stage.index] = known.setdefault(stage.index, run_stage(setting, stage))

@@ -44,7 +44,7 @@ def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
     """Cells of one plan, and whether every rank sent what was priced."""
     from autopar.capture.analysis import analyse
     from autopar.cost_model.dry_run.memory import memory_of
-    from autopar.cost_model.dry_run.rank_view import Setting
+    from autopar.cost_model.dry_run.rank_view import RankView
     from autopar.cost_model.dry_run.traffic import sends_of
 
     runs_of = import_module("test_priced_is_run").runs_of
@@ -52,7 +52,7 @@ def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
     analysis, known = analyse(program, plan.mesh), dict[object, object]()
     equal, worst, calls, size, saved = True, 0.0, 0, 0, (0, 0)
     for rank, (counts, memory) in enumerate(world.run("priced_ranks:measured_step", one, plan)):
-        setting = Setting(program, analysis, plan, rank)
+        setting = RankView(program, analysis, plan, rank)
         runs = runs_of(setting, known)
         equal &= counts == {key: (sent.calls, sent.bytes) for key, sent in sends_of(setting, runs).items()}
         held = memory_of(setting, runs)

@@ -28,10 +28,10 @@ def _all_reduce(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch
 
 def all_gather(x: torch.Tensor, mesh: Communicator, dim: int, to: int = 0) -> torch.Tensor:
     """The ranks' parts concatenated along `dim`, without a backward pass."""
-    return ordered(mesh.wait(mesh.start_all_gather(x)), mesh, dim)
+    return joined_along(mesh.wait(mesh.start_all_gather(x)), mesh, dim)
 
 
-def ordered(gathered: torch.Tensor, mesh: Communicator, dim: int) -> torch.Tensor:
+def joined_along(gathered: torch.Tensor, mesh: Communicator, dim: int) -> torch.Tensor:
     """The ranks' parts, stacked along dimension 0, concatenated along `dim` instead."""
     if dim == 0:
         return gathered

@@ -17,7 +17,7 @@ import torch
 from autopar._torch.operators import aten
 from autopar._torch.private import wanted_gradients
 from autopar.lowering.communicator import Communicator
-from autopar.lowering.functions import all_gather, ordered, split_first
+from autopar.lowering.functions import all_gather, joined_along, split_first
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _GatherLinear(torch.autograd.Function):
         scattering = None
         if into_x:
             scattering = mesh.start_reduce_scatter(split_first(_products(grads, weights[::2]), mesh, dim))
-        whole = kept if gathering is None else ordered(mesh.wait(gathering), mesh, dim)
+        whole = kept if gathering is None else joined_along(mesh.wait(gathering), mesh, dim)
         whole = whole.flatten(0, -2)
         into_weights: list[torch.Tensor | None] = []
         for grad, into_weight, into_bias in zip(grads, into[::2], into[1::2], strict=True):

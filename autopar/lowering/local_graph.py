@@ -230,7 +230,7 @@ def _describe(node: fx.Node, types: _Types, cuts: Cuts) -> None:
     node.meta["types"] = tuple(_moved(t, cuts) for t in types)
 
 
-def chosen_variants(bound: Bound, labels: Sequence[str], mesh: Mesh, where: str) -> list[Variant]:
+def _chosen_variants(bound: Bound, labels: Sequence[str], mesh: Mesh, where: str) -> list[Variant]:
     """The variant of every mesh dimension. Raises `PlanError` where a label is not legal."""
     found = []
     for name, degree, label in zip(mesh.names, mesh.degrees, labels, strict=True):
@@ -273,7 +273,7 @@ def local_graph(
         key = node.meta["key"]
         if key not in labels.labels:
             raise PlanError(f"block {block.name}: the plan has no label for {key}; plan again")
-        chosen = chosen_variants(bound, labels.labels[key], mesh, f"block {block.name}, operator {key}")
+        chosen = _chosen_variants(bound, labels.labels[key], mesh, f"block {block.name}, operator {key}")
         call = analysis.calls[index][node.name]
         writer.operator(node, bound, call, analysis.operands[index][node.name], chosen)
     outputs = [name for name in block.outputs if keep is None or name in keep]

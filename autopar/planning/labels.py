@@ -23,7 +23,7 @@ from autopar.search.labels.result import Labelling
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.autograd_probe import NodeRun
-    from autopar.cost_model.work.export import Work
+    from autopar.cost_model.work.export import SymbolicWork
     from autopar.cost_model.work.fusion import Flow
     from autopar.search.labels.solve import Known
 
@@ -156,7 +156,7 @@ class _Block:
     index: int
     mesh: Mesh
     flow: "Flow"
-    work: "Work"
+    work: "SymbolicWork"
 
     def is_under(self, labels: BlockLabels, mesh: Mesh) -> bool:
         """Whether it is the same under labels on a mesh: degrees are symbols, but with two tensor dimensions."""

@@ -15,7 +15,7 @@ from autopar.lowering.conversions import Collective
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class CollectiveTotal:
     """Collectives of one kind over one mesh dimension: calls, bytes of what this rank puts in, and of what it sends.
 
     `bytes` are those of the operand: the shard of an all-gather, the whole of a reduce-scatter and of an all-reduce.
@@ -26,39 +26,39 @@ class Traffic:
     bytes: int = 0
     sent_bytes: float = 0.0
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.sent_bytes + other.sent_bytes)
+    def __add__(self, other: "CollectiveTotal") -> "CollectiveTotal":
+        return CollectiveTotal(self.calls + other.calls, self.bytes + other.bytes, self.sent_bytes + other.sent_bytes)
 
-    def __mul__(self, times: int) -> "Traffic":
-        return Traffic(self.calls * times, self.bytes * times, self.sent_bytes * times)
+    def __mul__(self, times: int) -> "CollectiveTotal":
+        return CollectiveTotal(self.calls * times, self.bytes * times, self.sent_bytes * times)
 
 
-def collective(kind: Collective, ranks: int, operand_bytes: int) -> Traffic:
+def collective(kind: Collective, ranks: int, operand_bytes: int) -> CollectiveTotal:
     """One collective of a rank that puts in so many bytes."""
     whole = operand_bytes * ranks if kind in ("all_gather", "all_to_all") else operand_bytes
-    return Traffic(1, operand_bytes, sent_bytes(kind, whole, ranks))
+    return CollectiveTotal(1, operand_bytes, sent_bytes(kind, whole, ranks))
 
 
 Key = tuple[str, str]  # mesh dimension, kind
-Sends = Mapping[Key, Traffic]
+Sends = Mapping[Key, CollectiveTotal]
 
 
 @dataclass(slots=True)
 class Ledger:
     """What is sent, in sums by (mesh dimension, kind)."""
 
-    entries: dict[Key, Traffic] = field(default_factory=dict)
+    entries: dict[Key, CollectiveTotal] = field(default_factory=dict)
 
-    def add(self, mesh_dim: str, kind: str, traffic: Traffic, times: int = 1) -> None:
+    def add(self, mesh_dim: str, kind: str, traffic: CollectiveTotal, times: int = 1) -> None:
         if times and traffic.calls:
             key = (mesh_dim, kind)
-            self.entries[key] = self.entries.get(key, Traffic()) + traffic * times
+            self.entries[key] = self.entries.get(key, CollectiveTotal()) + traffic * times
 
     def add_all(self, sends: Sends, times: int = 1) -> None:
         for (mesh_dim, kind), traffic in sends.items():
             self.add(mesh_dim, kind, traffic, times)
 
-    def take(self) -> dict[Key, Traffic]:
+    def take(self) -> dict[Key, CollectiveTotal]:
         """What was written down since the last time."""
         found = dict(self.entries)
         self.entries.clear()

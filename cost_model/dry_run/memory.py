@@ -21,7 +21,7 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.dry_run.ledger import Ledger
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.dry_run.traffic import local_gradient_elements, trained
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, padded_elements, zero_step
@@ -30,7 +30,7 @@ from autopar.ir.program import Program
 from autopar.ir.schedules.registry import actions
 
 _NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
-STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
+_STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,12 @@ class RankMemory:
 
 def rank_memory(program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu") -> RankMemory:
     """What a rank holds in a step of `plan`; `analysis` is that of the program on the plan's mesh."""
-    setting = Setting(program, analysis, plan, rank)
+    setting = RankView(program, analysis, plan, rank)
     runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
     return memory_of(setting, runs)
 
 
-def memory_of(setting: Setting, runs: Mapping[int, StageRun]) -> RankMemory:
+def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
     """What a rank holds, given one micro-batch of each of its stages."""
     degrees, infos = setting.plan.degrees, setting.program.parameters
     gathered = whole = largest = 0
@@ -76,7 +76,7 @@ def memory_of(setting: Setting, runs: Mapping[int, StageRun]) -> RankMemory:
         largest = max(largest, *(group.shard_bytes * degrees.dp_shard for group in groups), *waits)
     own = trained(setting, runs)
     optimizer = sum(
-        _NUM_MOMENTS * local_gradient_elements(setting, name) * infos[name].dtype.itemsize + STEP_BYTES for name in own
+        _NUM_MOMENTS * local_gradient_elements(setting, name) * infos[name].dtype.itemsize + _STEP_BYTES for name in own
     )
     saved_of_stage = {index: run.saved_bytes for index, run in runs.items()}
     return RankMemory(
@@ -86,13 +86,13 @@ def memory_of(setting: Setting, runs: Mapping[int, StageRun]) -> RankMemory:
         gathered_bytes=gathered,
         whole_gradient_bytes=whole,
         buffer_bytes=largest,
-        saved_bytes=saved_peak(setting, runs),
+        saved_bytes=_saved_peak(setting, runs),
         workspace_bytes=max(run.peak_bytes - run.saved_bytes for run in runs.values()),
         saved_of_stage=saved_of_stage,
     )
 
 
-def gradient_bytes(setting: Setting, runs: Mapping[int, StageRun]) -> int:
+def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
     """Bytes of the gradients that a rank holds after the step.
 
     ZeRO sums those of a group into one buffer, which stays while one of them does: that of a tied parameter is given to
@@ -107,7 +107,7 @@ def gradient_bytes(setting: Setting, runs: Mapping[int, StageRun]) -> int:
     return total + sum(_stored_bytes(setting, name) for name in left)
 
 
-def _stored_bytes(setting: Setting, name: str) -> int:
+def _stored_bytes(setting: RankView, name: str) -> int:
     """Bytes of this rank's part of a parameter between steps, with ZeRO's padding."""
     item = setting.program.parameters[name].dtype.itemsize
     if is_sharded(setting, name):
@@ -115,13 +115,13 @@ def _stored_bytes(setting: Setting, name: str) -> int:
     return prod(setting.own_shape(name)) * item
 
 
-def _parameter_bytes(setting: Setting) -> int:
+def _parameter_bytes(setting: RankView) -> int:
     stored = sum(_stored_bytes(setting, name) for stage in setting.own_stages for name in stage.parameters)
     unused = setting.program.unused.values() if any(stage.index == 0 for stage in setting.own_stages) else ()
     return stored + sum(info.num_elements * info.dtype.itemsize for info in unused)
 
 
-def saved_peak(setting: Setting, runs: Mapping[int, StageRun]) -> int:
+def _saved_peak(setting: RankView, runs: Mapping[int, StageRun]) -> int:
     """The most bytes that are kept for backward at once, over the order of this rank's passes."""
     degrees = setting.plan.degrees
     if degrees.pp == 1:

@@ -13,7 +13,7 @@ from autopar.ir.storage import Storage, boundary_types, storage_of
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class RankView:
     """A program under its plan, on one rank.
 
     `rank` counts as the runtime does: in the order of the plan, dp as dp_replicate and dp_shard.

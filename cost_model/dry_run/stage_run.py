@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.ledger import Key, Ledger, NoNumbers, PricedDim, Traffic
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, needed_results
@@ -37,9 +37,9 @@ class StageRun:
     through which one flows.
     """
 
-    forward: Mapping[Key, Traffic]
-    backward: Mapping[Key, Traffic]
-    backward_in_parts: Mapping[Key, Traffic]
+    forward: Mapping[Key, CollectiveTotal]
+    backward: Mapping[Key, CollectiveTotal]
+    backward_in_parts: Mapping[Key, CollectiveTotal]
     saved_bytes: int
     kept_bytes: int
     peak_bytes: int
@@ -47,7 +47,7 @@ class StageRun:
     flows: frozenset[int]
 
 
-def run_stage(setting: Setting, stage: Stage, device: str = "cpu") -> StageRun:
+def run_stage(setting: RankView, stage: Stage, device: str = "cpu") -> StageRun:
     """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so.
 
     Sends nothing and holds no data.
@@ -66,7 +66,7 @@ def run_stage(setting: Setting, stage: Stage, device: str = "cpu") -> StageRun:
     )
 
 
-def run_denominator(setting: Setting, device: str = "cpu") -> Mapping[Key, Traffic]:
+def run_denominator(setting: RankView, device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
     """What the loss's denominator of one micro-batch sends."""
     with private.fake_tensors():
         return _Run(setting, device).denominator()
@@ -75,7 +75,7 @@ def run_denominator(setting: Setting, device: str = "cpu") -> Mapping[Key, Traff
 class _Run:
     """Blocks made for one rank, and the ledger of what they send."""
 
-    def __init__(self, setting: Setting, device: str) -> None:
+    def __init__(self, setting: RankView, device: str) -> None:
         self.setting, self.device = setting, device
         self.program, self.plan = setting.program, setting.plan
         self.ledger = Ledger()
@@ -149,7 +149,7 @@ class _Run:
             taken[name] = value.reshape(storage.local_shape) if value.shape != storage.local_shape else value
         return taken, leaves
 
-    def denominator(self) -> dict[Key, Traffic]:
+    def denominator(self) -> dict[Key, CollectiveTotal]:
         call = next(c for c in self.program.calls if c.phase == "denominator")
         given = self.given()
         with torch.no_grad():

@@ -12,7 +12,7 @@
     loss         the loss, from the last stage          pp                      1
 
 n are the step's micro-batches. Clipping, the optimizer and evaluation are not part of it. Bytes are those of the
-operand that this rank puts in (`autopar.cost_model.dry_run.ledger.Traffic`), of a message those of its tensor.
+operand that this rank puts in (`autopar.cost_model.dry_run.ledger.CollectiveTotal`), of a message those of its tensor.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,10 +21,10 @@ from typing import Literal
 
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.ledger import Key, Ledger, Sends, Traffic, collective
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, Sends, collective
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stage
-from autopar.cost_model.dry_run.zero import groups_of, is_sharded, passes, shard_elements, zero_step
+from autopar.cost_model.dry_run.zero import groups_of, is_sharded, shard_elements, stage_passes, zero_step
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA
@@ -33,24 +33,24 @@ from autopar.ir.storage import buckets
 
 ALL_RANKS, PIPELINE = "all ranks", "pp"
 StepPart = Literal["comparison", "denominator", "blocks", "zero", "messages", "loss", "tied", "replicated"]
-AGREEMENT_BYTES, AGREEMENT_BYTES_PER_INPUT = 32, 16
+_AGREEMENT_BYTES, _AGREEMENT_BYTES_PER_INPUT = 32, 16
 
 
 def step_traffic(
     program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu"
-) -> Mapping[Key, Traffic]:
+) -> Mapping[Key, CollectiveTotal]:
     """What a rank sends in one step, by (mesh dimension, kind).
 
     `analysis` is that of the program on the plan's mesh; `device` the type on which the step will run, which decides
     what attention keeps. Mesh dimensions are those of the plan, joined ones (``tp0_tp1``), ``dp_shard`` and
     ``dp_replicate`` where both are above 1, ``pp`` and ``all ranks``.
     """
-    setting = Setting(program, analysis, plan, rank)
+    setting = RankView(program, analysis, plan, rank)
     runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
     return sends_of(setting, runs, device)
 
 
-def sends_of(setting: Setting, runs: Mapping[int, StageRun], device: str = "cpu") -> Mapping[Key, Traffic]:
+def sends_of(setting: RankView, runs: Mapping[int, StageRun], device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
     """What a rank sends in one step, given one micro-batch of each of its stages."""
     ledger = Ledger()
     for part in parts_of_step(setting, runs, device).values():
@@ -59,11 +59,11 @@ def sends_of(setting: Setting, runs: Mapping[int, StageRun], device: str = "cpu"
 
 
 def parts_of_step(
-    setting: Setting, runs: Mapping[int, StageRun], device: str = "cpu"
-) -> Mapping[StepPart, Mapping[Key, Traffic]]:
+    setting: RankView, runs: Mapping[int, StageRun], device: str = "cpu"
+) -> Mapping[StepPart, Mapping[Key, CollectiveTotal]]:
     """As `sends_of`, by the part of the step."""
     ledger = Ledger()
-    found: dict[StepPart, Mapping[Key, Traffic]] = {}
+    found: dict[StepPart, Mapping[Key, CollectiveTotal]] = {}
     writers: Mapping[StepPart, Callable[[], None]] = {
         "comparison": lambda: _comparison(setting, ledger),
         "denominator": lambda: _denominator(setting, device, ledger),
@@ -80,67 +80,67 @@ def parts_of_step(
     return found
 
 
-def _comparison(setting: Setting, ledger: Ledger) -> None:
+def _comparison(setting: RankView, ledger: Ledger) -> None:
     ranks = setting.plan.degrees.world_size
     if ranks > 1:
-        size = AGREEMENT_BYTES + AGREEMENT_BYTES_PER_INPUT * len(setting.program.inputs)
+        size = _AGREEMENT_BYTES + _AGREEMENT_BYTES_PER_INPUT * len(setting.program.inputs)
         ledger.add(ALL_RANKS, "all_gather", collective("all_gather", ranks, size))
 
 
-def _denominator(setting: Setting, device: str, ledger: Ledger) -> None:
-    if needs_denominator(setting):
+def _denominator(setting: RankView, device: str, ledger: Ledger) -> None:
+    if _needs_denominator(setting):
         ledger.add_all(_on_wire(setting, run_denominator(setting, device)), setting.plan.degrees.num_micro_batches)
 
 
-def _blocks(setting: Setting, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+def _blocks(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
     degrees = setting.plan.degrees
     for stage in setting.own_stages:
         run, in_parts = runs[stage.index], 0
         if setting.splits_backward(stage):
-            in_parts = sum(action.kind == "I" for order in passes(degrees, stage.index) for action in order)
+            in_parts = sum(action.kind == "I" for order in stage_passes(degrees, stage.index) for action in order)
         ledger.add_all(_on_wire(setting, run.forward), degrees.num_micro_batches)
         ledger.add_all(_on_wire(setting, run.backward), degrees.num_micro_batches - in_parts)
         ledger.add_all(_on_wire(setting, run.backward_in_parts), in_parts)
 
 
-def _zero(setting: Setting, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+def _zero(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
     for stage in setting.own_stages:
         zero_step(setting, stage, groups_of(setting, stage, runs[stage.index]), ledger)
 
 
-def _all_messages(setting: Setting, ledger: Ledger) -> None:
+def _all_messages(setting: RankView, ledger: Ledger) -> None:
     for stage in setting.own_stages:
         ledger.add_all(_messages(setting, stage), setting.plan.degrees.num_micro_batches)
 
 
-def _loss(setting: Setting, ledger: Ledger) -> None:
+def _loss(setting: RankView, ledger: Ledger) -> None:
     ranks = setting.plan.degrees.pp
     if ranks > 1:
         size = value_infos(setting.program)[setting.program.loss].dtype.itemsize
         ledger.add(PIPELINE, "all_reduce", collective("all_reduce", ranks, size))
 
 
-def _on_wire(setting: Setting, sends: Sends) -> Sends:
+def _on_wire(setting: RankView, sends: Sends) -> Sends:
     """Without collectives of a single rank."""
     mesh = setting.plan.mesh
     return {(name, kind): traffic for (name, kind), traffic in sends.items() if mesh.degree_of(name) > 1}
 
 
-def needs_denominator(setting: Setting) -> bool:
+def _needs_denominator(setting: RankView) -> bool:
     """Whether a call of this rank's stages divides by the loss's denominator."""
     program = setting.program
     own = (program.calls[i] for stage in setting.own_stages for i in stage.calls)
     return program.denominator is not None and any(program.denominator in call.arguments for call in own)
 
 
-def _messages(setting: Setting, stage: Stage) -> dict[Key, Traffic]:
+def _messages(setting: RankView, stage: Stage) -> dict[Key, CollectiveTotal]:
     """Messages of one micro-batch between this stage and its neighbours: values forward, their gradients back."""
     infos, found = value_infos(setting.program), Ledger()
 
     def add(kind: str, names: Iterable[str]) -> None:
         for name in names:
             size = prod(setting.local_shape(name)) * infos[name].dtype.itemsize
-            found.add(PIPELINE, kind, Traffic(1, size, size if kind == "send" else 0))
+            found.add(PIPELINE, kind, CollectiveTotal(1, size, size if kind == "send" else 0))
 
     own = setting.pipeline_rank_of(stage.index)
     if stage.index + 1 < len(setting.stages) and setting.pipeline_rank_of(stage.index + 1) != own:
@@ -152,12 +152,12 @@ def _messages(setting: Setting, stage: Stage) -> dict[Key, Traffic]:
     return found.take()
 
 
-def local_gradient_elements(setting: Setting, name: str) -> int:
+def local_gradient_elements(setting: RankView, name: str) -> int:
     """Elements of what a rank holds of a parameter's gradient after the step."""
     return shard_elements(setting, name) if is_sharded(setting, name) else prod(setting.own_shape(name))
 
 
-def _summed(setting: Setting, names: Iterable[str], mesh_dim: str, ranks: int, ledger: Ledger) -> None:
+def _summed(setting: RankView, names: Iterable[str], mesh_dim: str, ranks: int, ledger: Ledger) -> None:
     """Gradients of parameters summed over ranks in buckets."""
     infos = setting.program.parameters
     sizes = [(local_gradient_elements(setting, n) * infos[n].dtype.itemsize, infos[n].dtype) for n in names]
@@ -166,7 +166,7 @@ def _summed(setting: Setting, names: Iterable[str], mesh_dim: str, ranks: int, l
         ledger.add(mesh_dim, "all_reduce", collective("all_reduce", ranks, size))
 
 
-def tied_ranks(setting: Setting) -> dict[str, tuple[int, ...]]:
+def _tied_ranks(setting: RankView) -> dict[str, tuple[int, ...]]:
     """The pipeline ranks that hold a copy of each parameter that several stages take."""
     placed = stages_by_parameter(setting.program, setting.stages)
     return {
@@ -176,24 +176,24 @@ def tied_ranks(setting: Setting) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _ties(setting: Setting, ledger: Ledger) -> None:
-    infos, ties = setting.program.parameters, tied_ranks(setting)
+def _ties(setting: RankView, ledger: Ledger) -> None:
+    infos, ties = setting.program.parameters, _tied_ranks(setting)
     for ranks in sorted({ranks for ranks in ties.values() if len(ranks) > 1}):
         if setting.coordinates["pp"] in ranks:
             names = [name for name, held in ties.items() if held == ranks and infos[name].requires_grad]
             _summed(setting, names, PIPELINE, len(ranks), ledger)
 
 
-def trained(setting: Setting, runs: Mapping[int, StageRun]) -> list[str]:
+def trained(setting: RankView, runs: Mapping[int, StageRun]) -> list[str]:
     """The parameters of this rank that have a gradient after the step, in the model's order."""
     reached = {name for run in runs.values() for name in run.gradients}
     held = {name for stage in setting.own_stages for name in stage.parameters}
-    ties = {name for name, ranks in tied_ranks(setting).items() if len(ranks) > 1}
+    ties = {name for name, ranks in _tied_ranks(setting).items() if len(ranks) > 1}
     infos = setting.program.parameters
     return [n for n in infos if n in held and infos[n].requires_grad and (n in reached or n in ties)]
 
 
-def _deferred(setting: Setting, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+def _deferred(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
     """Gradients of parameters that are replicated where their values differ, once a step."""
     own = trained(setting, runs)
     for name, degree in setting.plan.mesh.as_dict().items():

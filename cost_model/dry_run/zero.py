@@ -7,12 +7,12 @@ forward passes ran before the first backward pass that order goes back beyond th
 there is thrown away: one group in the first backward pass of every run of a schedule.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from autopar.cost_model.dry_run.ledger import Ledger, collective
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
@@ -24,7 +24,7 @@ ROOT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
 
     Bytes of one rank: its padded shard, which it puts into a gather; the padded whole of the parameters that get a
@@ -38,18 +38,18 @@ class Group:
     flows: bool
 
 
-def shards(setting: Setting) -> bool:
+def shards(setting: RankView) -> bool:
     """Whether ZeRO holds parameters in shards; all stages but 0 do, between steps."""
     degrees = setting.plan.degrees
     return degrees.zero > 0 and degrees.dp > 1
 
 
-def is_sharded(setting: Setting, name: str) -> bool:
+def is_sharded(setting: RankView, name: str) -> bool:
     storage = setting.storages.get(name)  # none: unused, whole everywhere
     return shards(setting) and storage is not None and storage.zero_dim(setting.plan.degrees.dp_shard) is not None
 
 
-def padded_elements(setting: Setting, name: str) -> int:
+def padded_elements(setting: RankView, name: str) -> int:
     """Elements of one rank's part of a parameter, padded to what its ZeRO ranks divide."""
     shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.dp_shard
     dim = setting.storages[name].zero_dim(ranks)
@@ -58,7 +58,7 @@ def padded_elements(setting: Setting, name: str) -> int:
     return prod(shape)
 
 
-def shard_elements(setting: Setting, name: str) -> int:
+def shard_elements(setting: RankView, name: str) -> int:
     """Elements of this rank's shard without padding, in the parts of `torch.chunk`."""
     shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.dp_shard
     dim = setting.storages[name].zero_dim(ranks)
@@ -68,7 +68,7 @@ def shard_elements(setting: Setting, name: str) -> int:
     return prod(shape)
 
 
-def groups_of(setting: Setting, stage: Stage, run: StageRun) -> list[Group]:
+def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterGroup]:
     """A stage's groups in the order in which forward passes end: calls first, the root's last."""
     by_call: dict[int, list[str]] = {}
     for name, at in owners(setting.program, stage.calls).items():
@@ -80,7 +80,7 @@ def groups_of(setting: Setting, stage: Stage, run: StageRun) -> list[Group]:
         names = by_call[at]
         sizes = {n: padded_elements(setting, n) * setting.program.parameters[n].dtype.itemsize for n in names}
         found.append(
-            Group(
+            ParameterGroup(
                 call=at,
                 names=tuple(names),
                 shard_bytes=sum(sizes.values()) // setting.plan.degrees.dp_shard,
@@ -91,7 +91,7 @@ def groups_of(setting: Setting, stage: Stage, run: StageRun) -> list[Group]:
     return found
 
 
-def passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:
+def stage_passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:
     """Per run of the schedule, the passes of one stage in order; without a pipeline forward and backward in turn."""
     if degrees.pp == 1:
         both = [[Action(0, "F", m), Action(0, "B", m)] for m in range(degrees.num_micro_batches)]
@@ -107,7 +107,7 @@ def passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:
 class _Hooks:
     """State of FSDP2 in one stage, and what it sends."""
 
-    groups: Sequence[Group]
+    groups: Sequence[ParameterGroup]
     degrees: Degrees
     ledger: Ledger
     gathered: set[int] = field(default_factory=set)
@@ -169,14 +169,14 @@ class _Hooks:
             self.reduce(at)
 
 
-def zero_step(setting: Setting, stage: Stage, groups: Sequence[Group], ledger: Ledger) -> int:
+def zero_step(setting: RankView, stage: Stage, groups: Sequence[ParameterGroup], ledger: Ledger) -> int:
     """Write down what ZeRO sends for a stage in one step; returns the most bytes of parameters gathered at once."""
     degrees = setting.plan.degrees
     if not groups:
         return 0
     hooks = _Hooks(groups, degrees, ledger)
     splits = degrees.splits_backward
-    runs = list(passes(degrees, stage.index))
+    runs = list(stage_passes(degrees, stage.index))
     for number, order in enumerate(runs):
         last = max(k for k, action in enumerate(order) if action.kind != "F")
         for k, action in enumerate(order):
@@ -189,8 +189,3 @@ def zero_step(setting: Setting, stage: Stage, groups: Sequence[Group], ledger: L
         for at in range(len(groups)):
             hooks.reduce(at)
     return hooks.most_bytes
-
-
-def whole_gradient_bytes(groups: Sequence[Group]) -> Mapping[int, int]:
-    """Bytes of the whole gradients of every group, by its call."""
-    return {group.call: group.gradient_bytes for group in groups}

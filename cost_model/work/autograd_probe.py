@@ -19,15 +19,15 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar._torch.private import takes_device, watch_operators
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.operator_cost import operator_name, saved_operands
+from autopar.cost_model.work.operator_cost import saved_operands, target_name
 from autopar.ir.program import Block
 from autopar.rules.rule import Rule
 
-META = torch.device("meta")
+_META = torch.device("meta")
 ATTENTION = "scaled_dot_product_attention"
 _NAMESPACES = ("aten", "autopar", "prims")
-STATISTICS = ("layer_norm", "group_norm")  # on a GPU their mean and deviation are float32 whatever the input is
-ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "new_empty", "empty_strided"])
+_STATISTICS = ("layer_norm", "group_norm")  # on a GPU their mean and deviation are float32 whatever the input is
+_ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "new_empty", "empty_strided"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class _Like:
     operand: int | None
 
 
-Known = dict[object, _Like]
+ProbedRuns = dict[object, _Like]
 
 
-def run_block(block: Block, index: int, analysis: Analysis, known: Known) -> Mapping[str, NodeRun]:
+def run_block(block: Block, index: int, analysis: Analysis, known: ProbedRuns) -> Mapping[str, NodeRun]:
     """Every operator of a block by name; those that are like another one in `known` are not run."""
     found: dict[str, NodeRun] = {}
     run = _Run(analysis, index, known)
@@ -97,7 +97,7 @@ def run_block(block: Block, index: int, analysis: Analysis, known: Known) -> Map
 class _Run:
     """Values of one run, and which of them owns each storage; tensors are kept, so that storages stay who they are."""
 
-    def __init__(self, analysis: Analysis, index: int, known: Known) -> None:
+    def __init__(self, analysis: Analysis, index: int, known: ProbedRuns) -> None:
         self.analysis, self.index, self.known = analysis, index, known
         self.values: dict[str, Any] = {}
         self.owner: dict[int, str] = {}
@@ -105,7 +105,7 @@ class _Run:
 
     def port(self, node: fx.Node) -> None:
         info = node.meta["info"]
-        self.values[node.name] = torch.empty(info.shape, dtype=info.dtype, device=META)
+        self.values[node.name] = torch.empty(info.shape, dtype=info.dtype, device=_META)
         self.owner[_storage(self.values[node.name])] = node.name
 
     def node(self, node: fx.Node) -> NodeRun:
@@ -134,7 +134,7 @@ class _Run:
 
     def _out(self, like: _Like, names: Sequence[str]) -> Any:
         if like.operand is None:
-            return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=META)
+            return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
         return self.values[names[like.operand]].as_strided(like.shape, like.stride, like.offset)
 
     def _named(self, run: NodeRun, name: str, names: Sequence[str], owner: str) -> NodeRun:
@@ -158,12 +158,12 @@ class _Run:
         }
         saved: list[Any] = []
         kernels: list[tuple[Piece, ...]] = []
-        attention = operator_name(node.target) == ATTENTION
+        attention = target_name(node.target) == ATTENTION
         try:
             with _recording(saved), _watching(kernels):
                 out = _attention_output(node) if attention else _call(node, leaves, self.values)
         except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule says what is kept
-            out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype, device=META), []
+            out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype, device=_META), []
             kept = self._kept_by_rule(node, rule)
             kernels[:] = [_pieces([*leaves.values(), out])]
         else:
@@ -174,13 +174,13 @@ class _Run:
             backward = [(*_pieces([*leaves.values(), out, out, *wanted]), _lse(out))] if wanted else []
         else:
             backward = _backward(out, wanted)
-        if operator_name(node.target) in STATISTICS and len({info.dtype for info in call.operands}) == 1:
+        if target_name(node.target) in _STATISTICS and len({info.dtype for info in call.operands}) == 1:
             kernels, backward = (_with_narrow_statistics(each, out.dtype.itemsize) for each in (kernels, backward))
         return NodeRun(tuple(kernels), tuple(backward), tuple(kept), node.name), out.detach()
 
     def _kept(self, node: fx.Node, names: Sequence[str], out: Any, saved: Sequence[Any]) -> list[Kept]:
         by_storage = {_storage(self.values[name]): k for k, name in reversed(list(enumerate(names)))}
-        statistics = operator_name(node.target) in STATISTICS
+        statistics = target_name(node.target) in _STATISTICS
         found: dict[int, Kept] = {}
         for tensor in saved:
             storage, piece = _storage(tensor), _piece(tensor)
@@ -223,11 +223,11 @@ def _call(node: fx.Node, leaves: Mapping[str, Any], values: Mapping[str, Any]) -
             return leaves.get(value.name, values.get(value.name))
         if isinstance(value, (list, tuple)):
             return type(value)(tensor(each) for each in value)
-        return META if isinstance(value, torch.device) else value
+        return _META if isinstance(value, torch.device) else value
 
     args, kwargs = tensor(node.args), {name: tensor(value) for name, value in node.kwargs.items()}
     if not leaves and takes_device(node.target):  # it makes a tensor, with numbers if not told otherwise
-        kwargs["device"] = META
+        kwargs["device"] = _META
     if node.target is aten.dropout.default and args[2] and args[1] > 0.0:
         return aten.native_dropout.default(args[0], args[1], True)[0]
     assert callable(node.target)
@@ -238,9 +238,9 @@ def _attention_output(node: fx.Node) -> Any:
     """Contiguous as (batch, queries, heads, width), as the kernels write it."""
     info = node.meta["info"]
     if len(info.shape) < 3:
-        return torch.empty(info.shape, dtype=info.dtype, device=META)
+        return torch.empty(info.shape, dtype=info.dtype, device=_META)
     *before, heads, queries, width = info.shape
-    return torch.empty((*before, queries, heads, width), dtype=info.dtype, device=META).transpose(-3, -2)
+    return torch.empty((*before, queries, heads, width), dtype=info.dtype, device=_META).transpose(-3, -2)
 
 
 def _lse(out: Any) -> Piece:
@@ -273,7 +273,7 @@ def _watching(kernels: list[tuple[Piece, ...]]) -> Iterator[None]:
         inputs, outputs = _tensors(list(arguments.values())), _tensors([out])
         before = {_storage(each) for each in inputs}
         is_view = outputs and all(_storage(each) in before for each in outputs) and not name.endswith("_")
-        if not is_view and name.split("::")[-1] not in ALIASES:
+        if not is_view and name.split("::")[-1] not in _ALIASES:
             kernels.append(_pieces([*inputs, *outputs]))
 
     with watch_operators(_NAMESPACES, seen):

@@ -49,7 +49,7 @@ SYMBOLS: Mapping[str, str] = {
     "r": "rotated part of a head (latent attention)",
     "u": "width of a head's values (latent attention)",
 }
-MOST_POWER = 16  # of a symbol in a file; powers are evaluated as repeated products
+_MOST_POWER = 16  # of a symbol in a file; powers are evaluated as repeated products
 _TENSOR_DIM = re.compile(r"tp\d")  # of a captured model whose tensor degree is a product of several
 _Kind = Literal["matmul", "attention", "memory"]
 Cause = Literal["value", "regather", "parameter", "inside"]
@@ -305,8 +305,8 @@ class _Reader:
             if not (name in SYMBOLS or _TENSOR_DIM.fullmatch(name)):
                 self.fail(path, f"must be a power of a known symbol; {did_you_mean(name, tuple(SYMBOLS))}", item)
                 return None
-            if type(power) is not int or not 1 <= abs(power) <= MOST_POWER:
-                self.fail(path, f"a power must be a whole number from -{MOST_POWER} to {MOST_POWER}, not 0", item)
+            if type(power) is not int or not 1 <= abs(power) <= _MOST_POWER:
+                self.fail(path, f"a power must be a whole number from -{_MOST_POWER} to {_MOST_POWER}, not 0", item)
                 return None
         return Fraction(*pair), tuple(sorted(powers.items()))
 

@@ -9,7 +9,8 @@ An operator is *split* on a mesh dimension if its label there names a factor, so
 over the 4 only; padding counts as work. The covered share of FLOP is the mean over all operators weighted by their
 FLOP, and likewise of bytes moved. FLOP are those of matrix products, attention and convolutions, forward, of the
 unsplit operator; bytes are operands and output, views moving none. Operators without a rule count: their FLOP are
-torch's own count (`unruled_flops`). Where `tp` is two mesh dimensions there is a share for each and for both together.
+torch's own count (`operator_cost.forward_flops`). If `tp` is two mesh dimensions there is a share for each and for
+both together.
 
 The price of being whole is what one rank spends on the operator in one step, forward and backward, at the device's
 peak and memory bandwidth, and the bytes of operands that it keeps for the backward pass.
@@ -23,13 +24,13 @@ from typing import Any
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import (
     PASSES,
+    forward_flops,
     is_view,
-    local_flops,
+    local_sizes,
     memory_bytes_per_s,
-    operator_name,
     peak_flops_per_s,
     saved_operands,
-    unruled_flops,
+    target_name,
 )
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -42,7 +43,7 @@ _NOTABLE = 1e-3  # an operator that is whole is listed from this share of a rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class OperatorWork:
     """One operator of one distinct block, by its index: its whole work in one micro-batch, and what one rank has of it.
 
     `split` are the mesh dimensions that split it, `split_flops` and `split_bytes` how much of its FLOP and bytes is
@@ -140,7 +141,7 @@ def coverage(
 
 def works_of(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
-) -> Iterator[Work]:
+) -> Iterator[OperatorWork]:
     """Every operator of every distinct block under `labels`."""
     mesh = degrees.mesh
     bandwidth = memory_bytes_per_s(cluster)
@@ -164,9 +165,9 @@ def works_of(
             seconds += sum(held) / bandwidth if infos else 0.0
             extents = dict(_extents(bound.rule, call, chosen, mesh.as_dict()))
             path = node.meta["key"].partition(":")[0] if node.meta["key"].count(":") > 1 else ""
-            yield Work(
+            yield OperatorWork(
                 block=index,
-                operator=operator_name(call.target),
+                operator=target_name(call.target),
                 where=".".join(part for part in (block.name, path) if part),
                 num_calls=times,
                 has_rule=bound.rule.known,
@@ -193,15 +194,17 @@ def _extents(
 
 def _flops(rule: Rule, call: Call, chosen: Iterable[Variant]) -> float:
     """Forward FLOP of one rank under the variants chosen; of the whole operator where there are none."""
-    return local_flops(rule, _degrees(chosen)) if rule.known else unruled_flops(call)
+    if rule.known and rule.flops is None:  # known to multiply nothing
+        return 0.0
+    return float(forward_flops(rule, call, local_sizes(rule, _degrees(chosen))))
 
 
-def whole_on_every_rank(works: Sequence[Work]) -> tuple[WholeOperator, ...]:
+def whole_on_every_rank(works: Sequence[OperatorWork]) -> tuple[WholeOperator, ...]:
     """Operators without a rule by place: no mesh dimension splits them."""
     return tuple(_merged("", group) for group in _grouped([w for w in works if not w.has_rule], _place).values())
 
 
-def _operator(name: str, works: Sequence[Work], dims: Sequence[str]) -> OperatorCoverage:
+def _operator(name: str, works: Sequence[OperatorWork], dims: Sequence[str]) -> OperatorCoverage:
     return OperatorCoverage(
         operator=name,
         num_calls=sum(w.num_calls for w in works),
@@ -213,14 +216,14 @@ def _operator(name: str, works: Sequence[Work], dims: Sequence[str]) -> Operator
     )
 
 
-def _whole(mesh_dim: str, works: Sequence[Work], total_s: float) -> Iterator[WholeOperator]:
+def _whole(mesh_dim: str, works: Sequence[OperatorWork], total_s: float) -> Iterator[WholeOperator]:
     """What is whole on a mesh dimension and does products, has no rule, or takes notable time; dearest first."""
     groups = _grouped([w for w in works if mesh_dim not in w.split], _place).values()
     merged = sorted((_merged(mesh_dim, group) for group in groups), key=lambda w: -w.seconds)
     yield from (w for w in merged if w.flops or not w.has_rule or w.seconds >= _NOTABLE * total_s)
 
 
-def _merged(mesh_dim: str, works: Sequence[Work]) -> WholeOperator:
+def _merged(mesh_dim: str, works: Sequence[OperatorWork]) -> WholeOperator:
     first = works[0]
     return WholeOperator(
         mesh_dim=mesh_dim,
@@ -234,12 +237,12 @@ def _merged(mesh_dim: str, works: Sequence[Work]) -> WholeOperator:
     )
 
 
-def _place(work: Work) -> tuple[str, str, bool]:
+def _place(work: OperatorWork) -> tuple[str, str, bool]:
     return work.operator, work.where, work.has_rule
 
 
-def _grouped(works: Sequence[Work], key: Callable[[Work], Any]) -> dict[Any, list[Work]]:
-    groups: dict[Any, list[Work]] = {}
+def _grouped(works: Sequence[OperatorWork], key: Callable[[OperatorWork], Any]) -> dict[Any, list[OperatorWork]]:
+    groups: dict[Any, list[OperatorWork]] = {}
     for work in works:
         groups.setdefault(key(work), []).append(work)
     return groups

@@ -13,11 +13,11 @@ from functools import cache
 from math import prod
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.autograd_probe import Known, NodeRun, run_block
+from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_block
 from autopar.cost_model.work.block_work import BlockWork, Cause, Operator, Sent
 from autopar.cost_model.work.conversion_steps import ConversionStep, conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
-from autopar.cost_model.work.operator_cost import operator_name, unruled_flops
+from autopar.cost_model.work.operator_cost import forward_flops, target_name
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
 from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
 from autopar.ir.plan import BlockLabels
@@ -25,9 +25,9 @@ from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh
 from autopar.lowering.conversions import wire
 
-Work = BlockWork[Polynomial]
+SymbolicWork = BlockWork[Polynomial]
 # what a rewrite sums over ranks, in numbers per target: the highest logit; the sum of exponentials and the target's own
-INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
+_INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
 
 
 def block_works(
@@ -40,7 +40,7 @@ def block_works(
     roles: Mapping[int, str] | None = None,
     runs: Sequence[Mapping[str, NodeRun]] | None = None,
     regather: bool = True,
-) -> tuple[Work, ...]:
+) -> tuple[SymbolicWork, ...]:
     """The work of every distinct block, in their order; each mesh dimension's degree is a symbol (t of `tp`).
 
     `by_size` names axes by captured size (see `Naming`); `roles` gives blocks other names than their own; `runs` are
@@ -59,7 +59,7 @@ def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None
 
 def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
     """What torch's autograd does with every distinct block, the same under all labels."""
-    known: Known = {}
+    known: ProbedRuns = {}
     return tuple(run_block(block, i, analysis, known) for i, block in enumerate(program.blocks))
 
 
@@ -130,10 +130,10 @@ def _is_gather(step: ConversionStep) -> bool:
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
     """Gathers all of whose uses are the input of `linear` are gathered again (`lowering.gather_linear`)."""
-    return name is not None and operand == 0 and operator_name(getattr(nodes[name], "target", "")) == "linear"
+    return name is not None and operand == 0 and target_name(getattr(nodes[name], "target", "")) == "linear"
 
 
-def work_of(flow: Flow, role: str | None = None) -> Work:
+def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     """The work of a block, by the block's name or another."""
     products = [name for name in flow.runs if flow.is_product(name)]
     pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
@@ -153,7 +153,7 @@ def work_of(flow: Flow, role: str | None = None) -> Work:
     )
 
 
-def kept_work(flow: Flow, work: Work) -> Work:
+def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
     """The work of a block with what it gathers kept, from that where it is gathered again."""
     if not flow.regathered:
         return work
@@ -214,7 +214,7 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
     rule, factors = sizes.bound.rule, sizes.factors()
     if flow.is_attention(name):
         factors = {f: n.subs(symbol("s"), symbol("S")) if f == "k" else n for f, n in factors.items()}
-    flops = rule.flops(factors) if rule.flops and rule.known else unruled_flops(sizes.call)
+    flops = forward_flops(rule, sizes.call, factors)
     spec = [{f for dim in dims for f in dim} for k, dims in enumerate(rule.inputs) if k not in rule.additive]
     left, right = (spec[0], spec[1]) if len(spec) > 1 else (spec[0], set())
     out = {f for dim in rule.output for f in dim}
@@ -367,7 +367,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
             if variant.factor in sizes.bound.rule.invariant and degree > 1:
                 over.setdefault(variant.factor, []).append(mesh_name)
         for names in over.values():  # mesh dimensions that split one factor are summed over together
-            for count in INSIDE.get(flow.operators[name], ()):
+            for count in _INSIDE.get(flow.operators[name], ()):
                 rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
                 yield Sent(
                     collective="all_reduce", mesh_dim="_".join(names), is_forward=True, whole_bytes=rows, of="inside"

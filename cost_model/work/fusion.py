@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.cost_model.work.autograd_probe import ATTENTION, NodeRun
 from autopar.cost_model.work.conversion_steps import ConversionStep
-from autopar.cost_model.work.operator_cost import VIEWS, operator_name
+from autopar.cost_model.work.operator_cost import VIEWS, target_name
 from autopar.cost_model.work.polynomials import Expr
 from autopar.cost_model.work.sizes import Naming, NodeSizes, Types
 from autopar.ir.plan import BlockLabels
@@ -53,7 +53,7 @@ class Flow:
     @cached_property
     def operators(self) -> Mapping[str, str]:
         """What every operator is called."""
-        return {name: operator_name(self.nodes[name].target) for name in self.sizes}
+        return {name: target_name(self.nodes[name].target) for name in self.sizes}
 
     @cached_property
     def layouts(self) -> frozenset[str]:
@@ -62,7 +62,7 @@ class Flow:
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
         """Operators between products and collectives, by group in order of their first."""
-        return fused_groups(self)
+        return _fused_groups(self)
 
     @cached_property
     def written(self) -> frozenset[str]:
@@ -78,7 +78,7 @@ class Flow:
     @cached_property
     def needs_of_groups(self) -> "list[set[Need]]":
         """What the backward pass of every group needs."""
-        return [needs_of_group(self, members, self.written) for members in self.groups]
+        return [_needs_of_group(self, members, self.written) for members in self.groups]
 
     def info(self, name: str) -> Any:
         return self.nodes[name].meta["info"]
@@ -135,7 +135,7 @@ class Flow:
         return found
 
 
-def sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Edge]:
+def _sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Edge]:
     """Edges on which something goes over the wire in the forward pass."""
     names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
     found = set()
@@ -145,9 +145,9 @@ def sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Edg
     return frozenset(found)
 
 
-def depths(flow: Flow) -> Mapping[str, int]:
+def _depths(flow: Flow) -> Mapping[str, int]:
     """The depth of every value."""
-    sent = sent_edges(flow.block, flow.steps)
+    sent = _sent_edges(flow.block, flow.steps)
     found: dict[str, int] = {name: 0 for name in flow.nodes if name not in flow.runs}
     for name in flow.runs:
         over = (
@@ -158,9 +158,9 @@ def depths(flow: Flow) -> Mapping[str, int]:
     return found
 
 
-def fused_groups(flow: Flow) -> list[tuple[str, ...]]:
+def _fused_groups(flow: Flow) -> list[tuple[str, ...]]:
     """See `Flow.groups`."""
-    depth = depths(flow)
+    depth = _depths(flow)
     group: dict[str, str] = {name: name for name in flow.runs if flow.is_eager(name)}
 
     def find(name: str) -> str:
@@ -202,7 +202,7 @@ def needs_of_product(flow: Flow, name: str) -> Iterator[Need]:
                 yield Need(smallest, flow.divisor(flow.kept_types((name, kept.operand))))
 
 
-def needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str]) -> set[Need]:
+def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str]) -> set[Need]:
     """What the backward pass of a fused group needs: what its operators keep, where that lies inside the group
     computed again from the group's inputs, from what it writes (`written`) and from random masks."""
     found: set[Need] = set()

@@ -7,11 +7,12 @@ counts every operand and the output once per pass; views move nothing.
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.rules.rule import Call, Rule, Slot
 
+_V = TypeVar("_V")
 PASSES = 3.0  # forward, and two products backward
 VIEWS = frozenset(
     [
@@ -40,32 +41,46 @@ VIEWS = frozenset(
 )
 
 
-def operator_name(target: Any) -> str:
+def target_name(target: Any) -> str:
     """``linear`` of ``aten.linear.default``."""
     return str(target).split(".")[1] if "." in str(target) else str(target)
 
 
 def is_view(call: Call) -> bool:
-    return operator_name(call.target) in VIEWS
+    return target_name(call.target) in VIEWS
+
+
+def forward_flops(rule: Rule, call: Call, sizes: Mapping[str, _V]) -> _V | float:
+    """Forward FLOP of an operator: by its rule, or by torch's own count if no rule is known.
+
+    `sizes` are those of the rule's factors on one rank, numbers or expressions.
+    """
+    if not rule.known or rule.flops is None:
+        return _counted_flops(call)
+    by_rule: Any = rule.flops  # a formula works on expressions as on numbers
+    found: _V | float = by_rule(sizes)
+    return found
 
 
 def local_flops(rule: Rule, degrees: Mapping[str, float]) -> float:
-    """Forward FLOP of one rank when factors are divided by `degrees`."""
-    if rule.flops is None:
-        return 0.0
-    sizes: dict[str, Any] = {f: size / degrees[f] if f in degrees else size for f, size in rule.sizes.items()}
-    return float(rule.flops(sizes))
+    """Forward FLOP of one rank by the rule alone, if factors are divided by `degrees`; 0 without a formula."""
+    return float(rule.flops(local_sizes(rule, degrees))) if rule.flops else 0.0
 
 
-def unruled_flops(call: Call) -> float:
-    """Forward FLOP of an operator whose rule is not known, by torch's own count; 0 where torch has none for it.
+def local_sizes(rule: Rule, degrees: Mapping[str, float]) -> dict[str, Any]:
+    """Sizes of the rule's factors on one rank."""
+    return {f: size / degrees[f] if f in degrees else size for f, size in rule.sizes.items()}
+
+
+def _counted_flops(call: Call) -> float:
+    """Forward FLOP by torch's own count; 0 if torch has no formula for the operator.
 
     torch does not count products grouped by expert: a token meets the (k, n) matrix of its own expert.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    if "grouped_mm" in operator_name(call.target):
+    if "grouped_mm" in target_name(call.target):
         return 2.0 * prod(call.operands[0].shape) * call.operands[1].shape[-1]
     tensors = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in call.operands]
 

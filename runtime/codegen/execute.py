@@ -31,10 +31,10 @@ def module_attributes(generated: LocalGraph, ranks: RankMesh, streams: Streams) 
 
 def captured_modules(program: Program, device: str = "cpu") -> tuple[fx.GraphModule, ...]:
     """The captured blocks as they are: the single-device reference."""
-    return tuple(graph_module(with_device(block.graph, device), "Captured") for block in program.blocks)
+    return tuple(graph_module(_with_device(block.graph, device), "Captured") for block in program.blocks)
 
 
-def with_device(graph: fx.Graph, device: str) -> fx.Graph:
+def _with_device(graph: fx.Graph, device: str) -> fx.Graph:
     """A copy of a graph whose creating operators use a device."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
@@ -48,7 +48,7 @@ def constant_values(constants: Constants, buffers: Mapping[str, torch.Tensor], d
     """Evaluate the constant part of a program on a device."""
     if not constants.results:
         return {}
-    module = graph_module(with_device(constants.graph, device), "Constants")
+    module = graph_module(_with_device(constants.graph, device), "Constants")
     literals = {n.name: n.meta.get("literal") for n in constants.graph.nodes if n.op == "placeholder"}
     arguments = [
         (literals[f"buffer_{i}"] if literals.get(f"buffer_{i}") is not None else buffers[name]).to(device)

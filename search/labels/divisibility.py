@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.operator_cost import operator_name
+from autopar.cost_model.work.operator_cost import target_name
 from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Mesh, chunk
@@ -278,7 +278,7 @@ def kind_of_axis(analysis: Analysis, axis: int) -> str:
             factors = {f for f, atoms in bound.factors.items() if any(a == axis for a, _ in atoms)}
             if factors & bound.rule.outermost:
                 return "vocabulary"
-            attention = operator_name(calls[node].target) == "scaled_dot_product_attention"
+            attention = target_name(calls[node].target) == "scaled_dot_product_attention"
             if attention and factors - bound.rule.whole - {"f"}:
                 return "heads"
     return "width"

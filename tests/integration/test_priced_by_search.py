@@ -16,12 +16,12 @@ from counted_prices import MESSAGE, Key, priced_collectives
 from priced_models import CASES, Case, planned_case
 
 from autopar.capture.analysis import analyse
+from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger, collective
 from autopar.cost_model.dry_run.ledger import Key as LedgerKey
-from autopar.cost_model.dry_run.ledger import Ledger, Traffic, collective
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.dry_run.traffic import parts_of_step
-from autopar.cost_model.dry_run.zero import ROOT, Group, groups_of, padded_elements, zero_step
+from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, padded_elements, zero_step
 from autopar.ir.sharding import DATA
 from autopar.ir.stages import Stage
 
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.timeout(240)
 class Rank:
     """The dry run of one rank under a plan."""
 
-    setting: Setting
+    setting: RankView
 
     @cached_property
     def runs(self) -> dict[int, StageRun]:
         return {stage.index: run_stage(self.setting, stage) for stage in self.setting.own_stages}
 
     @cached_property
-    def parts(self) -> Mapping[str, Mapping[LedgerKey, Traffic]]:
+    def parts(self) -> Mapping[str, Mapping[LedgerKey, CollectiveTotal]]:
         return {str(name): part for name, part in parts_of_step(self.setting, self.runs).items()}
 
     def tensor(self) -> dict[LedgerKey, tuple[float, float]]:
@@ -56,7 +56,7 @@ class Rank:
             found[key] = (calls + more.calls, size + more.sent_bytes)
         return found
 
-    def end_of_recomputation(self) -> Mapping[LedgerKey, Traffic]:
+    def end_of_recomputation(self) -> Mapping[LedgerKey, CollectiveTotal]:
         """The whole forward pass is priced again; torch's checkpoint stops before a block's last collective."""
         setting, ledger = self.setting, Ledger()
         degrees, program = setting.plan.degrees, setting.program
@@ -81,7 +81,7 @@ class Rank:
         setting = self.setting
         if setting.plan.degrees.pp > 1:  # priced as ZeRO 1, gathered and summed once a step, whatever stage of ZeRO
             degrees = replace(setting.plan.degrees, zero=1)
-            setting = Setting(setting.program, setting.analysis, replace(setting.plan, degrees=degrees), setting.rank)
+            setting = RankView(setting.program, setting.analysis, replace(setting.plan, degrees=degrees), setting.rank)
         groups = [
             (stage, group)
             for stage in setting.own_stages
@@ -90,11 +90,11 @@ class Rank:
         return sum(priced_bytes(setting, stage, group) for stage, group in groups)
 
     def messages(self) -> tuple[float, float]:
-        sent = self.parts["messages"].get(("pp", "send"), Traffic())
+        sent = self.parts["messages"].get(("pp", "send"), CollectiveTotal())
         return sent.calls, sent.bytes
 
 
-def priced_bytes(setting: Setting, stage: Stage, group: Group) -> float:
+def priced_bytes(setting: RankView, stage: Stage, group: ParameterGroup) -> float:
     """What is priced of ZeRO's collectives for a group of parameters."""
     ledger, degrees = Ledger(), setting.plan.degrees
     zero_step(setting, stage, [group], ledger)
@@ -112,13 +112,13 @@ def priced_bytes(setting: Setting, stage: Stage, group: Group) -> float:
     return (gathers + scatters + copies) * without_padding(setting, group)
 
 
-def is_end(setting: Setting, stage: Stage, group: Group) -> bool:
+def is_end(setting: RankView, stage: Stage, group: ParameterGroup) -> bool:
     if group.call == ROOT:
         return True
     return setting.program.calls[stage.calls[group.call]].path.startswith(("prologue", "epilogue", "between_"))
 
 
-def without_padding(setting: Setting, group: Group) -> float:
+def without_padding(setting: RankView, group: ParameterGroup) -> float:
     """The part of a group's elements that is no padding: expressions divide by degrees."""
     even = 0.0
     for name in group.names:
@@ -128,7 +128,7 @@ def without_padding(setting: Setting, group: Group) -> float:
     return even / sum(padded_elements(setting, name) for name in group.names)
 
 
-def tensor_dims(setting: Setting) -> dict[tuple[int, int], str]:
+def tensor_dims(setting: RankView) -> dict[tuple[int, int], str]:
     """Names of tensor dimensions, single and joined, by their ranks and how far apart these lie."""
     mesh, found = setting.plan.mesh, {}
     for i, (name, degree) in enumerate(zip(mesh.names, mesh.degrees, strict=True)):
@@ -163,7 +163,7 @@ def test_priced_collectives_are_those_of_the_dry_run(one: Case) -> None:
     program, plan = planned_case(one)
     analysis, degrees = analyse(program, plan.mesh), plan.degrees
     stride = degrees.tp if degrees.order == "dp-pp-tp" else degrees.tp * degrees.dp
-    ranks = [Rank(Setting(program, analysis, plan, r * stride)) for r in range(degrees.pp)]
+    ranks = [Rank(RankView(program, analysis, plan, r * stride)) for r in range(degrees.pp)]
     # every pipeline rank is priced as the one with the largest end
     gradients = max(rank.gradient_bytes() for rank in ranks) if degrees.pp > 1 else 0.0
     for r, rank in enumerate(ranks):

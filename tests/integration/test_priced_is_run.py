@@ -13,7 +13,7 @@ from suites import thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import memory_of
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.dry_run.traffic import sends_of
 from autopar.runtime.distributed.launch import Ranks
@@ -28,7 +28,7 @@ def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     analysis = analyse(program, plan.mesh)
     known: dict[object, StageRun] = {}
     for rank, (counts, memory) in enumerate(worlds(RANKS).run("priced_ranks:measured_step", one, plan)):
-        setting = Setting(program, analysis, plan, rank)
+        setting = RankView(program, analysis, plan, rank)
         runs = runs_of(setting, known)
         sends = {key: (traffic.calls, traffic.bytes) for key, traffic in sends_of(setting, runs).items()}
         assert counts == sends, f"rank {rank}"
@@ -47,7 +47,7 @@ def test_every_plan_is_in_the_document() -> None:
     assert [one.name for one in CASES if f"| {one.name} |" not in text] == []
 
 
-def runs_of(setting: Setting, known: dict[object, StageRun]) -> dict[int, StageRun]:
+def runs_of(setting: RankView, known: dict[object, StageRun]) -> dict[int, StageRun]:
     """One micro-batch of each of a rank's stages; ranks with equal parts of all parameters do the same."""
     found = {}
     for stage in setting.own_stages:

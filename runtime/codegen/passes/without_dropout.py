@@ -9,7 +9,7 @@ from autopar.errors import InputError
 from autopar.ir.program import Program
 
 _SDPA = aten.scaled_dot_product_attention.default
-DROPOUT_P, TRAIN = 4, 2  # positions of arguments
+_DROPOUT_P, TRAIN = 4, 2  # positions of arguments
 OTHERS = (aten.bernoulli.default, aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default)
 
 
@@ -37,8 +37,8 @@ def _quiet(graph: fx.Graph, where: str) -> tuple[fx.Graph, bool]:
             )
         if node.target is aten.dropout.default and node.args[TRAIN]:
             node.args, changed = (*node.args[:TRAIN], False), True
-        if node.target is _SDPA and len(node.args) > DROPOUT_P and node.args[DROPOUT_P]:
-            node.args, changed = (*node.args[:DROPOUT_P], 0.0, *node.args[DROPOUT_P + 1 :]), True
+        if node.target is _SDPA and len(node.args) > _DROPOUT_P and node.args[_DROPOUT_P]:
+            node.args, changed = (*node.args[:_DROPOUT_P], 0.0, *node.args[_DROPOUT_P + 1 :]), True
         if node.target is _SDPA and node.kwargs.get("dropout_p"):
             node.kwargs, changed = {**node.kwargs, "dropout_p": 0.0}, True
     return copy, changed

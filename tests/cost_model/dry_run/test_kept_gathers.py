@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.work.block_work import evaluate
 from autopar.cost_model.work.program_costs import program_works
@@ -36,7 +36,7 @@ def labelled(model: str, wish: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
 
 
 def run(program: Any, plan: Plan, analysis: Any) -> StageRun:
-    setting = Setting(program, analysis, plan, 0)
+    setting = RankView(program, analysis, plan, 0)
     return run_stage(setting, setting.own_stages[0])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopar.cost_model.dry_run.ledger import Ledger, PricedDim, Traffic, collective
+from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger, PricedDim, collective
 from autopar.ir.sharding import Kind
 from autopar.lowering.conversions import CONVERSIONS
 from autopar.lowering.functions import CONVERT
@@ -29,8 +29,8 @@ def test_conversions_send_what_the_table_says(pair: tuple[Kind, Kind]) -> None:
 
 def test_bytes_put_in_and_bytes_sent() -> None:
     """Ring algorithms: n - 1 of n parts of the whole, twice for an all-reduce."""
-    assert collective("all_gather", 4, 100) == Traffic(1, 100, 300)
-    assert collective("reduce_scatter", 4, 400) == Traffic(1, 400, 300)
-    assert collective("all_reduce", 4, 400) == Traffic(1, 400, 600)
-    assert collective("all_to_all", 4, 400) == Traffic(1, 400, 300)
-    assert Traffic(1, 2, 3) * 2 + Traffic(1, 1, 1) == Traffic(3, 5, 7)
+    assert collective("all_gather", 4, 100) == CollectiveTotal(1, 100, 300)
+    assert collective("reduce_scatter", 4, 400) == CollectiveTotal(1, 400, 300)
+    assert collective("all_reduce", 4, 400) == CollectiveTotal(1, 400, 600)
+    assert collective("all_to_all", 4, 400) == CollectiveTotal(1, 400, 300)
+    assert CollectiveTotal(1, 2, 3) * 2 + CollectiveTotal(1, 1, 1) == CollectiveTotal(3, 5, 7)

@@ -13,7 +13,7 @@ from tiny_models import Megatron
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.dry_run.traffic import step_traffic
 from autopar.ir.cluster import ClusterSpec
@@ -35,12 +35,12 @@ def program(layers: int) -> Program:
     return capture_program(model, {"input_ids": ids, "labels": ids.clone()})
 
 
-def setting(layers: int, degrees: Degrees) -> Setting:
+def setting(layers: int, degrees: Degrees) -> RankView:
     captured = program(layers)
     analysis = analyse(captured, degrees.mesh)
     labels = label(captured, analysis, degrees, ClusterSpec.preset("8xh100")).blocks
     plan = Plan(fingerprint=captured.fingerprint, model="", degrees=degrees, blocks=labels)
-    return Setting(captured, analysis, plan, 0)
+    return RankView(captured, analysis, plan, 0)
 
 
 def run(layers: int, degrees: Degrees) -> StageRun:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from autopar.cost_model.dry_run.ledger import Ledger, Traffic
-from autopar.cost_model.dry_run.zero import ROOT, Group, zero_step
+from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger
+from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, zero_step
 from autopar.ir.degrees import Degrees
 
 CALLS = (100, 200, 300)  # elements of the groups of three calls
@@ -27,15 +27,15 @@ class _Stage:
     index: int = 0
 
 
-def groups(degrees: Degrees, shared: int = 0) -> list[Group]:
+def groups(degrees: Degrees, shared: int = 0) -> list[ParameterGroup]:
     sizes = [(at, size * ITEM) for at, size in enumerate(CALLS)] + [(ROOT, shared * ITEM)] * bool(shared)
     return [
-        Group(call=at, names=(), shard_bytes=size // degrees.dp_shard, gradient_bytes=size, flows=True)
+        ParameterGroup(call=at, names=(), shard_bytes=size // degrees.dp_shard, gradient_bytes=size, flows=True)
         for at, size in sizes
     ]
 
 
-def sent(degrees: Degrees, shared: int = 0) -> tuple[dict[tuple[str, str], Traffic], int]:
+def sent(degrees: Degrees, shared: int = 0) -> tuple[dict[tuple[str, str], CollectiveTotal], int]:
     ledger = Ledger()
     setting: object = _Setting(_Plan(degrees))
     most = zero_step(setting, _Stage(), groups(degrees, shared), ledger)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from suites import long
 pytest.importorskip("transformers")
 
 from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.rank_view import Setting
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import run_stage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -38,11 +38,11 @@ def test_sends_once(model: str, wish: dict[str, Any], regather: bool) -> None:
     resolved = resolve_model(model, layers=6, hidden=64, seq_len=16, batch=2, dtype="float32")
     program = capture_for(resolved.model, resolved.example_inputs, degrees)
     plan = replace(label_plan(program, CLUSTER, degrees, model), regather=regather)
-    setting = Setting(program, analyse(program, plan.mesh), plan, 2)  # of the last pipeline rank
+    setting = RankView(program, analyse(program, plan.mesh), plan, 2)  # of the last pipeline rank
     in_parts = [stage for stage in setting.own_stages if setting.splits_backward(stage)]
     assert in_parts
     for stage in in_parts:
-        assert not Setting(program, setting.analysis, recomputing(plan), 2).splits_backward(stage)
+        assert not RankView(program, setting.analysis, recomputing(plan), 2).splits_backward(stage)
         run = run_stage(setting, stage)
         assert run.backward
         assert run.backward_in_parts == run.backward
