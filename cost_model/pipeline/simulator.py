@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import PlanError, Problem
-from autopar.ir.schedules.action import KINDS, Action, Pass, live_micro_batches
+from autopar.ir.schedules.action import KINDS, Action, Pass, peak_in_flight
 from autopar.ir.schedules.registry import numbered_actions, rank_of_stage
 
 Orders = Sequence[Sequence[Action]]
@@ -118,7 +118,7 @@ class Simulation:
 
     @property
     def live(self) -> tuple[int, ...]:
-        return tuple(live_micro_batches(order) for order in self.orders)
+        return tuple(peak_in_flight(order) for order in self.orders)
 
     def timeline(self) -> Iterator[Interval]:
         """Every pass, rank by rank in the order of time."""

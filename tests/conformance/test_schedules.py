@@ -18,7 +18,7 @@ from autopar.cost_model.pipeline.closed_forms import bubble_s, pass_seconds, une
 from autopar.cost_model.pipeline.simulator import StageSeconds, equal_stages, simulate
 from autopar.cost_model.step.context import Passes
 from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.schedules.action import Action, action_of, live_micro_batches
+from autopar.ir.schedules.action import Action, action_of, peak_in_flight
 from autopar.ir.schedules.registry import (
     SCHEDULE_NAMES,
     SCHEDULES,
@@ -219,7 +219,7 @@ def test_micro_batches_in_flight_are_those_of_the_order(schedule: str) -> None:
     for p, v, n in sizes(schedule):
         run: Any = {"pp": p, "virtual_stages": v, "micro_batches": n, "rank": np.arange(p)}
         orders = actions(schedule, p, v, n)
-        counted = [live_micro_batches(order) for order in orders]
+        counted = [peak_in_flight(order) for order in orders]
         assert np.broadcast_to(known.most_in_flight(**run), p).tolist() == counted, (p, v, n)
         first = [next(i for i, a in enumerate(order) if a.kind != "F") for order in orders]
         assert np.broadcast_to(known.warm_up_passes(**run), p).tolist() == first, (p, v, n)

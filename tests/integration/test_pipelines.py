@@ -11,7 +11,7 @@ from shared_captures import all_traced_once
 from suites import long
 
 from autopar.commands.verify import Report, verify
-from autopar.ir.schedules.action import live_micro_batches
+from autopar.ir.schedules.action import peak_in_flight
 from autopar.ir.schedules.registry import actions
 from autopar.runtime.distributed.launch import Ranks
 
@@ -180,7 +180,7 @@ def test_memory_follows_the_schedule(schedule: str, two_ranks: Ranks) -> None:
     cuts = {} if schedule in ("gpipe", "1f1b") else {"cut_at": "layers.0,layers.1,epilogue"}
     wish = {"pp": 2, "micro_batches": 4, "schedule": schedule, **cuts}
     stages = 1 if not cuts else 2
-    wanted = [live_micro_batches(order) for order in actions(schedule, 2, stages, 4)]
+    wanted = [peak_in_flight(order) for order in actions(schedule, 2, stages, 4)]
     assert two_ranks.run("pipeline_ranks:live_micro_batches", 2, wish, 8) == wanted
 
 

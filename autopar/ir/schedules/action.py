@@ -52,7 +52,7 @@ def in_turns(*passes: tuple[int, Sequence[int]]) -> list[int]:
     return order
 
 
-def live_micro_batches(order: Sequence[Action]) -> int:
+def peak_in_flight(order: Sequence[Action]) -> int:
     """The most (stage, micro-batch) pairs of one rank whose activations are held at once: from F to B or W."""
     live = most = 0
     for action in order:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autopar.errors import Problem
 from autopar.ir.schedules.action import action_of
-from autopar.ir.schedules.schedule import Orders, Schedule
+from autopar.ir.schedules.schedule import ActionLists, Schedule
 
 _WITHOUT_SCHEDULE = ("action", "elementwise", "registry", "schedule")
 DEFAULT_SCHEDULE = "1f1b"
@@ -64,7 +64,7 @@ def schedule_problems(schedule: str, pp: int, virtual_stages: int, micro_batches
     return [Problem(path="micro_batches", value=micro_batches, rule=rule, suggestion=suggestion)]
 
 
-def actions(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Orders:
+def actions(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> ActionLists:
     """Per pipeline rank, its actions in the order in which they run, for sizes that `schedule_problems` allows.
 
     >>> [" ".join(map(str, order)) for order in actions("1f1b", pp=2, virtual_stages=1, micro_batches=2)]

@@ -90,7 +90,7 @@ class Schedule:
         """The most (stage, micro-batch) pairs whose activations a rank holds at once.
 
         Divided by the stages of a rank it is in micro-batches of the whole rank.
-        `autopar.ir.schedules.action.live_micro_batches` counts the same on an action list.
+        `autopar.ir.schedules.action.peak_in_flight` counts the same on an action list.
         """
         return minimum(micro_batches * virtual_stages, self.in_flight(pp, virtual_stages, micro_batches, rank))
 
@@ -99,4 +99,4 @@ class Schedule:
         return minimum(micro_batches * virtual_stages, self.warm_up(pp, virtual_stages, micro_batches, rank))
 
 
-Orders = tuple[tuple[Action, ...], ...]  # of every rank, its actions in the order in which they run
+ActionLists = tuple[tuple[Action, ...], ...]  # of every rank, its actions in the order in which they run
