@@ -18,7 +18,7 @@ from autopar.cache.store import KeptFile, kept_file, versions
 from autopar.models.load import checked_dtype, config_named, is_factory, resolve_model
 
 if TYPE_CHECKING:
-    from autopar.capture.captured import Capture
+    from autopar.capture.record.captured import Capture
     from autopar.ir.program import Program
     from autopar.models.load import ResolvedModel
 

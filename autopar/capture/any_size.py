@@ -2,7 +2,7 @@
 
 `torch.export` bakes sizes into a graph, and takes many seconds for a deep model; a search asks for the program at many
 global micro-batches. Two captures at different sizes, which `capture_program` makes anyway to confirm the axes, tell
-which numbers of the folded program are sizes, and how (`autopar.capture.record.forms`). The program at other sizes is
+which numbers of the folded program are sizes, and how (`autopar.capture.forms`). The program at other sizes is
 then written from these forms and analysed anew. Where numbers are not explained, or a capture at the other sizes would
 give another graph, the model is captured again.
 """
@@ -11,9 +11,9 @@ import contextlib
 
 from torch import nn
 
-from autopar.capture.captured import Capture
 from autopar.capture.export.export import Inputs, LossFunction
 from autopar.capture.program import NO_SECOND_CAPTURE, Twice, capture_program, capture_twice, with_same_sequence
+from autopar.capture.record.captured import Capture
 from autopar.capture.record.read import OtherGraph, program_at
 from autopar.capture.record.schema import ProgramRecord
 from autopar.capture.record.write import Unexplained, record_of

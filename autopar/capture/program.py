@@ -11,7 +11,9 @@ from torch import fx, nn
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
-from autopar.capture.export.export import Flat, Inputs, LossFunction, capture_flat, input_names, resize_inputs
+from autopar.capture.export.export import Inputs, LossFunction, capture_flat, input_names, resize_inputs
+from autopar.capture.flat_graph import Flat
+from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
 from autopar.capture.layers.fewer_layers import Stack, layers_to_take_out, with_fewer_layers, without_layers
 from autopar.capture.layers.repeated_layers import with_all_layers
@@ -28,8 +30,7 @@ from autopar.capture.passes.constants import (
 )
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
-from autopar.capture.record.forms import Sizes
-from autopar.capture.record.shared_axes import axes_of, with_note_on_axes
+from autopar.capture.shared_axes import axes_of, with_note_on_axes
 from autopar.errors import CaptureError
 from autopar.ir.program import (
     Block,

@@ -27,8 +27,8 @@ from autopar.search.labels.result import Labelling
 from autopar.search.pricing.stage_partition import choose_cuts, cuts_like, values_to_recompute
 
 if TYPE_CHECKING:
-    from autopar.capture.captured import Capture
     from autopar.capture.export.export import Inputs, LossFunction
+    from autopar.capture.record.captured import Capture
     from autopar.runtime.parameters.placement import ParameterPlacement
     from autopar.search.labels.solve import Known
 

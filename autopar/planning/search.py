@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from autopar.capture.captured import Capture
+from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import dtype_assumptions, precision_of
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile

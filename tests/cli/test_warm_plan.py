@@ -66,6 +66,6 @@ def test_from_a_kept_search(tmp_path: Path) -> None:
         "optuna",
         "autopar.planning.search",
         "autopar.planning.fixed",
-        "autopar.capture.captured",
+        "autopar.capture.record.captured",
     )
     assert imported(tmp_path, unwanted, *options) == "imported"

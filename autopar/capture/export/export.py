@@ -9,7 +9,6 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,33 +16,13 @@ from torch import fx, nn
 
 from autopar._torch.private import as_exported, pytree, quick_export
 from autopar.capture.export.index_lists import ListsAsSlices
+from autopar.capture.flat_graph import Flat
 from autopar.capture.passes.in_place import needs_decomposition
 from autopar.errors import CaptureError
-from autopar.ir.program import PartOf
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]  # of (output, target), as torch's losses are
 TARGET = "target"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Flat:
-    """A captured graph before normalisation. `placeholders` maps node names to ("parameter"|"buffer"|"input", name).
-
-    The graph returns the outputs, then the new values of the buffers in `updates`. `parts` says of names that are
-    pieces of a parameter which (`autopar.capture.passes.packings`).
-    """
-
-    graph: fx.Graph
-    placeholders: dict[str, tuple[str, str]]
-    outputs: tuple[str, ...]
-    root: fx.GraphModule
-    updates: tuple[str, ...] = ()
-    parts: dict[str, PartOf] = field(default_factory=dict)
-
-    def of_kind(self, kind: str) -> dict[str, str]:
-        """Placeholders of one kind and the names of what they stand for."""
-        return {node: name for node, (found, name) in self.placeholders.items() if found == kind}
 
 
 class _Outputs(nn.Module):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.export.export import Flat
+from autopar.capture.flat_graph import Flat
 from autopar.capture.layers.blocks import INDEXED, module_path
 from autopar.errors import CaptureError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.export.export import Flat
+from autopar.capture.flat_graph import Flat
 from autopar.capture.layers.fewer_layers import Layer, Stack, nodes_of_layers
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.export.export import Flat
+from autopar.capture.flat_graph import Flat
 from autopar.capture.nodes import arg
 from autopar.capture.passes.constants import is_random
 from autopar.ir.program import PartOf

@@ -16,7 +16,7 @@ from autopar.files.atomic import write_text
 from autopar.files.strict_model import StrictModel
 
 if TYPE_CHECKING:
-    from autopar.capture.captured import Capture
+    from autopar.capture.record.captured import Capture
     from autopar.capture.record.schema import ProgramRecord
 
 _VERSION = 1
@@ -81,7 +81,7 @@ def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:
 
 
 def _read(body: str, path: Path) -> "Capture":
-    from autopar.capture.captured import Capture
+    from autopar.capture.record.captured import Capture
     from autopar.capture.record.schema import ProgramRecord
 
     try:

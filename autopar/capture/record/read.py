@@ -13,9 +13,9 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar._torch.private import overloads_of
 from autopar.capture.analysis import analyse, described
+from autopar.capture.forms import Form, Sizes
 from autopar.capture.layers.blocks import block_text, signature_of
 from autopar.capture.micro_batches import loss_over_micro_batches
-from autopar.capture.record.forms import Form, Sizes
 from autopar.capture.record.schema import (
     BlockRecord,
     ConstantsRecord,

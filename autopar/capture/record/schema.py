@@ -1,13 +1,13 @@
 """A captured program as plain data in which sizes may be forms in batch and sequence: what a capture's file holds.
 
-A size is a whole number or a list of terms (`autopar.capture.record.forms`). An argument of an operator is what JSON
+A size is a whole number or a list of terms (`autopar.capture.forms`). An argument of an operator is what JSON
 has, or a tagged mapping: ``{"node": "x"}``, ``{"size": [[1, 1, 1, 0]]}``, ``{"dtype": "float32"}``.
 `autopar.capture.record.write` writes them, `autopar.capture.record.read` reads them.
 """
 
 from typing import Any, Literal
 
-from autopar.capture.record.forms import Term
+from autopar.capture.forms import Term
 from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Role
 

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from autopar._torch.private import overloads_of
+from autopar.capture.forms import Form, Sizes, Term, float_form_of, form_of
 from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
-from autopar.capture.record.forms import Form, Sizes, Term, float_form_of, form_of
 from autopar.capture.record.schema import (
     BlockRecord,
     BufferRecord,
@@ -27,7 +27,7 @@ from autopar.capture.record.schema import (
     Size,
     SizesRecord,
 )
-from autopar.capture.record.shared_axes import axes_of
+from autopar.capture.shared_axes import axes_of
 from autopar.ir.program import Block, BufferInfo, CallSite, Constants, ParameterInfo
 
 MAX_LITERAL = 65_536  # elements of a tensor that is written out

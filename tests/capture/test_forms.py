@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.capture.record.forms import Form, Sizes, float_form_of, form_of
+from autopar.capture.forms import Form, Sizes, float_form_of, form_of
 
 LARGE, SMALL = Sizes(batch=8, sequence=4096), Sizes(batch=3, sequence=6)
 
