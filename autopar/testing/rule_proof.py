@@ -8,7 +8,7 @@ has the whole cotangent, I is the same on all ranks.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, count
 from math import prod
 from typing import Any
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError, VerificationError
-from autopar.ir.sharding import Dims, Type, chunk
+from autopar.ir.sharding import Dims, Mesh, Type, chunk
 from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.families.random import is_random
 from autopar.rules.registry import operator_of, rule_for
 from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
 from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
+from autopar.runtime.parameters.shards import all_shards, assemble, coordinates, local_shard
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _DEGREES = (2, 3)
 NUM_PAIRS = 6  # of splits on two mesh dimensions, per binding
-_Sizes = list[list[int]]
 Proved = frozenset[tuple[str, int]]
 
 
@@ -224,12 +224,13 @@ def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Varian
     if named:
         assert named <= set(REWRITES), f"unknown runtime function in {named}"
         return False
+    mesh = Mesh(tuple(f"m{i}" for i in range(len(degrees))), tuple(degrees))
     flows = [operand.differentiable for operand in call.operands]
     whole = [_leaf(t, flow) for t, flow in zip(sample.tensors, flows, strict=True)]
     reference = run_steps((Step(call.target, call.args, call.kwargs),), whole)
     cotangent = torch.randn_like(reference) if reference.requires_grad else None
     operand_parts = [
-        parts(t.detach(), _sizes(bound.operands[k]), types[k], degrees, zeros=k in bound.zero_padded)
+        _drawn_shards(t.detach(), bound.operands[k], types[k], mesh, zeros=k in bound.zero_padded)
         for k, t in enumerate(sample.tensors)
     ]
     leaves = [[_leaf(part, flow) for part in of_operand] for of_operand, flow in zip(operand_parts, flows, strict=True)]
@@ -244,18 +245,18 @@ def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Varian
             raise Disproved(f"{where}: local output {tuple(output.shape)}, expected {local.output_shape}")
     if is_random(call):
         return True
-    combined = combine([o.detach() for o in outputs], _sizes(bound.output), out_types, degrees, "P")
+    combined = _assembled([o.detach() for o in outputs], bound.output, out_types, mesh)
     _compare(combined, reference.detach(), f"{where}: output")
     if cotangent is None:
         return True
-    cuts = parts(cotangent, _sizes(bound.output), [_flows_back(t) for t in out_types], degrees, zeros=True)
+    cuts = all_shards(cotangent, bound.output, [_flows_back(t) for t in out_types], mesh)
     _gradients(whole, reference, cotangent)
     for r in ranks:
         _gradients([of_operand[r] for of_operand in leaves], outputs[r], cuts[r])
     for k, tensor in enumerate(whole):
         if tensor.requires_grad:
             grads = [leaf.grad for leaf in leaves[k] if leaf.grad is not None]
-            found = combine(grads, _sizes(bound.operands[k]), types[k], degrees, "R")
+            found = _assembled(grads, bound.operands[k], types[k], mesh, cotangent=True)
             _compare(found, tensor.grad, f"{where}: gradient of operand {k}")
     return True
 
@@ -286,82 +287,71 @@ def _gradients(leaves: Sequence[torch.Tensor], output: torch.Tensor, cotangent: 
         output.backward(cotangent)
 
 
-def _sizes(dims: Dims) -> _Sizes:
-    return [list(dim) for dim in dims.sizes]
-
-
 def _flows_back(kind: Type) -> Type:
     """The type of a cotangent: that of a partial value is the same on all ranks."""
     return Type("R") if kind.kind == "P" else kind
 
 
-def _cut(tensor: torch.Tensor, sizes: _Sizes, kind: Type, degree: int, zeros: bool) -> list[torch.Tensor]:
-    """Parts of equal size of one axis; what pads the last ones is zero, or whatever else stands in the tensor."""
-    axes, dim = sizes[kind.dim], kind.dim + kind.position
-    unflat = tensor.unflatten(kind.dim, axes)
-    size = chunk(axes[kind.position], degree)
-    if size * degree > axes[kind.position]:
-        places = torch.arange(size * degree, device=tensor.device) % axes[kind.position]
-        unflat = unflat.index_select(dim, places)
-        if zeros:
-            unflat.narrow(dim, axes[kind.position], size * degree - axes[kind.position]).zero_()
-    return [piece.flatten(kind.dim, kind.dim + len(axes) - 1) for piece in unflat.split(size, dim)]
-
-
-def _shrunk(sizes: _Sizes, kind: Type, degree: int) -> _Sizes:
-    copy = [list(dim) for dim in sizes]
-    if kind.kind == "S":
-        copy[kind.dim][kind.position] = chunk(copy[kind.dim][kind.position], degree)
-    return copy
-
-
-def parts(
-    tensor: torch.Tensor, sizes: _Sizes, types: Sequence[Type], degrees: Sequence[int], *, zeros: bool
+def _drawn_shards(
+    value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, *, zeros: bool
 ) -> list[torch.Tensor]:
-    """Every rank's part of a tensor, the last mesh dimension fastest; `zeros` says what pads uneven parts."""
-    if not types:
-        return [tensor]
-    kind, degree = types[0], degrees[0]
-    if kind.kind == "S":
-        mine = _cut(tensor, sizes, kind, degree, zeros)
-    elif kind.kind == "P":
-        noise = [_noise(tensor) for _ in range(degree - 1)]
-        mine = [*noise, tensor - sum(noise)]
-    else:
-        mine = [tensor] * degree
-    rest = _shrunk(sizes, kind, degree)
-    return [part for piece in mine for part in parts(piece, rest, types[1:], degrees[1:], zeros=zeros)]
+    """The shards of all ranks, in rank order. Partial values get random summands; `zeros` says what pads the shards."""
+    partial_dims = [i for i, kind in enumerate(types) if kind.kind == "P"]
+    whole_types = [Type("R") if kind.kind == "P" else kind for kind in types]
+    summands: dict[tuple[int, ...], torch.Tensor] = {(): value}
+    for i in partial_dims:
+        summands = {
+            (*at, rank): term for at, one in summands.items() for rank, term in enumerate(_terms(one, mesh.degrees[i]))
+        }
+    if not zeros:
+        filled = {at: _with_filled_padding(one, dims, types, mesh) for at, one in summands.items()}
+        dims, summands = next(iter(filled.values()))[1], {at: one for at, (one, _) in filled.items()}
+    return [
+        local_shard(summands[tuple(at[i] for i in partial_dims)], dims, whole_types, mesh, at)
+        for at in coordinates(mesh)
+    ]
 
 
-def _noise(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype.is_floating_point:
-        return torch.randn_like(tensor)
-    return torch.randint_like(tensor, -5, 5)
+def _terms(value: torch.Tensor, degree: int) -> list[torch.Tensor]:
+    """Random tensors whose sum is the value."""
+    draw = torch.randn_like if value.dtype.is_floating_point else _small_integers
+    noise = [draw(value) for _ in range(degree - 1)]
+    return [*noise, value - sum(noise)]
 
 
-def combine(
-    pieces: Sequence[torch.Tensor], sizes: _Sizes, types: Sequence[Type], degrees: Sequence[int], summed: str
+def _small_integers(like: torch.Tensor) -> torch.Tensor:
+    return torch.randint_like(like, -5, 5)
+
+
+def _with_filled_padding(
+    value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh
+) -> tuple[torch.Tensor, Dims]:
+    """The value with every split axis filled up to equal shards by its own first elements, and its new dimensions."""
+    sizes = [list(dim) for dim in dims.sizes]
+    out = value.reshape([size for dim in sizes for size in dim])
+    for kind, degree in zip(types, mesh.degrees, strict=True):
+        if kind.kind == "S":
+            size = sizes[kind.dim][kind.position]
+            index, filled = sum(map(len, sizes[: kind.dim])) + kind.position, chunk(size, degree) * degree
+            if filled > size:
+                out = out.index_select(index, torch.arange(filled, device=out.device) % size)
+                sizes[kind.dim][kind.position] = filled
+    filled_dims = replace(dims, sizes=tuple(tuple(dim) for dim in sizes))
+    return out.reshape(filled_dims.shape), filled_dims
+
+
+def _assembled(
+    shards: Sequence[torch.Tensor], dims: Dims, types: Sequence[Type], mesh: Mesh, *, cotangent: bool = False
 ) -> torch.Tensor:
-    """The whole of every rank's part. Parts of type `summed` are added, other unsharded ones must be equal."""
-    if not types:
-        return pieces[0]
-    kind, degree = types[0], degrees[0]
-    size = len(pieces) // degree
-    rest = _shrunk(sizes, kind, degree)
-    mine = [combine(pieces[r * size : (r + 1) * size], rest, types[1:], degrees[1:], summed) for r in range(degree)]
-    if kind.kind == summed:
-        if mine[0].dtype is torch.bool:
-            raise Disproved("a sum over ranks of bools")
-        return torch.stack(mine).sum(0).to(mine[0].dtype)
-    if kind.kind != "S":
-        for piece in mine[1:]:
-            _compare(piece, mine[0], "ranks that must agree")
-        return mine[0]
-    unflat = [piece.unflatten(kind.dim, rest[kind.dim]) for piece in mine]
-    joined = torch.cat(unflat, kind.dim + kind.position).narrow(
-        kind.dim + kind.position, 0, sizes[kind.dim][kind.position]
-    )
-    return joined.flatten(kind.dim, kind.dim + len(rest[kind.dim]) - 1)
+    """The whole of all ranks' shards. Raises `Disproved` if ranks that must agree do not."""
+    if shards[0].dtype is torch.bool and any(kind.kind == "P" for kind in types):
+        raise Disproved("a sum over ranks of bools")
+
+    def agree(one: torch.Tensor, other: torch.Tensor) -> float:
+        _compare(one, other, "ranks that must agree")
+        return 0.0
+
+    return assemble(shards, dims, types, mesh, cotangent=cotangent, difference_of=agree)[0]
 
 
 def _compare(found: torch.Tensor, expected: torch.Tensor | None, what: str) -> None:

@@ -1,6 +1,6 @@
 """Which part of a value a rank holds, and how parts make the whole again."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -47,13 +47,20 @@ def all_shards(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mes
 
 
 def assemble(
-    held: Sequence[torch.Tensor], dims: Dims, types: Sequence[Type], mesh: Mesh, *, cotangent: bool = False
+    held: Sequence[torch.Tensor],
+    dims: Dims,
+    types: Sequence[Type],
+    mesh: Mesh,
+    *,
+    cotangent: bool = False,
+    difference_of: Callable[[torch.Tensor, torch.Tensor], float] | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """The whole value of its parts, and the largest difference among copies that must be equal.
+    """The whole value of all ranks' shards, and the largest difference among copies that must be equal.
 
-    For cotangents `R` means partial and `P` means equal on all ranks.
+    For cotangents `R` means partial and `P` means equal on all ranks. `difference_of` compares a copy with the first.
     """
     sums = {"R"} if cotangent else {"P"}
+    compare = difference_of or largest_difference
     sizes = dims.local_sizes(types, mesh.degrees)
     grid = [p.reshape([s for dim in sizes for s in dim]) for p in held]
     difference = 0.0
@@ -65,13 +72,16 @@ def assemble(
                 index = sum(len(dim) for dim in dims.sizes[: kind.dim]) + kind.position
                 merged.append(torch.cat(group, index).narrow(index, 0, dims.sizes[kind.dim][kind.position]))
             elif kind.kind in sums:
-                merged.append(torch.stack(group).sum(0))
+                merged.append(torch.stack(group).sum(0, dtype=group[0].dtype))
             else:
-                for other in group[1:]:
-                    if other.dtype.is_floating_point and other.numel():
-                        difference = max(difference, float((other - group[0]).abs().max()))
-                    elif not torch.equal(other, group[0]):
-                        difference = float("inf")
+                difference = max([difference, *(compare(other, group[0]) for other in group[1:])])
                 merged.append(group[0])
         grid = merged
     return grid[0].reshape(dims.shape), difference
+
+
+def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest absolute difference of two floating tensors; of other tensors infinite, unless they are equal."""
+    if one.dtype.is_floating_point:
+        return float((one - other).abs().max()) if one.numel() else 0.0
+    return 0.0 if torch.equal(one, other) else float("inf")
