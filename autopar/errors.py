@@ -1,7 +1,7 @@
 """The exception tree, and how a list of problems becomes one message.
 
-`AutoparError` is what a caller catches; its subclasses say whose turn it is to act. A message says what was expected,
-what was met and what to change. Whatever is wrong in user input is reported all at once, as `Problem`s.
+A caller catches `AutoparError`; its subclasses say who must act. A message states the expectation, the value and the
+remedy. All mistakes of a user input are reported at once, as `Problem`s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _MAX_VALUE_CHARS = 80
 class Problem:
     """One thing wrong in user input.
 
-    `path` says where (``groups[0].in_host.latency_us``), `value` what was met (any object, shown by a short repr; None
-    when there is nothing to show), `rule` what is expected, `suggestion` what to change.
+    `path` names the place (``groups[0].in_host.latency_us``), `value` the wrong value (None without one), `rule` the
+    expectation, and `suggestion` the change to make.
     """
 
     path: str
@@ -66,8 +66,11 @@ class ClusterError(InputError):
 
 
 class PlanError(InputError):
-    """Raised when a plan cannot be used: it does not parse, degrees do not multiply to the world size, it was made for
-    another model or schema, or the batch cannot be split as it says."""
+    """Raised when a plan cannot be used.
+
+    It does not parse, its degrees do not multiply to the world size, it is for another model or schema, or the batch
+    cannot be split as it says.
+    """
 
 
 class CaptureError(AutoparError):
@@ -108,9 +111,9 @@ class InfeasibleError(AutoparError):
 
 
 class SearchError(AutoparError):
-    """Raised when what a search found fails the check of its result: a bug in autopar, not in what it was asked.
+    """Raised when the result of a search fails its check: a bug in autopar, not in the request.
 
-    `problems` lists everything that is wrong.
+    `problems` lists every mistake.
     """
 
     problems: tuple[Problem, ...]

@@ -1,7 +1,7 @@
 """Check 1: the `spmd_types` checker in global mode over generated blocks, at the real degrees of a plan.
 
-Every operator of a generated graph runs on one rank's shapes under a fake process group, and the checker derives its
-types by itself; what it derives must be what the plan says. Every conversion of `autopar.lowering.conversions` is
+Every operator of a generated graph runs on one rank's shapes under a fake process group. The checker derives its types,
+which must equal the plan's types. Every conversion of `autopar.lowering.conversions` is
 replaced by its `spmd_types` counterpart, whose source type must be exactly that of its operand. What global mode
 cannot follow passes through `local_map` regions with declared types, which the report lists and counts:
 

@@ -1,4 +1,4 @@
-"""Small things that rank 0 tells the others."""
+"""Texts and tensors from rank 0 to all ranks."""
 
 from collections.abc import Callable, Container, Iterable
 
@@ -60,7 +60,7 @@ def from_first_rank(source: Callable[[str], torch.Tensor]) -> Callable[[str], to
 def kept_from_first_rank(
     source: Callable[[str], torch.Tensor], names: Iterable[str], kept: Container[str]
 ) -> Callable[[str], torch.Tensor]:
-    """Rank 0's tensors, of which this rank keeps some: for ranks that will ask for different names. Collective."""
+    """Rank 0's tensors of `names`, of which this rank keeps `kept`. Ranks may keep different names. Collective."""
     received, found = from_first_rank(source), {}
     for name in names:
         value = received(name)

@@ -1,7 +1,7 @@
-"""What a step sends, in order: every communicating operator with its process group and bytes.
+"""The collectives of a step, in order: every communicating operator with its process group and bytes.
 
-torch's profiler says when an operator ran, but on the host not for which process group: this is written down in one
-step, and the profile of another, in which nothing listens, is read with it.
+On the host, torch's profiler does not name the process group of an operator. So one step logs the groups, and the
+profile of the next step, which runs without the log, is read with it.
 """
 
 from collections.abc import Iterator, Mapping

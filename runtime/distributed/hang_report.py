@@ -1,8 +1,7 @@
-"""Where a rank is in its step, for errors and for ranks that do not answer: read from Python frames.
+"""The position of a rank in its step, read from its Python frames, for errors and for ranks that do not answer.
 
-Stage, micro-batch, block, and what the rank waits for: a message of another stage, or a collective with its mesh
-dimension, ranks and value. Nothing is written down while a step runs: the frames of a rank that waits, or whose wait
-ended in an error, hold all of it.
+The position names the stage, the micro-batch, the block, and the message or collective that the rank waits for. A
+collective has its mesh dimension, ranks and value. Steps log nothing: the frames of a waiting rank hold all of it.
 """
 
 import linecache
@@ -30,7 +29,7 @@ _FIRST_ARGUMENT = re.compile(r"= [\w.]+\((\w+)")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Place:
-    """What frames do not say of a rank: the plan's degrees, and the ranks of its pipeline."""
+    """The plan's degrees and the ranks of the pipeline, which frames do not hold."""
 
     degrees: Degrees
     pipeline: MeshDim | None
@@ -71,9 +70,9 @@ def frames_of_thread(thread: int) -> list[FrameType]:
 
 
 def rank_position(frames: Sequence[FrameType]) -> str:
-    """Where frames are, outermost first: ``rank 2: in pipeline stage 1, forward pass of micro-batch 0, block ...``.
+    """The position of frames: ``rank 2: in pipeline stage 1, forward pass of micro-batch 0, block ...``.
 
-    Empty where no step of a `ParallelModel` is among them.
+    It is empty if no step of a `ParallelModel` is among the frames.
     """
     selves = (getattr(frame.f_locals.get("self"), "place", None) for frame in frames)
     place = next((found for found in selves if isinstance(found, Place)), None)
@@ -84,7 +83,7 @@ def rank_position(frames: Sequence[FrameType]) -> str:
 
 
 def reports_position(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A collective method of a model whose `RuntimeError`s, such as a collective's timeout, say where the rank is."""
+    """Add the rank's position to the `RuntimeError`s of a collective method, such as a collective's timeout."""
 
     @wraps(method)
     def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:

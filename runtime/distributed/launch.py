@@ -1,8 +1,7 @@
-"""Local ranks: processes started once from a server that has torch loaded, fed with functions to run together.
+"""Local ranks: processes that a server with torch loaded starts once, and that run functions together.
 
-The first rank that raises ends all of them, and its error is the one that is shown. Of ranks that wait for one that
-does not answer, that one is named, with what it is doing. No port is fixed: ranks meet through a file in a private
-folder.
+The first rank that raises ends all ranks, and its error is shown. If ranks wait for a rank that does not answer, the
+error names this rank and its position. No port is used: ranks meet through a file in a private folder.
 """
 
 import faulthandler
@@ -26,14 +25,14 @@ from autopar.errors import AutoparError, RankError
 
 DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 5.0
-GATHER_S = 1.0  # how long the failures of other ranks are waited for, to tell which came first
-DIED = 0.0  # in place of the time of a failure: the process is gone
-STACK_S = 2.0  # how long a rank that does not answer may take to write where it is
+GATHER_S = 1.0  # wait for the failures of other ranks, to find the first
+DIED = 0.0  # the failure time of a process that has ended
+STACK_S = 2.0  # for a rank that does not answer to write its stack
 STACK_LINES = 8
 TIMED_OUT = ("timed out", "timeout", "Timed out")
 Describe = Callable[[int], str]
 Failure = tuple[float, str, str, str, str]  # when, "user" or "bug", message, notes, traceback
-# loaded once by the server that ranks are forked from; a module that is not installed is passed over
+# The server that ranks are forked from loads these modules once, if they are installed.
 PRELOADED = (
     "torch",
     "torch._dynamo",

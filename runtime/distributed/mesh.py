@@ -80,8 +80,8 @@ class MeshDim:
 class RankMesh:
     """The running mesh: torch's `DeviceMesh`, one `MeshDim` per named dimension, and one per pair that can be joined.
 
-    `tensor_mesh` is what parameters are split over, all dimensions but data-parallel ones; None where there is none.
-    `pipeline` are the ranks that hold the stages of one pipeline; `device_mesh` is that of this rank's stages.
+    `tensor_mesh` has all dimensions but the data-parallel ones; it splits parameters. It is None if there are none.
+    `pipeline` are the ranks that hold the stages of one pipeline. `device_mesh` is the mesh of this rank's stages.
     """
 
     device_mesh: DeviceMesh
@@ -132,10 +132,10 @@ def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int, bounded: Any = None)
 
 
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
-    """The mesh of a training run: torch's pp, dp_replicate, dp_shard and tensor dimensions in the order of the plan,
-    and those of generated code.
+    """The mesh of a training run: torch's pp, dp_replicate, dp_shard and tensor dimensions in the plan's order.
 
-    Collective. A process that asks for the same mesh again gets the same groups: every group costs threads and sockets.
+    It also has the mesh dimensions of generated code. Collective. A process that asks for the same mesh again gets the
+    same groups, because every group costs threads and sockets.
     """
     shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard)
     return _training_mesh(shape, degrees.mesh, degrees.order, device_type, dist.group.WORLD)
@@ -177,7 +177,7 @@ def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.Proces
 
 @cache
 def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, degree: int, world: object) -> dist.ProcessGroup:
-    """Made by all ranks in the same order, as process groups must be; what torch gives a rank outside is not used."""
+    """All ranks make all groups in the same order, as torch requires. A rank keeps the group that contains it."""
     firsts = [rank for rank in range(dist.get_world_size()) if rank // stride % degree == 0]
     every = [[first + k * stride for k in stage_ranks] for first in firsts]
     found: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=private.group_timeout()) for ranks in every]

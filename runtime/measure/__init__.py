@@ -1,0 +1,4 @@
+"""Measurements of devices and links for `autopar calibrate`, and the checks of `autopar doctor`.
+
+Of the runtime it may import `distributed` and `codegen`.
+"""

@@ -1,12 +1,12 @@
 """Times of products, attention, memory traffic and launches on one device, each the median of several rounds.
 
-`device_works` says what is worth running on a type of device, `prepared` makes it ready to run, `seconds_of` measures.
-With several ranks all of them run the same work at once, because ranks on one host share its memory, and on CPU its
-cores; what they must agree on goes through a `Pace`.
+`device_works` lists the measurements of a type of device, `prepared` makes one ready to run, `seconds_of` times it.
+All ranks run the same work at once, because ranks on one host share its memory, and on CPU its cores. They agree on
+repeats and rounds through a `Pace`.
 
-CPU ranks of one thread count processor time, as many times as ranks share a core. The clock on the wall says of a work
-that is shorter than the scheduler's time slice either what a whole core does or that the rank waited, and it has in it
-whatever else the machine does.
+A CPU rank of one thread counts its processor time, times the ranks that share a core. The wall clock would be wrong for
+work shorter than the scheduler's time slice: the rank either had a whole core, or waited. It also counts the machine's
+other work.
 """
 
 import time
@@ -50,10 +50,10 @@ _OPERATORS = 100  # of one chain of tiny ones
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How ranks keep step: the largest of their values, and waiting for one another. Alone, nothing to do.
+    """How ranks keep step: `largest` gives the largest value of all ranks, `meet` waits for them.
 
-    `ranks_per_core` of CPU ranks with one thread each, at least 1: their processor time counts, so often. None: the
-    clock on the wall does.
+    With `ranks_per_core`, at least 1, processor time counts, multiplied by it. It is for CPU ranks of one thread.
+    Without it the wall clock counts.
     """
 
     largest: Callable[[float], float] = lambda value: value

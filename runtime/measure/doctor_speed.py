@@ -1,16 +1,17 @@
 """Speeds that `autopar doctor` measures on every rank at the same time: the device's own, and those of links.
 
-Each round begins together on all ranks. A rank's figure is that of its median round; what it is compared with is in
-`autopar.commands.doctor`. A measurement repeats its work until a round takes `ROUND_S`.
+Each round begins together on all ranks. A rank's figure is the figure of its median round. `autopar.commands.doctor`
+compares the figures. A measurement repeats its work until a round takes `ROUND_S`.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
+
+from autopar.runtime.measure.calibrate_device import Pace
 
 ROUNDS, ROUND_S, MOST_REPEATS = 7, 0.02, 1000
 MATMUL_DTYPES = ("float64", "float32", "bfloat16", "float16")  # torch multiplies these without more being said
@@ -120,34 +121,15 @@ def rounds_of(action: Callable[[], None], device: torch.device) -> tuple[float, 
 
     The slowest rank's first runs decide how often a round repeats it, so that all ranks do the same.
     """
-    once = torch.tensor(min(_timed(action, device, 1) for _ in range(3)), device=device)
+    pace = Pace()
+    once = torch.tensor(min(pace.timed(action, device, 1, waits=True)[0] for _ in range(3)), device=device)
     dist.all_reduce(once, op=dist.ReduceOp.MAX)
     repeats = min(MOST_REPEATS, max(1, round(ROUND_S / max(once.item(), 1e-9))))
     found = []
     for _ in range(ROUNDS):
         dist.barrier()
-        found.append(_timed(action, device, repeats) / repeats)
+        found.append(pace.timed(action, device, repeats, waits=True)[0] / repeats)
     return tuple(found)
-
-
-def _timed(action: Callable[[], None], device: torch.device, repeats: int) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        action()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def in_words(size: int) -> str:

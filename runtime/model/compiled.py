@@ -26,10 +26,10 @@ from autopar.runtime.parameters.placement import ParameterPlacement
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledProgram:
-    """A program, its plan, and what is made of them when first asked for.
+    """A program, its plan, and the code and constants that are made of them at first use.
 
-    `used` says how parameters are taken that are held in another way. `ignored` gives the target inputs that can mark
-    samples to be ignored, and by which value; None where there are none.
+    `used` gives the placement of parameters that this program takes in another placement than they are stored in.
+    `ignored` gives the target inputs that can mark samples to ignore, with the marking value; None without any.
     """
 
     program: Program

@@ -1,4 +1,4 @@
-"""What is summed once a step: gradients of replicated parameters, in buckets, and the gradient norm."""
+"""The sums of one step: gradients of replicated parameters, in buckets, and the gradient norm."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -43,7 +43,7 @@ def gradient_norm(
 ) -> torch.Tensor:
     """2-norm of all gradients together, on every rank, by one all-reduce of a scalar in float64.
 
-    `parameters` are those of this rank, `num_stage_ranks` says how many ranks of a pipeline hold one (tied weights).
+    `parameters` are this rank's. `num_stage_ranks` counts the ranks of a pipeline that hold a parameter (tied weights).
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, parameter in parameters.items():

@@ -14,7 +14,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's batch: tensors by input name, its number of sequences, and every way in which it cannot be used."""
+    """One rank's batch: tensors by input name, its number of sequences, and its problems."""
 
     tensors: Mapping[str, torch.Tensor]
     sequences: int
@@ -24,7 +24,7 @@ class Batch:
 def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], sequences: int, *, any_shape: bool) -> Batch:
     """The tensors of a batch by input name. The batch dimension may have any size, the others only if `any_shape`.
 
-    `sequences` is what is expected of this rank, for messages.
+    `sequences` is the expected number of sequences, for messages.
     """
     infos = {info.name: info for info in program.inputs}
     is_mapping = isinstance(batch, Mapping)
@@ -82,11 +82,11 @@ def sequences_to_run(
     wants_outputs: bool,
     per_micro_batch: bool = False,
 ) -> int:
-    """How many sequences every rank runs, given how many each has; the same on all ranks.
+    """The number of sequences that every rank runs, from the number that each rank has.
 
-    A batch that is too short is padded if `pads`; `captures` says whether another number of sequences may be run as it
-    is. Padded rows would show in outputs, so `wants_outputs` prefers to capture. With losses `per_micro_batch`, a
-    micro-batch of fewer samples would count as much as the others: nothing is padded. Raises `RuntimeInputError`.
+    With `pads` a short batch is padded. With `captures` another number of sequences may run after another capture.
+    Padded rows would appear in outputs, so `wants_outputs` prefers a capture. With `per_micro_batch` nothing is padded,
+    because a micro-batch of fewer samples would count as much as the others. Raises `RuntimeInputError`.
     """
     least, most = min(counts), max(counts)
     alike = per_micro_batch and micro_batches > 1
@@ -123,10 +123,10 @@ def pad_batch(
     ignored: Mapping[str, int],
     fillers: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """A batch filled up to `sequences`: targets and masks with what is ignored, other inputs with a row of real data.
+    """Fill a batch up to `sequences`: targets and masks with their ignored value, other inputs with a row of data.
 
-    A row of real data cannot make a NaN where zeros could (a mask that hides everything); it comes from the batch, or
-    from `fillers` where that is empty, and is zero where neither has one.
+    Zeros could make a NaN, for example with a mask that hides everything; a row of data cannot. The row comes from the
+    batch, or from `fillers` if the batch is empty. Without either it is zero.
     """
     found = {}
     for info in program.inputs:

@@ -262,7 +262,7 @@ class ParallelModel(ShardedModel):
         return loss
 
     def _share(self, compiled: CompiledProgram) -> int:
-        """What the loss of one micro-batch is divided by besides its denominator."""
+        """The number of micro-batches over which the loss is averaged, 1 for a sum."""
         averages = compiled.program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
         return self.plan.degrees.num_micro_batches if averages else 1
 
@@ -322,7 +322,7 @@ class ParallelModel(ShardedModel):
 
     @torch.no_grad()
     def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
-        """What the loss of each micro-batch is divided by, by name: the sum over all of them, or its own."""
+        """The denominator of each micro-batch's loss, by name: the sum over micro-batches, or its own."""
         name = compiled.program.denominator
         if name is None or not self._needs_denominator(compiled):
             return [{} for _ in micro_batches]

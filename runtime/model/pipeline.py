@@ -1,11 +1,12 @@
 """Pipeline stages on torch.distributed.pipelining: its stages, messages and runtime of action lists.
 
-What is ours: which values cross (`autopar.ir.stages`), the order of actions (`autopar.ir.schedules`), micro-batches,
-whose inputs every stage takes from its own rank's batch, and when data-parallel ranks sum gradients:
+autopar decides which values cross (`autopar.ir.stages`), the order of actions (`autopar.ir.schedules`), and the
+micro-batches: every stage takes their inputs from its own rank's batch. autopar also decides when data-parallel ranks
+sum gradients:
 
-* schedules with whole backward passes follow the ZeRO stage in every micro-batch, as without a pipeline;
-* schedules that split the backward pass keep a stage's parameters gathered and its gradients whole until its last
-  action, because FSDP2 sums a gradient when the input's is there, which is before the weights' is.
+* If the backward pass is whole, gradients follow the ZeRO stage in every micro-batch, as without a pipeline.
+* If the backward pass is split, a stage keeps its parameters gathered and its gradients whole until its last action.
+  FSDP2 would sum too early: it sums when the input's gradient is ready, and the weights' gradients come later.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +35,9 @@ RunStage = Callable[[StageModule, Stage, _Values, int], _Values]  # module, stag
 
 
 class _Submodule(nn.Module):
-    """What torch's stage calls: named values from messages and this rank's micro-batch, named values to messages.
+    """The module that torch's stage calls: it takes named values of messages and micro-batch, and returns messages.
 
-    The stage's module is not registered, so that torch leaves FSDP2 to us; its parameters are those of this moment.
+    The stage's module is not registered, so that torch does not touch its FSDP2 state.
     """
 
     def __init__(self, module: StageModule, stage: Stage, loss: str, is_last: bool, detaches: bool) -> None:
@@ -55,7 +56,7 @@ class _Submodule(nn.Module):
         if self.is_last:
             return (found[self.loss],)
         sent = [found[name].contiguous() for name in self.stage.sends]
-        # a backward pass in parts detaches in place what was sent, which views and what was received must survive
+        # a split backward pass detaches sent values in place; views and received values must not change
         return tuple(v.clone() if self.detaches and (v._is_view() or v.is_leaf) else v for v in sent)
 
 

@@ -1,12 +1,12 @@
-"""Whether all ranks are about to run the same thing on data that fits: one small all-gather before every step.
+"""The check before every step that all ranks run the same step on data that fits, by one small all-gather.
 
-Ranks that differ only in `tp` or `pp` must hold the same sequences, every rank must hold shapes that differ in the
-number of sequences alone, and all must be at the same step. What differs becomes one error on all ranks, so that no
-rank waits for another in a collective that the other never enters.
+Ranks that differ only in `tp` or `pp` must hold the same sequences. Shapes may differ between ranks in the number of
+sequences only. All ranks must be at the same step. A difference is an error on all ranks, so that no rank waits in a
+collective that another rank never enters.
 
-The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host whatever the backend, and a
-checksum of the inputs. Of an input above 2 MiB an evenly spread part is read, so a difference in a few elements may
-be missed. Inputs that lie on a GPU already are read back for it; pass them on CPU to avoid that. On 2 gloo ranks of 2
+The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host, and a checksum of the inputs. Of
+an input above 2 MiB an evenly spread part is read, so a difference in a few elements may be missed. Inputs on a GPU are
+copied back for it; pass them on CPU to avoid the copy. On 2 gloo ranks of 2
 shared CPU cores it took 1.0 ms for 8 × 1,024 token ids, 3.1 ms for 32 images (least of 15 rounds, torch 2.13,
 2026-11-21, `benchmarks/agreement.py`).
 """
@@ -33,7 +33,7 @@ _Row = Sequence[int]  # kind and mode, step, whether the batch is unfit, sequenc
 
 
 class PreflightCheck:
-    """Exchanges what the ranks of a mesh are about to do."""
+    """Compares the next call of the ranks of a mesh: its kind, mode, step, shapes and data."""
 
     def __init__(self, mesh: RankMesh, inputs: Sequence[InputInfo]) -> None:
         self.mesh, self.inputs = mesh, tuple(inputs)
@@ -91,7 +91,7 @@ class PreflightCheck:
 
 
 def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
-    """What the ranks do not agree on, naming ranks and input; empty where they agree."""
+    """The message about a disagreement, with ranks and input; empty if the ranks agree."""
     kinds = _groups([row[0] // 2 for row in rows])
     if len(kinds) > 1:
         if ENDED in kinds and set(kinds) <= {READING, ENDED}:

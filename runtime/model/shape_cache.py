@@ -1,7 +1,7 @@
-"""What runs each batch shape and mode: captured once, cached, announced.
+"""The compiled program of each batch shape and mode: captured once, cached, logged.
 
-Parameters stay as they are held: a program captured for another shape or in eval mode is labelled with their types
-pinned, so that only activations may be split in another way.
+Parameters keep their placement. A program captured for another shape or mode is labelled with the parameters' types
+pinned, so only activations may be split in another way.
 """
 
 import logging

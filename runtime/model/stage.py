@@ -43,8 +43,8 @@ def attribute(name: str) -> str:
 class Execution:
     """How a stage runs one micro-batch.
 
-    `functions` run the distinct blocks, `partly` one of them for some of its results only. `state` are the buffers that
-    forward changes. `when` is (step, micro-batch), `recomputed` the calls whose values backward computes again.
+    `functions` run the distinct blocks; `partly` runs one block for some of its results. `state` are the buffers that
+    the forward pass changes. `when` is (step, micro-batch). `recomputed` are the calls that the backward pass repeats.
     """
 
     compiled: CompiledProgram
@@ -92,7 +92,7 @@ class StageModule(nn.Module):
     def forward(self, what: Callable[[], tuple[Execution, Stage]], received: dict[str, Any]) -> dict[str, Any]:
         """Run the calls of a stage of a program over named local values; returns what leaves the stage.
 
-        What is run comes as a function: FSDP2 looks for tensors in all that is in arguments, here the whole program.
+        The execution and stage come as a function, because FSDP2 searches all arguments for tensors.
         """
         run, stage = what()
         compiled = run.compiled

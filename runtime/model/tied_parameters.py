@@ -1,8 +1,8 @@
 """Parameters that several pipeline stages take, such as an embedding that is also the last projection.
 
 Every stage holds its own copy. Stages on different ranks sum their gradients once a step, so that equal optimizers
-update equal copies. Of several stages on one rank the first has the parameter that the user sees and the others a
-*twin*: it gets the values before a step and gives its gradient after it.
+update equal copies. If several stages are on one rank, the first stage has the user's parameter and the others have a
+*twin*. A twin receives the values before a step and gives its gradient after it.
 """
 
 from collections.abc import Mapping, Sequence

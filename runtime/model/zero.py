@@ -58,8 +58,8 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
 def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
     """Set what FSDP2 does after the next backward pass; `last` is that of the step's last micro-batch.
 
-    `set_is_last_backward` stays at its default: with False for earlier micro-batches FSDP2 keeps the order of their
-    forward passes, and at the end of the next backward prefetches a segment that nobody needs.
+    `set_is_last_backward` stays at its default. With False for earlier micro-batches, FSDP2 keeps the order of their
+    forward passes, and the next backward pass prefetches a segment that nobody needs.
     """
     for module in _sharded(model):
         module.set_reshard_after_backward(degrees.zero == 3 or last, recurse=False)

@@ -1,9 +1,8 @@
 """Sharded state under flat global shapes, as torch.distributed.checkpoint saves and loads it.
 
-A parameter held in factored shape (`autopar.runtime.parameters.placement`) is presented as the chunks of the flat
-tensor that a rank holds: for ``(3, h, e)`` split on `h`, three runs of rows. The pieces of an unequal packing
-(`autopar.capture.passes.packings`) are presented as the chunks of the model's parameter. A checkpoint is then
-independent of the plan.
+A parameter of factored shape (`autopar.runtime.parameters.placement`) appears as chunks of the flat tensor: three runs
+of rows for ``(3, h, e)`` split on `h`. The parts of an unequal packing (`autopar.capture.passes.packings`) appear as
+chunks of the model's parameter. So a checkpoint does not depend on the plan.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,8 +161,8 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """The state of every parameter under the model's names.
 
-    Of a parameter held in pieces, state shaped like it is joined and a scalar (a step count) stands for all of them;
-    state of another shape keeps the names of the pieces.
+    The parts of a packed parameter join their state if it has the parameter's shape. One scalar, such as a step count,
+    stands for all parts. State of another shape keeps the names of the parts.
     """
     found: dict[str, Any] = {}
     for name, infos in by_model_parameter(program):

@@ -1,11 +1,12 @@
 """Where initial weights come from: the model itself, a state, or the model's own seeded initialisation.
 
-`parameter_source` answers one name at a time with a whole tensor, so that no more than one is ever held. A meta model
-without a state initialises itself: the tensor asked for is given real memory, everything around it stays on meta, and
-the initialisers that may touch it run, from its module up to the root, in the order in which construction runs them.
-Operators on meta tensors draw no random numbers, and the generator is seeded by (seed, first name), so a tensor's
-values depend on neither the plan nor the rank nor the order of asking. (They may differ in the last bit between kinds
-of CPU, as all of torch's random numbers do.)
+`parameter_source` gives one whole tensor at a time, so that memory never holds more than one. A meta model without a
+state initialises itself. The wanted tensor gets real memory and everything else stays on meta. Then the initialisers
+that may write it run, from its module up to the root, in the order of construction.
+
+Operators on meta tensors draw no random numbers, and the generator is seeded by (seed, first name). So a tensor's
+values depend neither on the plan, nor on the rank, nor on the order of requests. They may differ in the last bit
+between kinds of CPU, as all of torch's random numbers do.
 """
 
 import contextlib

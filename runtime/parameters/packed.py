@@ -1,6 +1,6 @@
-"""Pieces of parameters: what the program holds as parameters of their own, the model has as one.
+"""Packed parameters: one parameter of the model is several parameters of the program, one for each part.
 
-Values of pieces are cut out of the model's tensors, and results are joined again wherever they leave the runtime.
+The parts' values are cut from the model's tensor. Results are joined when they leave the runtime.
 """
 
 from collections.abc import Callable, Iterator, Mapping

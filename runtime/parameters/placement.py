@@ -1,11 +1,11 @@
-"""Parameters as they are held: local shards, DTensors with global shapes over the tensor mesh dimensions.
+"""How parameters are stored: local shards, as DTensors with global shapes over the tensor mesh dimensions.
 
-A parameter whose split axis is not outermost in its dimension (GPT-2's packed ``(3 h e)``) is held in *factored*
-shape, ``(3, h·e, in)`` with a plain `Shard` on its own dimension; names and flat shapes are restored at export.
+If the split axis is not outermost in its dimension (GPT-2's packed ``(3 h e)``), the parameter is stored in *factored*
+shape. ``(3, h·e, in)`` has a plain `Shard` on its own dimension. Exports restore names and flat shapes.
 
-Where the degree does not divide the axis, the parts are uneven, as torch.distributed has them, and the axis has a
-dimension of its own: 30 heads over 4 ranks are 8, 8, 8 and 6. A block pads its part with zeros; what flows back to the
-padding is dropped, so no optimizer, norm or checkpoint ever sees it.
+If the degree does not divide the axis, the parts are uneven, as in torch.distributed, and the axis has a dimension of
+its own: 30 heads over 4 ranks are 8, 8, 8 and 6. A block pads its part with zeros. The padding's gradient is dropped,
+so no optimizer, norm or checkpoint sees the padding.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from autopar.runtime.parameters.shards import local_shard, pad_axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlacement:
-    """How one parameter is held.
+    """How one parameter is stored.
 
-    `shape` is its factored global shape, `placements` and `degrees` are those of the tensor mesh dimensions (all but
-    `dp`), `local_shape` is the flat shape of a block's part, padding included. `deferred` names mesh dimensions that
-    sum its gradient once a step.
+    `shape` is the factored global shape. `placements` and `degrees` have one entry for each tensor mesh dimension.
+    `local_shape` is the flat shape of a block's part, with padding. `deferred` names the mesh dimensions that sum the
+    gradient once a step.
     """
 
     name: str

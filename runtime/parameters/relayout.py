@@ -1,7 +1,7 @@
-"""Parameters that one program takes in another way than they are held.
+"""The conversion of parameters for a program that takes them in another placement than they are stored in.
 
-A parameter is held as the training plan says, or whole where no block of it takes the parameter. A program captured
-for another shape or mode takes most parameters so, and the others by one conversion when its code asks for them.
+A parameter is stored as the training plan says, or whole if no block takes it. A program captured for another shape or
+mode takes most parameters in this placement. The others are converted once, when its code needs them.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ def _layout(how: ParameterPlacement) -> tuple[object, ...]:
 
 
 def relayout(value: torch.Tensor, how: ParameterPlacement, used: ParameterPlacement, mesh: RankMesh) -> torch.Tensor:
-    """The flat local value of a parameter that is held as `how`, as code that takes it as `used` wants it.
+    """Convert the flat local value of a parameter from the placement `how` to the placement `used`.
 
-    Where both split it, and not alike, it is gathered and cut again.
+    If both placements split it in different ways, it is gathered and cut again.
     """
     current = list(how.types)
     tensor = [i for i, name in enumerate(mesh.spec.names) if name != DATA]

@@ -6,8 +6,8 @@
     point-to-point       messages between stages
     host                 with a GPU only: what the host did to launch the compute
 
-A block's backward pass has no range of its own in the profile. Autograd numbers the nodes that forward makes, and the
-profiler shows these numbers forward and backward: what was numbered inside a block's forward range is that block's.
+A block's backward pass has no range of its own in the profile. Autograd numbers the nodes of the forward pass, and the
+profiler shows the numbers in both passes. Nodes numbered inside a block's forward range belong to this block.
 
 With a GPU, slices are the spans of the kernels that were launched inside a host range, and collectives are NCCL's
 kernels, which name their process group. On the host, the profile does not say which group a collective belongs to;
@@ -51,8 +51,11 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileContext:
-    """What the profile of a rank does not say: tracks of process groups by name, micro-batches of one run of the
-    schedule, and the time since 1970 from which slices of all ranks are counted."""
+    """Facts that the profile of a rank does not hold.
+
+    `tracks` gives the track of each process group by name, `micro_batches` the micro-batches of one run of the
+    schedule. Slices of all ranks count time from `origin_ns` since 1970.
+    """
 
     tracks: Mapping[str, str]
     micro_batches: int

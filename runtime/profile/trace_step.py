@@ -1,11 +1,10 @@
 """One profiled step of all ranks, written by rank 0 as one trace. Collective.
 
-Three steps run: the first warms up, what the second sends is written down
-(`autopar.runtime.distributed.collective_log`), and the third runs under torch's profiler alone. Every rank makes its
-slices of its own profile (`autopar.runtime.profile.timeline`) and rank 0 gathers them as JSON.
+Three steps run. The first warms up, the second logs its collectives (`autopar.runtime.distributed.collective_log`),
+and the third runs under torch's profiler alone. Every rank makes slices of its own profile
+(`autopar.runtime.profile.timeline`), and rank 0 gathers them as JSON.
 
-Slices carry the clock of their rank's host. Ranks of one host share it; between hosts slices are as far off as the
-clocks are.
+Slices have the clock of their rank's host. Ranks of one host share a clock; clocks of different hosts may differ.
 """
 
 import json
@@ -42,8 +41,11 @@ def trace_step(
     *,
     sizes: Mapping[str, int | None],
 ) -> None:
-    """Run a step three times and write the trace of the last. Collective; raises `InputError` on all ranks where the
-    file cannot be written. `sizes` of what runs are kept in the file, for who compares it with a prediction."""
+    """Run a step three times and write the trace of the last one. Collective.
+
+    The file keeps `sizes`, for a comparison with a prediction. Raises `InputError` on all ranks if the file cannot be
+    written.
+    """
     _on_first_rank(lambda: check_writable(path))
     step()  # the first of a pipeline opens connections
     with log_collectives() as sent:

@@ -71,8 +71,8 @@ def weight_error(
 ) -> tuple[float, int]:
     """Error of a weight after optimizer steps, and how many elements were compared by reach.
 
-    AdamW divides by the gradient's own size, so elements whose reference gradient is below the floor move by rounding
-    alone; they may differ by what the optimizer can reach, `reach` = 2 · lr · steps.
+    AdamW divides by the gradient's own size, so rounding alone moves elements whose reference gradient is below the
+    floor. They may differ by the distance that the optimizer can cover, `reach` = 2 · lr · steps.
     """
     if gradient is None:
         return error(found, reference, 0.0), 0
