@@ -54,8 +54,7 @@ class Section:
 
 
 def sections(plan: Explained, *, with_order: bool = True) -> list[Section]:
-    """What there is to say about a plan; operators without a rule come first. The order of a pipeline's actions may
-    have to be asked of torch, which takes seconds to import."""
+    """The sections about a plan. Operators without a rule come first; `with_order` adds the order of passes."""
     found = [_header(plan)]
     if plan.summary is not None:
         found = [_without_rule(plan.summary), *found, *_stages(plan, with_order), _parameters(plan), *_traffic(plan)]
@@ -111,7 +110,7 @@ def _header(plan: Explained) -> Section:
     if degrees.tp > 1:
         lines.append(f"sequence parallelism on tp: {chosen}")
         if not plan.regather:
-            lines.append("what is gathered for products is kept for the backward pass, not gathered again there")
+            lines.append("gathered inputs of products are stored for the backward pass, not gathered again")
     return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))
 
 
@@ -120,7 +119,7 @@ def _without_rule(summary: Summary) -> Section:
         return Section(title="Every operator has a rule.")
     return Section(
         title="No rule: computed whole on every rank, right but slower",
-        lines=("price: what one rank spends on it in a step at the device's peak, and keeps for the backward pass",),
+        lines=("price: seconds of one rank in a step at the device's peak, and bytes that it saves for backward",),
         columns=("operator", "where", "times", "time", "memory"),
         rows=tuple(
             (w.operator, w.where, str(w.num_calls), readable_seconds(w.seconds), readable_bytes(w.kept_bytes))
@@ -188,7 +187,7 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
                 ", ".join(stage.recomputed),
             )
         )
-    columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "makes anew")
+    columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "computes itself")
     title = "Pipeline stages (time is one rank's at the device's peak for a micro-batch, forward and backward)"
     is_recomputing = degrees.recompute != "none"
     recomputed = f", {recomputation_in_words(degrees.recompute_blocks, degrees.pp)}" if is_recomputing else ""

@@ -1,6 +1,6 @@
-"""What a plan means in words and counts: written into the plan when it is made, read by `Plan.explain`.
+"""The counts and names of a plan that `Plan.explain` prints. They are written into the plan when it is made.
 
-A summary decides nothing. A plan without one, written by hand, runs all the same.
+A summary decides nothing. A plan without a summary, written by hand, runs too.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from autopar.errors import PlanError, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Collectives of one kind on one mesh dimension in one pass of a block's call; bytes are what one rank sends."""
+    """Collectives of one kind on one mesh dimension in one pass of a block's call, with the bytes that a rank sends."""
 
     mesh_dim: str
     when: str  # "forward" or "backward"
@@ -23,7 +23,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSummary:
-    """A distinct block: how often it is called, what it sends per call, how its results leave it."""
+    """A distinct block: its number of calls, its collectives per call, the types of its results."""
 
     name: str
     num_calls: int
@@ -34,7 +34,7 @@ class BlockSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSummary:
-    """Parameters held alike: a name with ``*`` for layer numbers, how many, and the split per mesh dimension."""
+    """Parameters with the same split: a name with ``*`` for layer numbers, their number, the split per dimension."""
 
     name: str
     num_copies: int
@@ -44,32 +44,27 @@ class ParameterSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutRule:
-    """An operator that has no rule for its call, and so is computed whole on every rank.
-
-    `seconds` is what one rank spends on it in a step, forward and backward; `kept_bytes` what one rank keeps of it
-    for the backward pass of a micro-batch.
-    """
+    """An operator that has no rule for its call. Every rank computes it whole."""
 
     operator: str
     where: str
     num_calls: int
-    seconds: float
-    kept_bytes: int
+    seconds: float  # of one rank in a step, forward and backward
+    kept_bytes: int  # saved by one rank for the backward pass of a micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
-    """A pipeline stage: its rank, first and last call, seconds of one rank and micro-batch, forward and backward,
-    parameters of the model, and bytes that one rank sends to the next stage for a micro-batch."""
+    """A pipeline stage."""
 
     rank: int
-    first: str
+    first: str  # its first block call
     last: str
     num_calls: int
-    seconds: float
+    seconds: float  # of one rank and micro-batch, forward and backward
     num_parameters: int
-    sent_bytes: int
-    recomputed: tuple[str, ...]
+    sent_bytes: int  # to the next stage, by one rank for a micro-batch
+    recomputed: tuple[str, ...]  # values of earlier stages that this stage computes itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
