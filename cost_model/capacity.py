@@ -17,7 +17,7 @@ from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import usable_bytes
 from autopar.cost_model.memory.formula import step_memory
-from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
+from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layout_strides
 from autopar.cost_model.work import block_work as expressions
 from autopar.errors import InputError
 
@@ -114,7 +114,7 @@ def _largest(
         micro_batch=np.ones_like(pp),
         micro_batches=pp,
         recompute=np.full_like(pp, RECOMPUTE.index("full")),
-        **strides(0, tp=tp, pp=pp, data_ranks=dp),
+        **layout_strides(0, tp=tp, pp=pp, data_ranks=dp),
     )
     shape = Shape(
         counts=(("layer", blocks),),

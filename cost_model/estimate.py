@@ -24,7 +24,7 @@ import numpy as np
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import usable_bytes
-from autopar.cost_model.pricing import Pricing, Question, layouts_of, without_data_parallelism
+from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
 from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
 from autopar.ir.arrays import Floats
@@ -159,14 +159,13 @@ def estimate_works(
     constants, cluster, degrees = mechanisms(), question.cluster, question.degrees
     precision = question.precision or default_precision(cluster)
     machine = cluster_machine(cluster, question.engine, constants, precision=precision, profile=question.profile)
-    layouts = layouts_of(works, question)
+    layouts = layout_of(works, question)
     pricing = Pricing(works, question, machine, constants, precision)
     step, memory = pricing.step(layouts), pricing.memory(layouts)
     seconds = float(step.seconds[0])
     batch = (degrees.micro_batch or 1) * degrees.num_micro_batches * degrees.dp
     per_step, devices = float(batch * works.sequence), cluster.num_devices
-    model_flops, again_flops = pricing.flops(batch)
-    reached = model_flops / (seconds * devices)
+    used = pricing.utilisation(batch, seconds, devices)
     alone = seconds
     if degrees.dp > 1:
         alone = float(pricing.step(without_data_parallelism(layouts)).seconds[0])
@@ -187,9 +186,9 @@ def estimate_works(
         step_s=seconds,
         tokens_per_s=per_step / seconds,
         tokens_per_s_per_device=per_step / seconds / devices,
-        tflops_per_device=reached / 1e12,
-        mfu=reached / machine.peak_flops_per_s,
-        hfu=reached / machine.peak_flops_per_s * (1 + again_flops / model_flops if model_flops else 1.0),
+        tflops_per_device=used.flops_per_s / 1e12,
+        mfu=used.mfu,
+        hfu=used.hfu,
         compute_s=_named(COMPUTE, step.parts),
         collectives=_collectives(step),
         other_s=_named(OTHER, step.parts),

@@ -21,7 +21,7 @@ from autopar.cost_model.pipeline.stages import Stages, pipeline_of, stages_at, w
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
-from autopar.cost_model.step.layouts import Layouts, Shape, strides
+from autopar.cost_model.step.layouts import Layouts, Shape, layout_strides
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import VARIANTS, Family, evaluate
 from autopar.ir.arrays import Floats
@@ -33,8 +33,17 @@ if TYPE_CHECKING:
     from autopar.cost_model.machine.profile import DeviceProfile
     from autopar.cost_model.work.program_costs import ProgramWorks
 
-V = TypeVar("V", float, Floats)
+_V = TypeVar("_V", float, Floats)
 _PASSES = 3  # a product forward, for its input's gradient, for its weight's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Utilisation:
+    """What a step makes of its devices. MFU and HFU are parts of the dense peak."""
+
+    flops_per_s: float  # of the model, on each device
+    mfu: float
+    hfu: float  # recomputed FLOP count too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +69,7 @@ class Question:
         return isinstance(self.degrees.recompute_blocks, tuple) and bool(self.cuts)
 
 
-def layouts_of(works: ProgramWorks, question: Question) -> Layouts:
+def layout_of(works: ProgramWorks, question: Question) -> Layouts:
     """The one layout of a question; stages that recompute by themselves are not in it."""
     level = 2 if question.degrees.recompute == "full" and not question.is_by_stage else 0
     return layouts_of_degrees(works, [question.degrees], recompute=level, cp=question.cp, ep=question.ep)
@@ -89,13 +98,13 @@ def layouts_of_degrees(
         micro_batch=column(lambda one: one.micro_batch or 1),
         micro_batches=column(lambda one: one.num_micro_batches),
         recompute=column(lambda _: recompute),
-        **strides(order, tp=tp, pp=pp, data_ranks=data_ranks),
+        **layout_strides(order, tp=tp, pp=pp, data_ranks=data_ranks),
     )
 
 
 def family_of_layout(works: ProgramWorks, question: Question) -> Family[Any]:
     """The numbers of a captured model's blocks for one micro-batch of a question's layout."""
-    return family_at(works, layouts_of(works, question), mechanisms())
+    return family_at(works, layout_of(works, question), mechanisms())
 
 
 class Pricing:
@@ -113,7 +122,7 @@ class Pricing:
         self.constants, self.precision = constants, precision
         self.fused = question.engine.attention == "fused"
         self.families: dict[float, Family[Any]] = {}
-        self.shape = shape_of(works)
+        self.shape = shape_of_works(works)
 
     def family(self, layouts: Layouts) -> Family[Any]:
         """The numbers of a layout of the question, which has its own data-parallel degree or none."""
@@ -140,7 +149,7 @@ class Pricing:
         """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
         the mean block, without what stages recompute by themselves; and of a whole message between stages."""
         share = self.recomputed_share()
-        found = [self._passes_and_message(one) for one in self._with_and_without(layouts_of(self.works, self.question))]
+        found = [self._passes_and_message(one) for one in self._with_and_without(layout_of(self.works, self.question))]
         return {
             role: Passes(
                 forward=_between(share, [one[role].forward for one, _ in found]),
@@ -188,6 +197,13 @@ class Pricing:
         whole = repeated + forward["first"] + forward["last"]
         again = repeated * self.recomputed_share() if self.question.degrees.recompute == "full" else 0.0
         return _PASSES * float(whole) * sequences, float(again) * sequences
+
+    def utilisation(self, sequences: float, step_s: float, num_devices: int) -> Utilisation:
+        """Of a step of `step_s` over so many sequences in all."""
+        model, again = self.flops(sequences)
+        reached = model / (step_s * num_devices)
+        mfu = reached / self.machine.peak_flops_per_s
+        return Utilisation(flops_per_s=reached, mfu=mfu, hfu=mfu * (1 + again / model if model else 1.0))
 
     def _step(self, layouts: Layouts, pipeline: Pipeline | None) -> StepSeconds:
         return step_seconds(
@@ -275,18 +291,18 @@ def memory_between(share: float, found: Sequence[StepMemory]) -> StepMemory:
     return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
 
 
-def parts_between(share: float, found: Sequence[Mapping[str, V]]) -> dict[str, V]:
+def parts_between(share: float, found: Sequence[Mapping[str, _V]]) -> dict[str, _V]:
     """The parts of `memory_between`, arrays or numbers."""
     parts = {name: _between(share, [one[name] for one in found]) for name in found[0]}
     parts["workspace"] = found[-1]["workspace"]
     return parts
 
 
-def _between(share: float, values: Sequence[V]) -> V:
+def _between(share: float, values: Sequence[_V]) -> _V:
     return values[0] if len(values) == 1 else (1 - share) * values[0] + share * values[1]
 
 
-def shape_of(works: ProgramWorks) -> Shape:
+def shape_of_works(works: ProgramWorks) -> Shape:
     """What of a captured model its blocks do not say."""
     mesh, dims = works.mesh, []
     tensor = [(name, n) for name, n in zip(mesh.names, mesh.degrees, strict=True) if name not in ("dp", "tp")]

@@ -27,9 +27,9 @@ from scipy.optimize import least_squares
 
 from autopar.cost_model.machine.fitted_constants import Mechanisms, dump_mechanisms, mechanisms
 from autopar.cost_model.machine.presets import shipped_profiles
-from autopar.cost_model.machine.profile import Call, DeviceProfile, LinkProfile
+from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
 from autopar.cost_model.machine.profile_io import dump_profile
-from autopar.cost_model.published.estimate import Group, prepare
+from autopar.cost_model.published.estimate import RowGroup, prepare
 from autopar.cost_model.published.leave_one_out import folds
 from autopar.cost_model.published.row import Row, read_rows
 
@@ -122,7 +122,7 @@ def _k_half(prior: float) -> Constant:
 
 def _link(tier: Any, field: str, prior: float, freedom: float) -> Constant:
     def change(profile: DeviceProfile, value: float) -> DeviceProfile:
-        usual: Call = replace(profile.links[tier].usual, **{field: value})
+        usual: CallCost = replace(profile.links[tier].usual, **{field: value})
         link: LinkProfile = replace(profile.links[tier], usual=usual)
         return replace(profile, links={**profile.links, tier: link})
 
@@ -171,7 +171,7 @@ class Runs:
     """Rows with a measured time, prepared."""
 
     rows: tuple[Row, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     measured_s: NDArray[np.float64]
 
     def predict(self, world: World) -> NDArray[np.float64]:

@@ -22,12 +22,12 @@ from autopar.cost_model.published.validation import (
     Errors,
     Measures,
     Ranking,
-    compare,
+    compared_rows,
     errors,
     measures,
     predict,
     split_by,
-    summarise,
+    validation_of,
 )
 from autopar.cost_model.published.vtrain_sweep import read_runs
 
@@ -66,10 +66,10 @@ def page(
     start = time.process_time()
     estimates = predict(rows, estimator)
     seconds = time.process_time() - start
-    everything = compare(rows, estimates)
+    everything = compared_rows(rows, estimates)
     core = [one for one in everything if one.row.tier == "core"]
     swept = read_runs(SWEEP)
-    sweep = compare(swept, predict(swept, estimator))
+    sweep = compared_rows(swept, predict(swept, estimator))
     text = [
         INTRODUCTION,
         f"Written by `python tools/validation_page.py` on {today.isoformat()}. Predicting the {len(rows)} rows took\n"
@@ -96,7 +96,7 @@ def _overall(core: Sequence[Compared], everything: Sequence[Compared], sweep: Se
         "all rows": everything,
         "vTrain's single-node sweep": sweep,
     }
-    weighed = summarise(core).mean_over_sources["step_time"]
+    weighed = validation_of(core).mean_over_sources["step_time"]
     note = (
         ""
         if weighed is None
@@ -117,7 +117,7 @@ def _by(title: str, parts: Mapping[str, Sequence[Compared]]) -> str:
 
 
 def _ranking(everything: Sequence[Compared], sweep: Sequence[Compared]) -> str:
-    found = summarise(everything)
+    found = validation_of(everything)
     header = ("", "groups", "layouts", "rank correlation, median group", "worst tenth", "regret, median group", "p90")
     lines = [
         (name, r.groups, r.layouts, _two(r.correlation_median), _two(r.correlation_p10), *_regrets(r))
@@ -192,7 +192,7 @@ def _baselines(core: Sequence[Compared], left_out: Mapping[str, float] | None) -
 
 def _iteration_times(estimator: Estimator) -> str:
     rows: list[Row] = _benchmark("iteration_times").iteration_times()
-    compared = compare(rows, predict(rows, estimator))
+    compared = compared_rows(rows, predict(rows, estimator))
     lines = [
         (c.row.model, c.row.num_gpus, c.row.recompute, f"{c.time.seconds:.2f}", _signed(c.time_error))
         for c in compared
@@ -226,7 +226,7 @@ def _memory(everything: Sequence[Compared]) -> str:
 
 def _not_modelled(everything: Sequence[Compared]) -> str:
     found: dict[str, list[str]] = {}
-    for one in summarise(everything).unmodelled:
+    for one in validation_of(everything).unmodelled:
         found.setdefault(one.reason, []).append(one.id)
     lines = [f"- {reason}: {', '.join(f'`{row}`' for row in ids)}" for reason, ids in found.items()]
     return "\n".join(["## Rows not modelled\n", *(lines or ["None."]), ""])

@@ -50,7 +50,7 @@ def validate(
     if tier not in TIERS:
         raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, TIERS)}")
     _check_targets(runs, out, report)
-    from autopar.cost_model.published.validation import compare, predict, summarise
+    from autopar.cost_model.published.validation import compared_rows, predict, validation_of
 
     with progress(f"reading {runs}") as say:
         rows = _rows(runs, tier)
@@ -58,7 +58,7 @@ def validate(
         from autopar.cost_model.published.estimate import estimate_rows
 
         estimates = predict(rows, estimate_rows)
-    found = summarise(compare(rows, estimates), by=column)
+    found = validation_of(compared_rows(rows, estimates), by=column)
     if report is not None:
         from autopar.cli.validate_report import html_report
 

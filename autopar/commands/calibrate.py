@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from autopar._version import __version__
 from autopar.api import start_process_group
-from autopar.cost_model.fit.device import Setting, fit_profile
+from autopar.cost_model.fit.device import FitSetting, fit_profile
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import DeviceProfile, Measurement
 from autopar.cost_model.machine.profile_io import profile_to_dict
@@ -263,7 +263,7 @@ def combined(
         measurement = replace(measurement, how=f"{measurement.how}, passes differ by {spread:.0%}")
     group, is_cpu = cluster.groups[0], device.type == "cpu"
     known = group.device
-    setting = Setting(
+    setting = FitSetting(
         device=known,
         base=device_profile(known.name),
         measured=measurement,

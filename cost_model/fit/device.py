@@ -35,7 +35,7 @@ LEAST_PART, MOST_PART = 1e-3, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class FitSetting:
     """What a fit needs to know beside times.
 
     `figures_are_known`: the device's peaks and bandwidth are of a data sheet; otherwise the best that was measured
@@ -60,7 +60,7 @@ class _Found:
     errors: Mapping[str, FitError] = field(default_factory=dict)
 
 
-def fit_profile(samples: Sequence[Sample], setting: Setting) -> DeviceProfile:
+def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile:
     """The profile that `samples` are measurements of, named after the device."""
     parts: dict[Part, list[Sample]] = {}
     for sample in samples:
@@ -78,7 +78,7 @@ def fit_profile(samples: Sequence[Sample], setting: Setting) -> DeviceProfile:
         notes=(),
         sources=dict(setting.base.sources),
     )
-    fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, Setting], _Found | None], ...]
+    fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, FitSetting], _Found | None], ...]
     fits = (_launch, _memory, _products, _attention, _links, _overlap)
     for fit in fits:
         found = fit(parts, profile, setting)
@@ -90,7 +90,7 @@ def fit_profile(samples: Sequence[Sample], setting: Setting) -> DeviceProfile:
     return profile
 
 
-def _with(profile: DeviceProfile, found: _Found, setting: Setting) -> DeviceProfile:
+def _with(profile: DeviceProfile, found: _Found, setting: FitSetting) -> DeviceProfile:
     source = f"measured {setting.measured.date} by autopar calibrate, {setting.measured.how}"
     # a path ends the paths under it: efficiencies of dtypes that were not measured must not stay
     kept = {p: s for p, s in profile.sources.items() if not any(f"{p}.".startswith(f"{x}.") for x in found.paths)}
@@ -136,7 +136,7 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
 # ---- launch and memory ----
 
 
-def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
     """Seconds per operator; on a CPU the host's are those that training takes beside the operators themselves."""
     samples = parts.get("launch", [])
     each = {
@@ -153,7 +153,7 @@ def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
     )
 
 
-def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
     samples = parts.get("memory")
     if not samples:
         return None
@@ -176,7 +176,7 @@ def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
 # ---- products and attention ----
 
 
-def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
     """One tile for all dtypes and one efficiency for each: every tile of a grid, the best efficiency under each."""
     groups = _by_name(parts.get("matmul", []), profile)
     if not groups:
@@ -239,7 +239,7 @@ def _product_times(
     )
 
 
-def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
     """`length_half` is shared by both passes and all dtypes; parts are of each dtype's peak."""
     groups = _by_name(parts.get("attention", []), profile)
     samples = [sample for group in groups.values() for sample in group]
@@ -294,7 +294,7 @@ def _attention_times(
 # ---- links and overlap ----
 
 
-def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
     samples = parts.get("collective")
     if not samples:
         return None
@@ -304,7 +304,7 @@ def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: 
     return _Found(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in found), errors=errors)
 
 
-def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: Setting) -> _Found | None:
+def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
     times = {sample.work.name: sample.seconds for sample in parts.get("overlap", [])}
     if not {"compute", "communicate", "both"} <= times.keys():
         return None

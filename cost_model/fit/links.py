@@ -12,7 +12,7 @@ import numpy as np
 from autopar.cost_model.fit.log_least_squares import fit_errors, log_loss, rounded, rounded_s
 from autopar.cost_model.machine.collectives import hops, sent_bytes
 from autopar.cost_model.machine.kernel_times import collective_seconds
-from autopar.cost_model.machine.profile import KINDS, Call, CollectiveKind, FitError, LinkProfile
+from autopar.cost_model.machine.profile import KINDS, CallCost, CollectiveKind, FitError, LinkProfile
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import Tier
 from autopar.ir.device import Link
@@ -68,8 +68,8 @@ def _fit_tier(samples: Sequence[Sample], known: Link | None) -> FittedTier:
     bandwidth = known.bytes_per_s if known is not None else float(round(float(f"{fastest:.4g}")))
     latency = known.latency_s if known is not None else _latency(columns, bandwidth)
     calls = {kind: _fit_call(c, bandwidth, latency) for kind, c in columns.items()}
-    short = {kind: Call(efficiency=rounded(c.efficiency), call_s=rounded_s(c.call_s)) for kind, c in calls.items()}
-    usual = Call(
+    short = {kind: CallCost(efficiency=rounded(c.efficiency), call_s=rounded_s(c.call_s)) for kind, c in calls.items()}
+    usual = CallCost(
         efficiency=rounded(float(np.median([c.efficiency for c in short.values()]))),
         call_s=rounded_s(float(np.median([c.call_s for c in short.values()]))),
     )
@@ -95,13 +95,13 @@ def _latency(columns: Mapping[CollectiveKind, _Columns], bandwidth: float) -> fl
     return largest(losses | {latency: loss(latency) for latency in around})
 
 
-def _times(columns: _Columns, call: Call, bandwidth: float, latency: float) -> Floats:
+def _times(columns: _Columns, call: CallCost, bandwidth: float, latency: float) -> Floats:
     return collective_seconds(
         sent_bytes=columns.sent, hops=columns.hops, bytes_per_s=bandwidth, latency_s=latency, call=call
     )
 
 
-def _fit_call(columns: _Columns, bandwidth: float, latency: float) -> Call:
+def _fit_call(columns: _Columns, bandwidth: float, latency: float) -> CallCost:
     """Call and efficiency that are neither negative nor absurd, by linear least squares on relative errors.
 
     Both enter linearly as `call` and 1 / `efficiency`, and near a good fit predicted / measured - 1 is its logarithm.
@@ -120,4 +120,4 @@ def _fit_call(columns: _Columns, bandwidth: float, latency: float) -> Call:
     if inverse < 1 / MOST_PART:  # latency alone is more than what was measured
         inverse = 1 / MOST_PART
         call_s = max(0.0, float((rest - inverse * moving) @ ones) / float(ones @ ones))
-    return Call(efficiency=min(MOST_PART, max(LEAST_PART, 1 / inverse)), call_s=call_s)
+    return CallCost(efficiency=min(MOST_PART, max(LEAST_PART, 1 / inverse)), call_s=call_s)

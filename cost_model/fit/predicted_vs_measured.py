@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 from autopar.cost_model.fit.log_least_squares import rounded, rounded_s
-from autopar.cost_model.machine.profile import Call, DeviceProfile, LinkProfile
+from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import Tier
 from autopar.ir.explanation import readable_seconds
@@ -22,7 +22,7 @@ _MAX_PART, _MAX_SOURCE = 2.0, 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class ComparedTerm:
     """One part of a step, in seconds."""
 
     name: str
@@ -44,16 +44,16 @@ class Term:
 class Comparison:
     """Every term, the one that is off by most seconds first."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[ComparedTerm, ...]
     band: float
 
     @property
-    def total(self) -> Term:
+    def total(self) -> ComparedTerm:
         predicted, measured = (sum(getattr(t, key) for t in self.terms) for key in ("predicted_s", "measured_s"))
-        return Term(name="step", predicted_s=predicted, measured_s=measured)
+        return ComparedTerm(name="step", predicted_s=predicted, measured_s=measured)
 
     @property
-    def outside(self) -> tuple[Term, ...]:
+    def outside(self) -> tuple[ComparedTerm, ...]:
         """The terms outside the band, by more than a hundredth of the step."""
         notable = _NOTABLE * max(self.total.measured_s, self.total.predicted_s)
         return tuple(t for t in self.terms if abs(t.off_s) > max(notable, self.band * t.measured_s))
@@ -75,7 +75,7 @@ class Comparison:
         return found + [f"off by {readable_seconds(abs(term.off_s))}: {term}" for term in self.outside]
 
 
-def compare(
+def compared_terms(
     predicted_parts: Mapping[str, float], measured_parts: Mapping[str, float], *, band: float = BAND
 ) -> Comparison:
     """Compare terms by name. Raises InputError for times that are negative or no numbers, and where there are none."""
@@ -92,7 +92,7 @@ def compare(
     names = {*predicted_parts, *measured_parts}
     coarse = {name: next((w for w in _wholes(name) if w in names), name) for name in names}
     terms = [
-        Term(
+        ComparedTerm(
             name=whole,
             predicted_s=sum(value for name, value in predicted_parts.items() if coarse[name] == whole),
             measured_s=sum(value for name, value in measured_parts.items() if coarse[name] == whole),
@@ -121,7 +121,7 @@ def corrected(
     constant and stays. What was changed, and why, stands in the source of each number.
     """
     day, made = (today or date.today()).isoformat(), profile
-    links: dict[Tier, list[Term]] = {}
+    links: dict[Tier, list[ComparedTerm]] = {}
     for term in comparison.outside:
         kind = term.name.split(".")[-1]
         if kind in _NOBODYS or not (term.predicted_s and term.measured_s):
@@ -159,8 +159,8 @@ def _scaled_compute(profile: DeviceProfile, kind: str, factor: float, why: str) 
 
 
 def _scaled_link(profile: DeviceProfile, tier: Tier, factor: float, why: str) -> DeviceProfile:
-    def scaled(call: Call) -> Call:
-        return Call(efficiency=_part(call.efficiency / factor), call_s=rounded_s(call.call_s * factor))
+    def scaled(call: CallCost) -> CallCost:
+        return CallCost(efficiency=_part(call.efficiency / factor), call_s=rounded_s(call.call_s * factor))
 
     old = profile.link(tier)
     link = replace(old.link, latency_s=rounded_s(old.link.latency_s * factor)) if old.link is not None else None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost_model.estimate import OTHER, Estimate
-from autopar.cost_model.fit.predicted_vs_measured import Comparison, Term, compare
+from autopar.cost_model.fit.predicted_vs_measured import ComparedTerm, Comparison, compared_terms
 from autopar.cost_model.fit.profile_parts import COMPUTE, IDLE, MESSAGES, measured_parts
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec, Tier
@@ -61,7 +61,7 @@ def compare_trace(made: Estimate, trace: Mapping[str, Any], *, band: float) -> C
         for name in ("tp", "dp", "cp", "ep"):
             for parts in (predicted, measured):
                 parts[TOGETHER] = parts.get(TOGETHER, 0.0) + parts.pop(name, 0.0)
-    return compare(predicted, measured, band=band)
+    return compared_terms(predicted, measured, band=band)
 
 
 def _term_of(track: str) -> str:
@@ -106,7 +106,7 @@ def sentence(found: Comparison) -> str:
     return f"off the most is {worst}: {remedy(worst)}"
 
 
-def remedy(term: Term) -> str:
+def remedy(term: ComparedTerm) -> str:
     return REMEDIES.get(term.name, LINKS)
 
 

@@ -7,7 +7,8 @@ hosts takes β. k is 2 for an all-reduce (reduce-scatter, then all-gather) and 1
     ring      k(n-1)/n · S/min(B, H) + k((n-h)α + (h-1)β)
     direct    max((g-1)/n · L/B, (n-g)/n · gL/H) + α or β      all-to-all of L = S/n bytes on each rank
 
-`ALGORITHMS` holds every algorithm. `seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner does.
+`ALGORITHMS` holds every algorithm. `fastest_seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner
+does.
 
 Sources. Ring and direct: Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in
 MPICH", sections 4.1-4.5. Bytes: nccl-tests, doc/PERFORMANCE.md. Hops by tier and protocols: NCCL 2.28,
@@ -78,7 +79,7 @@ class Algorithm:
     seconds: Callable[[Collective, NDArray[Any], RankGroup], Number]
 
 
-def seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> Number:
+def fastest_seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> Number:
     """Seconds of one collective by the fastest algorithm and wire protocol. 0 for one rank.
 
     The fixed cost of a call is not in it.

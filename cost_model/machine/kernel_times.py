@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from autopar.cost_model.machine.profile import AttentionEfficiency, Call, Tile
+from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, Tile
 from autopar.ir.arrays import Floats
 
 # a fused backward pass computes the scores again: five products for the forward pass' two (Dao 2023,
@@ -82,7 +82,7 @@ def memory_seconds(*, moved_bytes: ArrayLike, bytes_per_s: float, launch_s: floa
 
 
 def collective_seconds(
-    *, sent_bytes: ArrayLike, hops: ArrayLike, bytes_per_s: float, latency_s: float, call: Call
+    *, sent_bytes: ArrayLike, hops: ArrayLike, bytes_per_s: float, latency_s: float, call: CallCost
 ) -> Floats:
     """One collective in which a rank sends `sent_bytes` over `hops` steps of a link."""
     moving = np.asarray(sent_bytes, dtype=np.float64) / (bytes_per_s * call.efficiency)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.collectives import RankGroup, Transfer, hops, seconds, sent_bytes
+from autopar.cost_model.machine.collectives import RankGroup, Transfer, fastest_seconds, hops, sent_bytes
 from autopar.cost_model.machine.kernel_times import collective_seconds
-from autopar.cost_model.machine.profile import Call
+from autopar.cost_model.machine.profile import CallCost
 from autopar.ir.arrays import Floats
 from autopar.lowering.conversions import Collective
 
@@ -24,7 +24,7 @@ class MeasuredCalls:
 
     bytes_per_s: float
     latency_s: float
-    kinds: Mapping[Transfer, Call]
+    kinds: Mapping[Transfer, CallCost]
 
     def seconds(self, kind: Transfer, whole_bytes: Floats, ranks: Any) -> Floats:
         """Seconds of one call over `ranks` ranks; a message crosses one hop."""
@@ -82,7 +82,7 @@ class Links:
         bytes of the one before.
         """
         ranks, stride = np.asarray(ranks), np.asarray(stride)
-        found = np.asarray(seconds(kind, whole_bytes, self.group(ranks, stride)))
+        found = np.asarray(fastest_seconds(kind, whole_bytes, self.group(ranks, stride)))
         if self.calls is None or kind not in self.calls.kinds:
             return found
         is_inside = ranks * stride <= self.devices_per_host

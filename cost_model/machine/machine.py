@@ -10,7 +10,7 @@ from autopar.cost_model.machine.collectives import Transfer
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.links import Links, MeasuredCalls
-from autopar.cost_model.machine.profile import AttentionEfficiency, Call, DeviceProfile, Tile
+from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, DeviceProfile, Tile
 from autopar.ir.device import Device, HostShare, Link
 
 USABLE = 0.96  # part of a device's memory that a run may fill: allocators lose the rest to fragments
@@ -68,7 +68,7 @@ def links_of(profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices
     """What collectives reach of links with the given figures."""
     inside = profile.link("in_host")
     near, between = inside.usual, profile.link("inter_host").usual
-    kinds: dict[Transfer, Call] = {"send" if k == "point_to_point" else k: call for k, call in inside.kinds.items()}
+    kinds: dict[Transfer, CallCost] = {"send" if k == "point_to_point" else k: call for k, call in inside.kinds.items()}
     return Links(
         in_host_bytes_per_s=in_host.bytes_per_s * near.efficiency,
         in_host_latency_s=in_host.latency_s + near.call_s / 4,

@@ -60,7 +60,7 @@ class AttentionEfficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CallCost:
     """One kind of collective on one tier: the part of the link's bandwidth that it reaches, and what a call costs."""
 
     efficiency: float
@@ -71,11 +71,11 @@ class Call:
 class LinkProfile:
     """One tier. `usual` holds for every kind that `kinds` does not name; `link` are measured figures, if any."""
 
-    usual: Call
-    kinds: Mapping[CollectiveKind, Call] = field(default_factory=dict, hash=False)
+    usual: CallCost
+    kinds: Mapping[CollectiveKind, CallCost] = field(default_factory=dict, hash=False)
     link: Link | None = None
 
-    def of(self, kind: CollectiveKind) -> Call:
+    def of(self, kind: CollectiveKind) -> CallCost:
         return self.kinds.get(kind, self.usual)
 
 

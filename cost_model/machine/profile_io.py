@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from autopar.cost_model.machine.profile import (
     KINDS,
     AttentionEfficiency,
-    Call,
+    CallCost,
     DeviceProfile,
     FitError,
     LinkProfile,
@@ -226,8 +226,8 @@ def _link(entry: TierEntry) -> LinkProfile:
     )
 
 
-def _call(entry: CallEntry) -> Call:
-    return Call(efficiency=float(entry.efficiency.value), call_s=_seconds(entry.call_us))
+def _call(entry: CallEntry) -> CallCost:
+    return CallCost(efficiency=float(entry.efficiency.value), call_s=_seconds(entry.call_us))
 
 
 def _sources(model: StrictModel, prefix: str) -> Iterator[tuple[str, str]]:
@@ -248,7 +248,7 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     def figure(path: str, value: float) -> dict[str, Any]:
         return {"value": value, "source": profile.sources.get(path, "assumed: no source was given")}
 
-    def call(path: str, one: Call) -> dict[str, Any]:
+    def call(path: str, one: CallCost) -> dict[str, Any]:
         efficiency = figure(f"{path}.efficiency", one.efficiency)
         return {"efficiency": efficiency, "call_us": figure(f"{path}.call_us", in_unit(one.call_s, US))}
 

@@ -23,7 +23,7 @@ from autopar.cost_model.memory.formula import (
     state_bytes,
 )
 from autopar.cost_model.pipeline.simulator import most_held
-from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, counted, per_rank
+from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, calls_by_role, per_rank
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
 from autopar.cost_model.work.block_work import Family
@@ -120,7 +120,7 @@ class HeldByRanks:
         """How many blocks of every role are among the first ones of each stage that compute again."""
         if np.count_nonzero(self.is_block) == 1:
             return np.asarray(np.minimum(self.calls, np.array(again)[:, None]) * self.is_block)
-        roles, _ = counted(self.stages.roles)
+        roles, _ = calls_by_role(self.stages.roles)
         first = [own[:most] for own, most in zip(self.stages.repeated, again, strict=True)]
         return np.array([[own.count(role) for role in roles] for own in first], dtype=np.float64)
 
@@ -148,7 +148,7 @@ def held_by_ranks(
     cache: float,
 ) -> HeldByRanks:
     """What the ranks of the one of several layouts hold that has this `index` in `blocks`."""
-    roles, calls = counted(stages.roles)
+    roles, calls = calls_by_role(stages.roles)
     of_ranks = np.zeros((stages.pp, len(roles)))
     np.add.at(of_ranks, stages.rank_index, calls)
     nothing = np.zeros(stages.pp)

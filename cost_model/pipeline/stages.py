@@ -195,7 +195,7 @@ def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
 def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> tuple[Floats, Floats, Floats, Floats]:
     """Forward, backward and weight seconds of one micro-batch in every stage, of those of every role; and what of the
     backward pass is computed again, where stages differ in that."""
-    roles, counts = counted(stages.roles)
+    roles, counts = calls_by_role(stages.roles)
     forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
     if SCHEDULES[stages.schedule].splits_backward:
         weight = np.where(_is_whole(stages), 0.0, weight)
@@ -218,7 +218,7 @@ def recomputed(stages: Stages) -> list[tuple[str, ...]]:
 
 
 @lru_cache(maxsize=256)
-def counted(of_stages: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+def calls_by_role(of_stages: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
     """All roles, and how many calls of each every stage has."""
     roles = tuple(dict.fromkeys(role for own in of_stages for role in own))
     return roles, np.array([[own.count(role) for role in roles] for own in of_stages], dtype=np.float64)

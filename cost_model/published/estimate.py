@@ -26,13 +26,13 @@ from autopar.cost_model.published.families import (
     family_of,
     numbers_at,
     numbers_of,
-    shape_of,
+    shape_of_rows,
     with_chosen_parameters,
 )
 from autopar.cost_model.published.machine import engine_of, row_machine
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.step.experts import with_experts
-from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, strides
+from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layout_strides
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import Family, evaluate
 from autopar.errors import ClusterError
@@ -56,7 +56,7 @@ class _Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RowGroup:
     """Rows of one family, machine and engine, ready to be priced: `indices` are their places among all rows."""
 
     indices: tuple[int, ...]
@@ -106,7 +106,7 @@ def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
     return [found[index] for index in range(len(rows))]
 
 
-def prepare(rows: Sequence[Row]) -> tuple[list[Group], dict[int, Unmodelled]]:
+def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, Unmodelled]]:
     """The rows by group, and those that cannot be modelled."""
     unmodelled: dict[int, Unmodelled] = {}
     groups: dict[Any, list[tuple[int, _Case]]] = {}
@@ -154,11 +154,11 @@ def _dp(row: Row) -> float:
     return max(1.0, float(row.dp or (row.num_gpus or 1) / others))
 
 
-def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
+def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     cases = tuple(case for _, case in members)
     first = cases[0]
     engine, machine = first.engine, first.machine
-    shape, layouts = shape_of([case.row for case in cases]), _layouts(cases, engine)
+    shape, layouts = shape_of_rows([case.row for case in cases]), _layouts(cases, engine)
     each = [numbers_of(case.row) for case in cases]
     numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
     works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
@@ -182,7 +182,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
         if tight.any():
             layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
             memory = memory_of(layouts)
-    return Group(
+    return RowGroup(
         indices=tuple(index for index, _ in members),
         cases=cases,
         family=family,
@@ -192,7 +192,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> Group:
     )
 
 
-def _estimates(group: Group) -> list[RowEstimate]:
+def _estimates(group: RowGroup) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
     needed = memory.needed_bytes
     held = np.maximum(needed, np.minimum(memory.peak_bytes, group.machine.memory_bytes))
@@ -246,7 +246,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         micro_batch=micro_batch,
         micro_batches=np.maximum(batch / (dp * micro_batch), 1.0),
         recompute=_array(cases, recompute),
-        **strides(0, tp=tp, pp=pp, data_ranks=dp * cp),  # Megatron's order, which rows do not say
+        **layout_strides(0, tp=tp, pp=pp, data_ranks=dp * cp),  # Megatron's order, which rows do not say
     )
 
 

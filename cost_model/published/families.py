@@ -134,7 +134,7 @@ def numbers_at(numbers: Mapping[str, Any], layouts: Layouts, names: Collection[s
     return found | {name: value() for name, value in of_layouts.items() if name in names}
 
 
-def shape_of(rows: Sequence[Row]) -> Shape:
+def shape_of_rows(rows: Sequence[Row]) -> Shape:
     """What of rows' models their families do not say, one entry each."""
 
     def column(value: Callable[[Row], Any]) -> Any:

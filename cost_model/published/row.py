@@ -21,7 +21,7 @@ from typing import Any
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_yaml import read_json_text
 
-MAX_BYTES = 32 * 1024 * 1024
+MAX_FILE_BYTES = 32 * 1024 * 1024
 _MAX_ROWS = 100_000
 MAX_CELL_CHARS = 4_000
 MAX_NUMBER = 1e16
@@ -190,7 +190,7 @@ def parse_rows(
 
 def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """The header of a CSV file and its lines that are not empty, each with its number; bounded in size."""
-    text, problems = read_json_text(Path(path), max_bytes=MAX_BYTES)
+    text, problems = read_json_text(Path(path), max_bytes=MAX_FILE_BYTES)
     if text is None:
         raise InputError(f"{path} cannot be read", problems)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)

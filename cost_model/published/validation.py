@@ -127,7 +127,7 @@ class Validation:
 
 def validate_rows(rows: Sequence[Row], estimator: Estimator, *, by: By = "source_key") -> Validation:
     """Predict every row from what is left of its result, and compare. `estimator` never sees a measured value."""
-    return summarise(compare(rows, predict(rows, estimator)), by=by)
+    return validation_of(compared_rows(rows, predict(rows, estimator)), by=by)
 
 
 def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | Unmodelled]:
@@ -141,7 +141,7 @@ def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | Unm
     return estimates
 
 
-def compare(rows: Sequence[Row], estimates: Sequence[RowEstimate | Unmodelled]) -> tuple[Compared, ...]:
+def compared_rows(rows: Sequence[Row], estimates: Sequence[RowEstimate | Unmodelled]) -> tuple[Compared, ...]:
     """Rows beside the estimates of the same rows."""
     return tuple(
         Compared(
@@ -154,7 +154,7 @@ def compare(rows: Sequence[Row], estimates: Sequence[RowEstimate | Unmodelled]) 
     )
 
 
-def summarise(compared: Sequence[Compared], *, by: By = "source_key") -> Validation:
+def validation_of(compared: Sequence[Compared], *, by: By = "source_key") -> Validation:
     """All measures, over everything and per value of a column."""
     parts = split_by(compared, by)
     sources = split_by(compared, "source_key").values()

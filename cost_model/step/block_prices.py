@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.step.block_time import BlockSeconds, block_seconds
+from autopar.cost_model.step.block_time import BlockSeconds, computing_seconds
 from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import spread
@@ -106,7 +106,7 @@ def _of_variants(basis: Basis, family: Family[Any], layouts: Layouts, role: str,
 
 
 def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, in_float8: bool) -> BlockSeconds:
-    return block_seconds(
+    return computing_seconds(
         work,
         basis.machine.speeds,
         basis.engine,

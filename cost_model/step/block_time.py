@@ -50,7 +50,7 @@ class BlockSeconds:
     waiting: Floats
 
 
-def block_seconds(
+def computing_seconds(
     work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool, is_split: Any = False
 ) -> BlockSeconds:
     """One micro-batch through one block. `fused`: attention is one kernel (else scores are written); `is_split`: tensor

@@ -20,7 +20,7 @@ class Layouts:
     `virtual` are stages per pipeline rank, `shard` the ranks that ZeRO divides state over (at most dp·cp),
     `micro_batch` sequences of one rank's micro-batch, `micro_batches` of one rank's step, `recompute` the position of
     the kind in `RECOMPUTE`. Tensor ranks are neighbours, the next of `data_ranks` is `data_stride` ranks away, and the
-    next pipeline rank `stage_stride` (`strides`). Context and expert ranks lie inside data-parallel ones.
+    next pipeline rank `stage_stride` (`layout_strides`). Context and expert ranks lie inside data-parallel ones.
     """
 
     tp: Floats
@@ -64,7 +64,7 @@ class Layouts:
         return found
 
 
-def strides(order: Any, *, tp: Floats, pp: Floats, data_ranks: Floats) -> dict[str, Floats]:
+def layout_strides(order: Any, *, tp: Floats, pp: Floats, data_ranks: Floats) -> dict[str, Floats]:
     """The strides of layouts by name, for orders that are positions in `ORDERS`."""
     every = [strides_in_order(one, {"tp": tp, "pp": pp, "dp": data_ranks}) for one in ORDERS]
     return {

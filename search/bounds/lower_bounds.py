@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine, usable_bytes
-from autopar.cost_model.pricing import family_at, shape_of
+from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.screened_model import model_of_program
 from autopar.cost_model.step.assembly import Assembled, StepPrices, assembled
 from autopar.cost_model.step.block_prices import block_prices, end_passes
@@ -25,7 +25,7 @@ from autopar.cost_model.step.data_parallel import (
     gather_prices,
 )
 from autopar.cost_model.step.experts import with_experts
-from autopar.cost_model.step.layouts import Layouts, strides
+from autopar.cost_model.step.layouts import Layouts, layout_strides
 from autopar.cost_model.step.offload import can_offload, host_bytes
 from autopar.cost_model.step.step import StepSeconds
 from autopar.cost_model.step.unique_rows import distinct, numbered, spread
@@ -125,14 +125,14 @@ def layouts_of(
         micro_batch=found.micro_batch.astype(float),
         micro_batches=found.micro_batches.astype(float),
         recompute=one * recompute,
-        **strides(found.order, tp=tp, pp=pp, data_ranks=data_ranks),
+        **layout_strides(found.order, tp=tp, pp=pp, data_ranks=data_ranks),
     )
 
 
 def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
     """The context in which the blocks of a captured model are priced."""
     return Basis(
-        shape=shape_of(works),
+        shape=shape_of_works(works),
         machine=on.machine,
         engine=on.engine,
         mechanisms=on.mechanisms,

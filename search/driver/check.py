@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from math import isclose, isfinite
 
-from autopar.cost_model.pricing import layouts_of
+from autopar.cost_model.pricing import layout_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import Problem, SearchError
 from autopar.ir.degrees import Degrees
@@ -87,7 +87,7 @@ def _cuts(best: Priced, works: ProgramWorks) -> Iterator[Problem]:
 def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
     """Numbers are counted again for this plan alone, without anything that the search has kept of other plans."""
     pricing = pricing_of(works, best, part.cluster, part.on)
-    layouts = layouts_of(works, pricing.question)
+    layouts = layout_of(works, pricing.question)
     memory = pricing.memory(layouts)
     again = {
         "seconds": float(pricing.step(layouts).seconds.max()),

@@ -19,7 +19,7 @@ from autopar.cost_model.pipeline.stages import (
     seconds_of_stages,
     stage_seconds,
 )
-from autopar.cost_model.pricing import Pricing, layouts_of
+from autopar.cost_model.pricing import Pricing, layout_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.schedules.registry import SCHEDULE_NAMES, actions
@@ -53,15 +53,14 @@ def details_of(best: Priced, works: ProgramWorks, cluster: ClusterSpec, on: Mach
 def _rates(best: Priced, pricing: Pricing, cluster: ClusterSpec, on: Machinery) -> Rates:
     degrees, works = best.degrees, pricing.works
     batch = (degrees.micro_batch or 1) * degrees.num_micro_batches * degrees.dp
-    model_flops, again_flops = pricing.flops(batch)
-    per_s, peak = batch * works.sequence / best.seconds, on.machine.peak_flops_per_s
-    reached = model_flops / (best.seconds * degrees.world_size * peak)
+    used = pricing.utilisation(batch, best.seconds, degrees.world_size)
+    per_s = batch * works.sequence / best.seconds
     price = cluster.price_usd_per_hour
     return Rates(
         tokens_per_s=per_s,
-        mfu=reached,
-        hfu=reached * (1 + again_flops / model_flops if model_flops else 1.0),
-        peak_flops_per_s=peak,
+        mfu=used.mfu,
+        hfu=used.hfu,
+        peak_flops_per_s=on.machine.peak_flops_per_s,
         usd_per_billion_tokens=None if price is None else price / _SECONDS_PER_HOUR / per_s * 1e9,
     )
 
@@ -70,7 +69,7 @@ def _rates(best: Priced, pricing: Pricing, cluster: ClusterSpec, on: Machinery) 
 
 
 def _ranks(pricing: Pricing, stages: Stages | None) -> Iterator[RankCost]:
-    layouts = layouts_of(pricing.works, pricing.question)
+    layouts = layout_of(pricing.works, pricing.question)
     step, memory = pricing.step(layouts, every_rank=True), pricing.memory_of_ranks(layouts)
     slowest = float(np.max(step.seconds))
     for rank in range(memory.peak_bytes.size):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from autopar.cost_model.pipeline.stages import ENDS, recomputed, seconds_of_roles, seconds_of_stages
-from autopar.cost_model.pricing import Pricing, layouts_of
+from autopar.cost_model.pricing import Pricing, layout_of
 from autopar.search.pricing.exact import Priced
 from autopar.search.result.report_data import Term, Value
 
@@ -106,7 +106,7 @@ class _Terms:
     def _flops(self, kind: str) -> float:
         """FLOP of one micro-batch in the mean repeated block of a rank, forward and backward."""
         works = self.pricing.works
-        family = self.pricing.family(layouts_of(works, self.pricing.question))
+        family = self.pricing.family(layout_of(works, self.pricing.question))
         total = sum(count for _, count in works.counts)
         return (1 + BACKWARD) * sum(
             count / total * float(np.max(one.flops))

@@ -18,7 +18,7 @@ from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
 from autopar.cost_model.pipeline.stages import Stages
-from autopar.cost_model.pricing import Pricing, Question, layouts_of
+from autopar.cost_model.pricing import Pricing, Question, layout_of
 from autopar.cost_model.step.assembly import Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.step import step_seconds
@@ -105,7 +105,7 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
 
     pipeline = None if stages is None else summed
     share = pricing.recomputed_share()
-    layouts = layouts_of(works, question)
+    layouts = layout_of(works, question)
     found = [
         float(
             step_seconds(

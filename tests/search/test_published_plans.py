@@ -22,8 +22,8 @@ import pytest
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import FLOAT8, USABLE, Machine
-from autopar.cost_model.published.estimate import Group, estimate_rows, prepare
-from autopar.cost_model.published.families import family_name, family_of, numbers_of, shape_of
+from autopar.cost_model.published.estimate import RowGroup, estimate_rows, prepare
+from autopar.cost_model.published.families import family_name, family_of, numbers_of, shape_of_rows
 from autopar.cost_model.published.row import Row, RowEstimate
 from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts
@@ -75,7 +75,7 @@ def published() -> tuple[Published, ...]:
     return tuple(one for group in prepare(ROWS)[0] for one in of_group(group))
 
 
-def of_group(group: Group) -> list[Published]:
+def of_group(group: RowGroup) -> list[Published]:
     count = len(group.cases)
     columns = {name: np.broadcast_to(getattr(group.layouts, name), count) for name in Layouts.__slots__}
     needed = np.broadcast_to(group.memory.needed_bytes, count)
@@ -168,7 +168,7 @@ def works_of(row: Row, tp: int, sequence_parallel: bool) -> ProgramWorks:
     numbers["g"] = max(numbers["g"], Fraction(tp))  # fewer key heads than ranks are held several times
     family = family_of(family_name(row), is_whole=tp == 1)
     variant = "sp" if sequence_parallel else "tp"
-    shape = shape_of([row])
+    shape = shape_of_rows([row])
     counts = tuple((role, int(count[0])) for role, count in shape.counts if count[0])
     known = {"first", "last", *(role for role, _ in counts)}
     works = {role: with_numbers(family.block(role, variant), numbers) for role in family.roles if role in known}

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from planted_profiles import DEVICE, MEASURED, planted, samples_of
 
-from autopar.cost_model.fit.device import Setting, fit_profile
+from autopar.cost_model.fit.device import FitSetting, fit_profile
 from autopar.cost_model.fit.links import fit_links, sent_and_hops
 from autopar.cost_model.fit.log_least_squares import best_of, fit_errors
 from autopar.cost_model.machine.presets import device_profile
-from autopar.cost_model.machine.profile import AttentionEfficiency, Call, DeviceProfile, LinkProfile, Tile
+from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, DeviceProfile, LinkProfile, Tile
 from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict
 from autopar.ir.cluster import Tier
 from autopar.ir.device import Link
@@ -21,8 +21,8 @@ from autopar.ir.samples import Sample, Work
 part = st.floats(0.2, 0.95)
 
 
-def setting(units: float = 1.0) -> Setting:
-    return Setting(device=DEVICE, base=device_profile("a100-80gb"), measured=MEASURED, units=units)
+def setting(units: float = 1.0) -> FitSetting:
+    return FitSetting(device=DEVICE, base=device_profile("a100-80gb"), measured=MEASURED, units=units)
 
 
 def fitted(profile: DeviceProfile, *, noise: float, seed: int = 0) -> DeviceProfile:
@@ -98,16 +98,16 @@ def test_without_noise_the_fit_is_exact() -> None:
 
 
 kinds = {
-    "all_reduce": Call(efficiency=0.9, call_s=2e-5),
-    "all_gather": Call(efficiency=0.7, call_s=8e-6),
-    "reduce_scatter": Call(efficiency=0.4, call_s=5e-5),
-    "point_to_point": Call(efficiency=1.0, call_s=1e-5),
+    "all_reduce": CallCost(efficiency=0.9, call_s=2e-5),
+    "all_gather": CallCost(efficiency=0.7, call_s=8e-6),
+    "reduce_scatter": CallCost(efficiency=0.4, call_s=5e-5),
+    "point_to_point": CallCost(efficiency=1.0, call_s=1e-5),
 }
 
 
 def planted_links(speed: float, latency_s: float, tier: Tier = "in_host") -> DeviceProfile:
     link = Link(bytes_per_s=speed, latency_s=latency_s, name="planted")
-    return planted(links={tier: LinkProfile(usual=Call(efficiency=0.7, call_s=1e-5), kinds=kinds, link=link)})
+    return planted(links={tier: LinkProfile(usual=CallCost(efficiency=0.7, call_s=1e-5), kinds=kinds, link=link)})
 
 
 def collectives(profile: DeviceProfile, *, noise: float = 0.0, seed: int = 0) -> list[Sample]:
@@ -155,7 +155,7 @@ def test_with_one_size_of_group_as_much_as_possible_counts_as_hops() -> None:
 
 def test_known_links_keep_their_figures() -> None:
     link = Link(bytes_per_s=3e11, latency_s=3e-6, name="NVLink")
-    usual = Call(efficiency=0.7, call_s=1e-5)
+    usual = CallCost(efficiency=0.7, call_s=1e-5)
     true = planted(links={"in_host": LinkProfile(usual=usual, kinds=kinds, link=link)})
     found = fit_links(collectives(true), link)["in_host"].profile
     assert found.link is None
@@ -177,7 +177,7 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
 def test_a_cpu_launches_and_computes_in_one_thread() -> None:
     works = [Work(part="launch", name=name, amount=100) for name in ("device", "host")]
     samples = [Sample(work=work, seconds=seconds) for work, seconds in zip(works, (2e-4, 5e-4), strict=True)]
-    cpu = Setting(device=replace(DEVICE, device_type="cpu"), base=device_profile("cpu"), measured=MEASURED)
+    cpu = FitSetting(device=replace(DEVICE, device_type="cpu"), base=device_profile("cpu"), measured=MEASURED)
     for found, host_s in ((fit_profile(samples, cpu), 3e-6), (fit_profile(samples, setting()), 5e-6)):
         assert (found.launch_s, found.host_launch_s) == (pytest.approx(2e-6), pytest.approx(host_s))
 

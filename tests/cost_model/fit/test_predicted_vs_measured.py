@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_model.fit.predicted_vs_measured import compare, corrected
+from autopar.cost_model.fit.predicted_vs_measured import compared_terms, corrected
 from autopar.cost_model.fit.profile_parts import measured_parts, read_trace
 from autopar.cost_model.machine.presets import device_profile
-from autopar.cost_model.machine.profile import Call, LinkProfile
+from autopar.cost_model.machine.profile import CallCost, LinkProfile
 from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict
 from autopar.errors import InputError
 from autopar.ir.device import Link
@@ -23,7 +23,7 @@ DAY = date(2026, 11, 21)
 
 
 def test_the_term_that_is_off_is_named_first() -> None:
-    found = compare({"compute": 1.0, "tp": 0.3, "idle": 0.2}, {"compute": 1.02, "tp": 0.9, "idle": 0.1})
+    found = compared_terms({"compute": 1.0, "tp": 0.3, "idle": 0.2}, {"compute": 1.02, "tp": 0.9, "idle": 0.1})
     assert [term.name for term in found.terms] == ["tp", "idle", "compute"]
     assert [term.name for term in found.outside] == ["tp", "idle"]
     assert not found.is_right and found.is_optimistic
@@ -35,36 +35,38 @@ def test_the_term_that_is_off_is_named_first() -> None:
 
 
 def test_errors_that_cancel_out_are_told_all_the_same() -> None:
-    found = compare({"compute": 1.0, "tp": 0.5}, {"compute": 0.5, "tp": 1.0})
+    found = compared_terms({"compute": 1.0, "tp": 0.5}, {"compute": 0.5, "tp": 1.0})
     assert found.is_right and not found.is_optimistic
     assert {term.name for term in found.outside} == {"compute", "tp"}
 
 
 def test_finer_terms_are_summed_where_the_other_side_is_coarser() -> None:
     predicted = {"compute.matmul": 0.6, "compute.attention": 0.3, "dp.exposed": 0.2, "launch": 0.1}
-    found = compare(predicted, {"compute": 1.0, "dp": 0.2, "tp": 0.05})
+    found = compared_terms(predicted, {"compute": 1.0, "dp": 0.2, "tp": 0.05})
     terms = {term.name: (term.predicted_s, term.measured_s) for term in found.terms}
     assert terms == {"compute": (pytest.approx(0.9), 1.0), "dp": (0.2, 0.2), "tp": (0, 0.05), "launch": (0.1, 0)}
 
 
 def test_small_terms_name_nobody() -> None:
-    found = compare({"compute": 1.0, "tp": 0.001}, {"compute": 1.0, "tp": 0.004})
+    found = compared_terms({"compute": 1.0, "tp": 0.001}, {"compute": 1.0, "tp": 0.004})
     assert found.outside == ()
 
 
 def test_times_must_be_times() -> None:
     with pytest.raises(InputError) as caught:
-        compare({"compute": -1.0, "tp": float("nan")}, {"compute": float("inf")})
+        compared_terms({"compute": -1.0, "tp": float("nan")}, {"compute": float("inf")})
     assert len(caught.value.problems) == 3
     with pytest.raises(InputError, match="at least one"):
-        compare({}, {"compute": 1.0})
+        compared_terms({}, {"compute": 1.0})
 
 
 @settings(max_examples=50, deadline=None)
 @given(factor=st.floats(0.6, 5), term=st.sampled_from(["compute", "matmul", "attention", "memory", "launch"]))
 def test_a_corrected_constant_gives_the_measured_time(factor: float, term: str) -> None:
     profile = device_profile("a100-80gb")
-    found = corrected(profile, compare({f"compute.{term}": 1.0, "idle": 0.2}, {f"compute.{term}": factor, "idle": 0.2}))
+    found = corrected(
+        profile, compared_terms({f"compute.{term}": 1.0, "idle": 0.2}, {f"compute.{term}": factor, "idle": 0.2})
+    )
     if abs(factor - 1) <= 0.1 * factor or abs(factor - 1) < 0.02:
         assert found == profile
         return
@@ -79,13 +81,13 @@ def test_a_corrected_constant_gives_the_measured_time(factor: float, term: str) 
 
 
 def test_links_are_corrected_on_the_tier_that_a_dimension_crosses() -> None:
-    kinds = {"all_gather": Call(efficiency=0.6, call_s=1e-5)}
+    kinds = {"all_gather": CallCost(efficiency=0.6, call_s=1e-5)}
     link = Link(bytes_per_s=1e9, latency_s=1e-5, name="measured")
-    one = LinkProfile(usual=Call(efficiency=0.8, call_s=2e-5), kinds=kinds, link=link)  # type: ignore[arg-type]
+    one = LinkProfile(usual=CallCost(efficiency=0.8, call_s=2e-5), kinds=kinds, link=link)  # type: ignore[arg-type]
     profile = replace(device_profile("cpu"), links={"in_host": one, "inter_host": one})
     found = corrected(
         profile,
-        compare({"tp": 0.5, "dp": 0.2, "pp": 1.0}, {"tp": 0.5, "dp": 0.4, "pp": 1.0}),
+        compared_terms({"tp": 0.5, "dp": 0.2, "pp": 1.0}, {"tp": 0.5, "dp": 0.4, "pp": 1.0}),
         tiers={"dp": "inter_host"},
     )
     assert found.links["in_host"] == one
@@ -97,7 +99,7 @@ def test_links_are_corrected_on_the_tier_that_a_dimension_crosses() -> None:
 
 def test_the_source_says_what_was_changed_and_the_file_is_still_one() -> None:
     profile = device_profile("a100-80gb")
-    comparison = compare({"compute": 1.0, "tp": 1.0}, {"compute": 2.0, "tp": 0.5})
+    comparison = compared_terms({"compute": 1.0, "tp": 1.0}, {"compute": 2.0, "tp": 0.5})
     once = corrected(profile, comparison, today=DAY)
     source = once.sources["attention.forward"]
     assert source.startswith(profile.sources["attention.forward"])
@@ -111,7 +113,7 @@ def test_the_source_says_what_was_changed_and_the_file_is_still_one() -> None:
 
 def test_waiting_is_nobodys_constant() -> None:
     profile = device_profile("a100-80gb")
-    assert corrected(profile, compare({"idle": 1.0, "tp": 0}, {"idle": 3.0, "tp": 2.0})) == profile
+    assert corrected(profile, compared_terms({"idle": 1.0, "tp": 0}, {"idle": 3.0, "tp": 2.0})) == profile
 
 
 # ---- traces ----

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.cost_model.estimate import COMPUTE, MEMORY, OTHER, CollectiveSeconds, Estimate
-from autopar.cost_model.fit.predicted_vs_measured import compare, corrected
+from autopar.cost_model.fit.predicted_vs_measured import compared_terms, corrected
 from autopar.cost_model.fit.profile_comparison import compare_trace, predicted_parts, remedy, sentence, tiers_of
 from autopar.cost_model.machine.presets import device_profile
 from autopar.errors import InputError
@@ -99,7 +99,7 @@ def test_everything_that_differs_is_told_and_what_changes_nothing_is_not() -> No
 
 @pytest.mark.parametrize("name", ["compute", "idle", "point-to-point", "other", "tp", "dp", "collectives"])
 def test_every_term_has_a_remedy(name: str) -> None:
-    assert remedy(compare({name: 1.0}, {name: 2.0}).terms[0])
+    assert remedy(compared_terms({name: 1.0}, {name: 2.0}).terms[0])
 
 
 def test_tiers_follow_the_ranks() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.cost_model.machine.kernel_times import matmul_seconds, tile_part
 from autopar.cost_model.machine.presets import cluster_profile, device_profile, shipped_profiles
-from autopar.cost_model.machine.profile import Call, DeviceProfile, FitError, LinkProfile, Measurement, Tile
+from autopar.cost_model.machine.profile import CallCost, DeviceProfile, FitError, LinkProfile, Measurement, Tile
 from autopar.cost_model.machine.profile_io import dump_profile, load_profile, profile_from_dict, profile_to_dict
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
@@ -54,8 +54,8 @@ def test_a_cluster_whose_profile_is_none(cluster_file: Path) -> None:
 def measured_profile() -> DeviceProfile:
     device = ClusterSpec.preset("1xcpu").devices[0]
     link = LinkProfile(
-        usual=Call(efficiency=0.9, call_s=1.25e-5),
-        kinds={"all_reduce": Call(efficiency=0.5, call_s=3.1e-5)},
+        usual=CallCost(efficiency=0.9, call_s=1.25e-5),
+        kinds={"all_reduce": CallCost(efficiency=0.5, call_s=3.1e-5)},
         link=Link(bytes_per_s=1.234e9, latency_s=7.7e-5, name="measured"),
     )
     measured = Measurement(

@@ -14,11 +14,11 @@ from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
 from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.machine.presets import device_profile
-from autopar.cost_model.machine.profile import Call, LinkProfile, Measurement
+from autopar.cost_model.machine.profile import CallCost, LinkProfile, Measurement
 from autopar.cost_model.pipeline.simulator import equal_stages, shared_step_s, simulate
 from autopar.cost_model.pipeline.stages import pipeline_of, stages_at
 from autopar.cost_model.step.assembly import Pipelined
-from autopar.cost_model.step.block_time import block_seconds
+from autopar.cost_model.step.block_time import computing_seconds
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.ir.cluster import ClusterSpec
@@ -92,22 +92,22 @@ def test_one_thread_adds_starting_to_running() -> None:
         peak_flops_per_s=1e10, product_flops_per_s=1e10, float8_flops_per_s=None, attention=profile.attention,
         tile=profile.tile, bytes_per_s=1e9, launch_s=1e-6, host_s=1e-3, misaligned=1.0, in_one_thread=True,
     )  # fmt: skip
-    found = block_seconds(work, speeds, ENGINE, in_float8=False, fused=True)
+    found = computing_seconds(work, speeds, ENGINE, in_float8=False, fused=True)
     assert found.forward == pytest.approx(3e-3 + 1e-6 + 1e-3)
     assert found.waiting == pytest.approx(3e-3)
-    beside = block_seconds(work, replace(speeds, in_one_thread=False), ENGINE, in_float8=False, fused=True)
+    beside = computing_seconds(work, replace(speeds, in_one_thread=False), ENGINE, in_float8=False, fused=True)
     assert beside.forward < found.forward
 
 
 def _measured_links() -> Links:
     """Of a profile that has measured kinds, on two hosts of four."""
     kinds = {
-        "all_gather": Call(efficiency=0.5, call_s=1e-3),
-        "reduce_scatter": Call(efficiency=0.25, call_s=2e-3),
-        "point_to_point": Call(efficiency=1.0, call_s=3e-4),
+        "all_gather": CallCost(efficiency=0.5, call_s=1e-3),
+        "reduce_scatter": CallCost(efficiency=0.25, call_s=2e-3),
+        "point_to_point": CallCost(efficiency=1.0, call_s=3e-4),
     }
     link = LinkProfile(
-        usual=Call(efficiency=0.4, call_s=1e-3),
+        usual=CallCost(efficiency=0.4, call_s=1e-3),
         kinds=kinds,  # type: ignore[arg-type]
         link=Link(bytes_per_s=1e9, latency_s=1e-4, name="measured"),
     )

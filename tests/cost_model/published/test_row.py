@@ -17,7 +17,7 @@ from autopar.cost_model.published.measurement import (
     measured_seconds,
     model_flops,
 )
-from autopar.cost_model.published.row import COLUMNS, MAX_BYTES, NEEDED, RESULT_COLUMNS, Row, read_rows
+from autopar.cost_model.published.row import COLUMNS, MAX_FILE_BYTES, NEEDED, RESULT_COLUMNS, Row, read_rows
 from autopar.cost_model.published.vtrain_sweep import read_runs, read_vtrain_sweep
 from autopar.errors import InputError
 
@@ -186,7 +186,7 @@ def test_wrong_number_of_cells(tmp_path: Path) -> None:
         (b"id,\x00layers", "NUL"),
         (b'id,layers\n"a,1', "not valid CSV"),
         (b"id," + b"x" * 200_000, "not valid CSV"),
-        (b"x" * (MAX_BYTES + 1), "at most"),
+        (b"x" * (MAX_FILE_BYTES + 1), "at most"),
     ],
     ids=["empty", "blank", "utf-16", "nul", "open quote", "long cell", "too big"],
 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from search_cases import Case, machinery_with
 
 from autopar.cost_model.pipeline.stages import Stages, seconds_of_stages, stages_at
-from autopar.cost_model.pricing import layouts_of
+from autopar.cost_model.pricing import layout_of
 from autopar.ir.degrees import Degrees
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import Searched, search_degrees
@@ -48,7 +48,7 @@ def machinery(degrees: Degrees, part: float) -> Machinery:
 
 def _layouts(one: Priced, on: Machinery) -> Any:
     pricing = pricing_of(CASE.works(1), one, CASE.spec, on)
-    return layouts_of(CASE.works(1), pricing.question)
+    return layout_of(CASE.works(1), pricing.question)
 
 
 def pinned(on: Machinery, **words: Any) -> Machinery:
@@ -112,7 +112,7 @@ def test_one_block_less_of_any_rank_does_not_fit(wish: dict[str, Any], part: flo
 def _needed(one: Priced, on: Machinery) -> NDArray[np.float64]:
     """Bytes of every rank, counted for the plan alone."""
     pricing = pricing_of(CASE.works(1), one, CASE.spec, on)
-    return pricing.memory_of_ranks(layouts_of(CASE.works(1), pricing.question)).needed_bytes
+    return pricing.memory_of_ranks(layout_of(CASE.works(1), pricing.question)).needed_bytes
 
 
 def _with_one_less(stages: Stages, again: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
