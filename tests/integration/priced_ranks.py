@@ -1,5 +1,6 @@
 """What ranks run in test_priced_is_run: one step counted under the profiler, and what a rank holds."""
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -121,7 +122,9 @@ def kept_for_backward(
         if private.storage_id(tensor) in outside:
             return tensor
         kept = Kept(tensor, counter, sizes)
-        most[0] = max(most[0], sum(sizes.values()))
+        if sum(sizes.values()) > most[0]:
+            gc.collect()  # a cycle of objects that nobody refers to keeps nothing for the backward pass
+            most[0] = max(most[0], sum(sizes.values()))
         return kept
 
     def unpack(kept: Any) -> torch.Tensor:
@@ -130,7 +133,10 @@ def kept_for_backward(
 
     modules = (*model.segments, *model.stage_modules().values())
     handles = [module.register_forward_pre_hook(gathered) for module in modules]
+    gc.collect()
+    gc.freeze()  # so that each collection looks at the new objects only
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield most
+    gc.unfreeze()
     for handle in handles:
         handle.remove()
