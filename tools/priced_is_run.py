@@ -14,14 +14,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "priced_is_run.md"
-TESTS = ROOT / "tests" / "integration"
+TESTS = ROOT / "tests"
 BEGIN, END = "<!-- written by tools/priced_is_run.py -->\n", "<!-- end -->\n"
 KIB = 1024
 
 
 def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for folder in (TESTS, ROOT):
+    for folder in (TESTS / "tiny", TESTS / "integration", TESTS / "integration" / "ranks", ROOT):
         sys.path.insert(0, str(folder))
     from autopar.runtime.distributed.launch import Ranks
 

@@ -1,6 +1,6 @@
 """Worlds of gloo ranks, started once and again after a test ended one.
 
-Rank-side functions lie in `integration_ranks` beside this file. What one process captured, the others read.
+The models and what runs on ranks are in `ranks` beside this file. What one process captured, the others read.
 """
 
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "ranks"))  # ranks inherit it
 
 from autopar.runtime.distributed.launch import Ranks
 

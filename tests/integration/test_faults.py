@@ -207,5 +207,5 @@ def test_model_that_does_not_export() -> None:
     assert "module '0' (Branches)" in text
     file, _, rest = text.partition("integration_models.py:")
     line = int(rest.split(":")[0])
-    source = (Path(__file__).parent / "integration_models.py").read_text().splitlines()
+    source = (Path(__file__).parent / "ranks" / "integration_models.py").read_text().splitlines()
     assert file and "if x.sum() > 0" in source[line - 1]

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 def start(world_size: int, script: str, folder: Path, *arguments: object) -> subprocess.Popen[str]:
     """The running launcher of a script whose first argument is a folder."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     logs = ["--log-dir", str(folder / "logs")]  # torchrun leaves the folder that it makes by itself
     return subprocess.Popen(
