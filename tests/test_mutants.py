@@ -64,5 +64,5 @@ def test_a_fault_is_planted_into_a_copy(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(mutants, "_failing", failing)
     found = mutants.Bench(tmp_path).result(fault)
     assert (found.short, found.long) == ("", "tests/test_some.py::test_it")
-    assert met == [fault.planted(before)] * 3 + [before]  # two runs of the short suite, the long tests, and the proof
+    assert met == [fault.planted(before)] * 5 + [before]  # four runs of the short suite, the long tests, and the proof
     assert (tmp_path / "mutant" / fault.file).read_text() == before

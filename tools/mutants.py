@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tools" / "mutants.toml"
 PAGE = ROOT / "docs" / "mutants.md"
 SUITES = {"short": "not long", "long": "long"}  # what pytest's -m selects; the long suite has both
-NEAREST = 24  # test files of the first run
+RUNS = (1, 6, 24)  # test files of the first runs; a run of few files begins sooner
 SLOW_FOLDERS = ("integration", "examples", "families", "random_programs", "cli")  # behind others at the same distance
 TIMEOUT_S = 3000
 _RANK_FUNCTION = re.compile(r"^(\w+):\w+$")
@@ -188,7 +189,9 @@ class Bench:
         path.write_text(fault.planted(text), encoding="utf-8")
         try:
             files = nearest_tests(fault, self.pristine)
-            short = self._first_failure(files[:NEAREST], "short") or self._first_failure(files[NEAREST:], "short")
+            edges = [0, *accumulate(RUNS), len(files)]
+            runs = (self._first_failure(files[start:stop], "short") for start, stop in pairwise(edges))
+            short = next(filter(None, runs), "")
             long = "" if short else self._first_failure(files, "long")
         finally:
             path.write_text(text, encoding="utf-8")

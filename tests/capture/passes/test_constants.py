@@ -3,6 +3,7 @@
 import pytest
 import tiny_models
 import torch
+from equivalence import case_of
 from torch import nn
 
 from autopar.capture.passes.constants import is_causal_mask
@@ -102,3 +103,20 @@ def test_nothing_random_is_a_constant() -> None:
 
     program = capture_program(Noisy(), {"x": torch.zeros(2, 4)})
     assert any(n.target is aten.dropout.default for b in program.blocks for n in b.graph.nodes)
+
+
+class Rounded(nn.Module):
+    """Two constants whose code differs in nothing but a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole, cut = (torch.full((4,), 3.7, dtype=dtype) for dtype in (torch.float64, torch.int64))
+        return (self.weight * x * (whole - cut)).sum()
+
+
+def test_constants_of_different_dtypes_stay_apart() -> None:
+    example = Rounded(), {"x": torch.ones(3, 4, dtype=torch.float64)}
+    torch.testing.assert_close(case_of(example).loss, torch.tensor(3 * 4 * 0.7, dtype=torch.float64))
