@@ -73,8 +73,8 @@ MEMORY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSeconds:
-    """Seconds of a step in one kind of collective on one mesh dimension: those that computing waits for, and those
-    that run beside it."""
+    """Seconds of a step in one kind of collective on one mesh dimension. Computing waits for the exposed seconds;
+    the hidden seconds run beside it."""
 
     mesh_dim: str
     what: str

@@ -33,13 +33,12 @@ from autopar.ir.schedules.registry import SCHEDULES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleBytes:
-    """Of every layout by role: bytes that a repeated block keeps of a micro-batch without recomputation, and those of
-    its input; elements of parameters, those of experts apart; and bytes of logits."""
+    """Bytes and elements of every layout by role."""
 
-    saved: Mapping[str, Floats]
-    inputs: Mapping[str, Floats]
-    dense: Mapping[str, Floats]
-    expert: Mapping[str, Floats]
+    saved: Mapping[str, Floats]  # bytes that a repeated block saves of a micro-batch without recomputation
+    inputs: Mapping[str, Floats]  # bytes of the block's input
+    dense: Mapping[str, Floats]  # elements of parameters without experts
+    expert: Mapping[str, Floats]  # elements of experts
     logits: Floats
 
 

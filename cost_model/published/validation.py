@@ -75,8 +75,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oom:
-    """Rows whose fit is known and predicted: those that ran out of memory, those that ran, and how many of either are
-    predicted not to fit."""
+    """Rows that ran out of memory and rows that ran, and how many of either are predicted not to fit."""
 
     oom_rows: int
     oom_predicted: int

@@ -21,14 +21,13 @@ from autopar.ir.arrays import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined:
-    """A pipeline whose stages are known: seconds of one micro-batch on the busiest rank, `blocks` how many repeated
-    blocks that rank has; seconds of the step that it idles, and that it waits for messages. `again` are seconds of
-    `busy` in what stages recompute beside what all blocks of a layout do."""
+    """The busiest rank of a pipeline with known stages."""
 
-    busy: Floats
-    blocks: Floats
-    idle: Floats
-    messages: Floats
+    busy: Floats  # seconds of one micro-batch
+    blocks: Floats  # repeated blocks of the rank
+    idle: Floats  # seconds of the step
+    messages: Floats  # seconds of the step in which the rank waits for messages
+    # seconds of `busy` in blocks that only some stages recompute
     again: Floats = field(default_factory=lambda: np.zeros(1))
 
 
@@ -51,20 +50,18 @@ class StepPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembled:
-    """A step, put together: seconds of one micro-batch in `computing` (a block without gathers), `passes` (with them)
-    and `mean` (of all blocks), and of the whole step in what waits for something else. `before` is the step without
-    stragglers."""
+    """The parts of a step. The first three are seconds of one micro-batch, the others seconds of the whole step."""
 
-    computing: Mapping[str, Passes]
-    passes: Mapping[str, Passes]
-    mean: Passes
+    computing: Mapping[str, Passes]  # of a block by role, without gathers
+    passes: Mapping[str, Passes]  # of a block by role, with gathers
+    mean: Passes  # of the mean block
     pipelined: Pipelined
     data: DataPrices
     sums: Floats
     end_gathers: Floats
     optimizer: Floats
     accumulation: Floats
-    before: Floats
+    before: Floats  # the step without stragglers
     straggling: Floats
 
     @property
