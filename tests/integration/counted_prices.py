@@ -61,13 +61,13 @@ def priced_collectives(program: Program, analysis: Analysis, plan: Plan, rank: i
     question = Question(cluster=cluster, degrees=plan.degrees, engine=engine_named("autopar"), cuts=plan.cuts)
     machine = cluster_machine(cluster, question.engine, mechanisms(), precision="bf16")
     seen: set[Key] = set()
-    _counted(works, question, machine, CountingLinks(**_fields(machine.machine.links), seen=seen), rank)
+    _counted(works, question, machine, CountingLinks(**_fields(machine.links), seen=seen), rank)
     found = {}
     for key in seen:
         counts = [
             _counted(
                 works, question, machine,
-                CountingLinks(**_fields(machine.machine.links), seen=set(), counted=key, in_bytes=in_bytes), rank,
+                CountingLinks(**_fields(machine.links), seen=set(), counted=key, in_bytes=in_bytes), rank,
             )
             for in_bytes in (False, True)
         ]  # fmt: skip
@@ -82,7 +82,7 @@ def _fields(links: Links) -> Mapping[str, Any]:
 
 def _counted(works: Any, question: Question, machine: Any, links: CountingLinks, rank: int) -> float:
     at_once = replace(
-        machine.machine.speeds,
+        machine.speeds,
         peak_flops_per_s=_AT_ONCE,
         product_flops_per_s=_AT_ONCE,
         bytes_per_s=_AT_ONCE,
@@ -90,12 +90,13 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
         host_s=0.0,
         in_one_thread=True,  # nothing is hidden
     )
-    counting = replace(machine.machine, speeds=at_once, links=links, overlap_slowdown=2.0)
+    profile = replace(machine.profile, overlap_slowdown=2.0)
+    counting = replace(machine, speeds=at_once, links=links, profile=profile)
     none_hidden = replace(
         mechanisms(), straggler=0.0, step_s=0.0, async_hidden=0.0, pipelined_hidden=0.0, message_exposed=1.0,
         gradient_window=1.0, broadcast_s=0.0,
     )  # fmt: skip
-    pricing = Pricing(works, question, replace(machine, machine=counting), none_hidden, "bf16")
+    pricing = Pricing(works, question, counting, none_hidden, "bf16")
     stages = pricing.stages()
 
     def summed(passes: Mapping[str, Passes], message: Any) -> Pipelined:
