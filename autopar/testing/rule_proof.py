@@ -24,7 +24,7 @@ from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
 from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
 from autopar.runtime.parameters.shards import all_shards, assemble, coordinates, local_shard
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _DEGREES = (2, 3)
 NUM_PAIRS = 6  # of splits on two mesh dimensions, per binding
 Proved = frozenset[tuple[str, int]]
@@ -356,7 +356,7 @@ def _assembled(
 
 def _compare(found: torch.Tensor, expected: torch.Tensor | None, what: str) -> None:
     assert expected is not None
-    tolerance = TOLERANCE.get(expected.dtype, 0.0)
+    tolerance = _TOLERANCE.get(expected.dtype, 0.0)
     if found.shape != expected.shape:
         raise Disproved(f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):

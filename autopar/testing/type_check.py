@@ -116,7 +116,7 @@ def import_spmd_types() -> Any:
     return spmd_types
 
 
-def check_types(
+def type_report(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, *, regather: bool = False
 ) -> TypeReport:
     """Type-check every distinct block of a program under its labels. Nothing is computed or sent."""

@@ -19,7 +19,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lowering.local_graph import local_graph
 from autopar.search.labels.solve import label
 from autopar.testing.random_labels import random_labels
-from autopar.testing.type_check import check_generated, check_types, import_spmd_types
+from autopar.testing.type_check import check_generated, import_spmd_types, type_report
 
 pytest.importorskip("spmd_types")
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2}
@@ -36,7 +36,7 @@ def the_case(model: str) -> Case:
 def test_labels_of_the_solver_are_accepted(model: str, regather: bool, sequence_parallel: bool) -> None:
     case, mesh = the_case(model), Mesh.of(dp=2, tp=4)
     labels = labelled(case, mesh, sequence_parallel, regather=regather)
-    report = check_types(case.program, case.analysis(mesh), labels, mesh, regather=regather)
+    report = type_report(case.program, case.analysis(mesh), labels, mesh, regather=regather)
     if not regather:
         fused = [
             local_graph(case.analysis(mesh), block, i, labels[i], mesh, device="meta", fuse=True, join=False)
@@ -55,7 +55,7 @@ def test_labels_of_the_solver_are_accepted(model: str, regather: bool, sequence_
 def test_random_labels_are_accepted(model: str, mesh: Mesh, seed: int) -> None:
     case = the_case(model)
     analysis = case.analysis(mesh)
-    report = check_types(case.program, analysis, random_labels(case.program, analysis, mesh, seed), mesh)
+    report = type_report(case.program, analysis, random_labels(case.program, analysis, mesh, seed), mesh)
     assert report.passed, str(report)
 
 
@@ -67,7 +67,7 @@ def test_llama_at_real_sizes_and_up_to_1024_ranks(dp: int, tp: int, sequence_par
     degrees = Degrees(dp_shard=dp, tp=tp, sequence_parallel=sequence_parallel)
     analysis = analyse(program, degrees.mesh)
     labels = label(program, analysis, degrees, ClusterSpec.preset("8xh100")).blocks
-    report = check_types(program, analysis, labels, degrees.mesh, regather=True)
+    report = type_report(program, analysis, labels, degrees.mesh, regather=True)
     assert report.passed, str(report)
     assert report.mesh.size == dp * tp
     assert set(report.counts()) <= {
@@ -100,7 +100,7 @@ def big_llama(batch: int) -> Program:
 
 def test_the_report_says_what_was_taken_as_declared() -> None:
     case, mesh = the_case("gpt2"), Mesh.of(dp=1, tp=4)
-    report = check_types(case.program, case.analysis(mesh), labelled(case, mesh, False), mesh)
+    report = type_report(case.program, case.analysis(mesh), labelled(case, mesh, False), mesh)
     text = str(report)
     assert f"{len(report.regions)} regions taken as declared" in text
     assert sum(report.counts().values()) == len(report.regions)

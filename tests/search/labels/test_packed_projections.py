@@ -15,7 +15,7 @@ from autopar.planning.fixed import make_plan
 from autopar.runtime.parameters.packed import join_packed
 from autopar.testing.gradient_check import gradient_table
 from autopar.testing.one_process import generate_all
-from autopar.testing.type_check import check_types
+from autopar.testing.type_check import type_report
 
 pytest.importorskip("transformers")
 
@@ -91,7 +91,7 @@ def test_types_and_gradient_sums(model: str) -> None:
     pytest.importorskip("spmd_types")
     case = the_case(model)
     labels = labelled(case, BOTH)
-    assert check_types(case.program, case.analysis(BOTH), labels, BOTH).passed
+    assert type_report(case.program, case.analysis(BOTH), labels, BOTH).passed
     rows = gradient_table(case.program, generate_all(case.program, case.analysis(BOTH), labels, BOTH), BOTH)
     assert {row.parameter for row in rows} == set(case.program.parameters)
 
