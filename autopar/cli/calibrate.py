@@ -50,12 +50,12 @@ def calibrate(
     if problems:
         raise InputError("the options cannot be used", problems)
     is_first = os.environ.get("RANK", "0") == "0"
-    with progress_bar("importing torch", shown=is_first) as say:
+    with progress_bar("importing torch", shown=is_first) as on_progress:
         from autopar.commands.calibrate import calibrate as measure
         from autopar.commands.calibrate import to_dict
         from autopar.commands.doctor import leave
 
-        found = measure(ranks=ranks, minutes=minutes, on_progress=say)
+        found = measure(ranks=ranks, minutes=minutes, on_progress=on_progress)
         leave()
     if not is_first:
         return

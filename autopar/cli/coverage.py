@@ -40,10 +40,10 @@ def coverage(
     spec = ClusterSpec.parse(cluster or f"{wanted}x{DEFAULT_DEVICE}")
     degrees = options.degrees(spec.num_devices)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
-    with progress(f"building {model} without memory") as say:
+    with progress(f"building {model} without memory") as on_progress:
         batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.num_micro_batches
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
-        say("capturing and choosing labels")
+        on_progress("capturing and choosing labels")
         from autopar.planning.fixed import coverage as run
 
         covered = run(

@@ -48,15 +48,15 @@ def doctor(
     if problems:
         raise InputError("the options cannot be used", problems)
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
-    with progress("importing torch") as say:
+    with progress("importing torch") as on_progress:
         from autopar.commands.doctor import examine, examine_here, leave
 
         if ranks is not None:
-            say(f"{ranks} ranks at work")
+            on_progress(f"{ranks} ranks at work")
             spec = None if cluster is None else ClusterSpec.parse(cluster)
             found = examine_here(ranks, spec, timeout_s=timeout)
         else:
-            found = examine(ClusterSpec.parse(cluster or "detect"), timeout_s=timeout, on_progress=say)
+            found = examine(ClusterSpec.parse(cluster or "detect"), timeout_s=timeout, on_progress=on_progress)
             leave()
     if os.environ.get("RANK", "0") == "0":
         if as_json:

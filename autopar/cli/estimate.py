@@ -65,7 +65,7 @@ def estimate(
     ranks = _ranks(spec, cp, ep)
     degrees = options.degrees(ranks)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
-    with progress(f"building {model} without memory") as say:
+    with progress(f"building {model} without memory") as on_progress:
         from autopar.models.load import resolve_model
 
         own = is_factory(model)
@@ -89,7 +89,7 @@ def estimate(
             grams_co2_per_kwh=grams_co2_per_kwh,
             exact_memory=exact_memory,
             name=found.name,
-            on_progress=lambda text: say(f"{found.name}: {text}"),
+            on_progress=lambda text: on_progress(f"{found.name}: {text}"),
         )
     beside = compared(made, recorded, correct, found_profile, spec)
     if as_json:

@@ -51,7 +51,7 @@ def trace(
         sizes |= small_sizes(model, world_size, options, sizes)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
-    with progress("importing torch") as say:
+    with progress("importing torch") as on_progress:
         from autopar.commands.profile import trace_model
 
         decided, times = trace_model(
@@ -62,7 +62,7 @@ def trace(
             plan=None if plan is None else str(plan),
             dtype=dtype,
             seed=seed,
-            on_progress=say,
+            on_progress=on_progress,
             **sizes,
         )
     if as_json:

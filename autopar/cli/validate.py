@@ -52,9 +52,9 @@ def validate(
     _check_targets(runs, out, report)
     from autopar.cost_model.published.validation import compared_rows, predict, validation_of
 
-    with progress(f"reading {runs}") as say:
+    with progress(f"reading {runs}") as on_progress:
         rows = _rows(runs, tier)
-        say(f"predicting {len(rows)} rows")
+        on_progress(f"predicting {len(rows)} rows")
         from autopar.cost_model.published.estimate import estimate_rows
 
         estimates = predict(rows, estimate_rows)

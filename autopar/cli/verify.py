@@ -50,7 +50,7 @@ def verify(
     # remarks of libraries about things that are on purpose; the ranks inherit this
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
-    with progress("importing torch") as say:
+    with progress("importing torch") as on_progress:
         from autopar.commands.verify import verify as run
 
         report = run(
@@ -61,7 +61,7 @@ def verify(
             dtype=dtype,
             steps=steps,
             seed=seed,
-            on_progress=say,
+            on_progress=on_progress,
             **sizes,
         )
     if as_json:

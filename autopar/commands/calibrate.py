@@ -100,7 +100,7 @@ def _with_own_ranks(num_ranks: int, minutes: float, on_progress: _Progress, star
     on_progress(0, meter.total, "starting ranks")
     with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False) as world:
         for stage in todo:
-            meter.say(stage)
+            meter.show(stage)
             found.append((stage, world.run("autopar.commands.calibrate:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
     how = f"gloo, {num_ranks} ranks at once on {os.cpu_count()} cores, one thread each"
@@ -160,12 +160,12 @@ class _Meter:
         left_s = self._end - time.monotonic()
         return max(self._least_s, MEASURING * left_s / max(1, self.total - self._done))
 
-    def say(self, stage: Stage) -> None:
+    def show(self, stage: Stage) -> None:
         self._on_progress(self._done, self.total, stage.name)
 
     def done(self, stage: Stage) -> None:
         self._done += len(stage.works)
-        self.say(stage)
+        self.show(stage)
 
     def step(self, work: Work) -> None:
         self._on_progress(self._done, self.total, f"{work.part} {work.name}")
