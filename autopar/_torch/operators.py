@@ -1,4 +1,4 @@
-"""ATen's operators under the name that torch's own code gives them."""
+"""The ATen operators under the name `aten`, as in PyTorch's own code."""
 
 import torch
 

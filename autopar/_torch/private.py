@@ -1,7 +1,7 @@
-"""With `ranks` the only file that touches torch's underscore modules: ranks, and what export hides.
+"""All uses of PyTorch's private (underscore) modules, except those in `autopar._torch.ranks`.
 
-What is slow to import, and not needed to plan, is imported where it is used: `torch.distributed.tensor`, its
-one-process ranks, FSDP and pipelining load symbolic shapes and the compiler, and take as long as torch itself.
+Functions import slow modules that planning does not need: `torch.distributed.tensor`, its one-process ranks, FSDP and
+pipelining. These modules load symbolic shapes and the compiler. Their import takes as long as the import of torch.
 """
 
 import gc
@@ -33,12 +33,15 @@ pytree = _pytree
 
 
 def operator_parts(value: Any) -> tuple[str, str, str] | None:
-    """Namespace, name and overload of an operator, by which `torch.ops` has it; None of anything else."""
+    """The namespace, name and overload under which `torch.ops` has an operator. None for any other value."""
     return (value.namespace, value._opname, value._overloadname) if isinstance(value, OpOverload) else None
 
 
 def overloads_of(value: Any) -> dict[str, OpOverload]:
-    """The overloads by name of an operator, an overload or what `torch.library.custom_op` returns; none of others."""
+    """The overloads of an operator by name. Empty for a value that is no operator.
+
+    The value may also be one overload, or a function made by `torch.library.custom_op`.
+    """
     found = getattr(value, "_opoverload", value)
     if isinstance(found, OpOverload):
         return {str(found): found}
@@ -49,7 +52,7 @@ def overloads_of(value: Any) -> dict[str, OpOverload]:
 
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """A process group of `world_size` ranks of which this process is rank 0 and nothing is sent."""
+    """A process group of `world_size` ranks that sends nothing. This process is rank 0."""
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; a fake world needs a process without one")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -63,7 +66,7 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 @contextmanager
 def one_process_ranks(world_size: int) -> Iterator[None]:
-    """Run all ranks in this process: tensors are `LocalTensor`s that hold one tensor per rank."""
+    """Run all ranks in this process. Each tensor is a `LocalTensor`, which holds one tensor per rank."""
     from autopar._torch.ranks import Ranks
 
     with fake_world(world_size), Ranks(world_size):
@@ -79,7 +82,7 @@ def from_ranks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def to_ranks(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
-    """The tensor of each rank; a plain tensor is the same on all."""
+    """The tensor of each rank. A plain tensor is the same on all ranks."""
     if is_rank_tensor(tensor):
         parts: Any = tensor
         return [parts._local_tensors[rank] for rank in range(world_size)]
@@ -104,7 +107,7 @@ def rank_values(world_size: int, function: Callable[[int], int]) -> torch.Tensor
 
 
 def is_rank_tensor(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed._local_tensor")  # before it is loaded there is no such tensor
+    module = sys.modules.get("torch.distributed._local_tensor")  # before this import there are no rank tensors
     return module is not None and isinstance(value, module.LocalTensor)
 
 
@@ -115,7 +118,7 @@ def in_one_process() -> bool:
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and global offset of a DTensor's local part, FSDP2's strided shards included."""
+    """The shape and global offset of a DTensor's local part. FSDP2's strided shards are supported."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -123,9 +126,9 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def finish_fsdp_backward(model: nn.Module) -> None:
-    """What FSDP2 does after a backward pass, for a module whose gradients were left whole by earlier ones.
+    """Reduce the gradients of an FSDP2 module whose earlier backward passes left them unreduced.
 
-    As torch's pipeline stage does for its own FSDP module (torch.distributed.pipelining, `perform_reduce_grad`).
+    PyTorch's pipeline stage does the same for its FSDP module (`perform_reduce_grad` in torch.distributed.pipelining).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -145,22 +148,28 @@ def backward_of_inputs(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[Any],
 ) -> Any:
-    """The first part of a backward pass as torch's pipeline stages run it; what `backward_of_weights` takes."""
+    """Run the first part of a backward pass, the gradients of the inputs, as PyTorch's pipeline stages do.
+
+    Returns the state that `backward_of_weights` takes.
+    """
     from torch.distributed.pipelining import _backward
 
     return _backward.stage_backward_input(list(outputs), list(grads), list(inputs), iter(weights))[1]
 
 
 def backward_of_weights(weights: Sequence[Any], rest: Any) -> None:
-    """The second part; gradients are in ``.grad``."""
+    """Run the second part of a backward pass: the gradients of the weights, in ``.grad``."""
     from torch.distributed.pipelining import _backward
 
     _backward.stage_backward_weight(iter(weights), rest)
 
 
 def wanted_gradients(ctx: Any) -> list[bool]:
-    """Which arguments' gradients a backward pass wants of an `autograd.Function`, as `ctx.needs_input_grad` has it for
-    a whole one. A pass that runs in parts wants some in each, and runs the function in both."""
+    """Whether a backward pass wants the gradient of each argument of an `autograd.Function`.
+
+    `ctx.needs_input_grad` answers this for a whole backward pass. A pass in two parts runs the function in both parts,
+    and each part wants only some gradients.
+    """
     if torch.compiler.is_compiling():
         return list(ctx.needs_input_grad)
     nodes = (node for node, _ in ctx.next_functions if node is not None)
@@ -170,16 +179,16 @@ def wanted_gradients(ctx: Any) -> list[bool]:
 def _will_run(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # refused for leaves whose gradients are asked for, which therefore will run
+    except RuntimeError:  # autograd raises for leaves whose gradients are wanted, and these leaves will run
         return True
 
 
 @contextmanager
 def quick_export() -> Iterator[None]:
-    """Export in half the time: without what only debugging reads, and without collecting garbage in between.
+    """Export in half the time, without debugging data and without garbage collection.
 
-    A stack trace per node is not recorded, and code of graph modules is not generated before it is run, which it never
-    is. Graphs refer to each other in many circles, so that collecting walks all of them again and again.
+    Nodes record no stack trace. The code of graph modules is generated only when it runs, and it never runs. Graphs
+    refer to each other in many cycles, so each garbage collection would walk all of them.
     """
     was_enabled, had_traces = gc.isenabled(), config.do_not_emit_stack_traces
     gc.disable()
@@ -195,7 +204,7 @@ def quick_export() -> Iterator[None]:
 
 @contextmanager
 def as_exported() -> Iterator[None]:
-    """What is called in this context is told that it is being exported."""
+    """A context in which `torch.compiler.is_compiling` and `torch.compiler.is_exporting` return True."""
     from torch._export.utils import _compiling_state_context
 
     with _compiling_state_context():
@@ -203,7 +212,7 @@ def as_exported() -> Iterator[None]:
 
 
 def pipeline_action(text: str) -> "PipelineAction | None":
-    """An action of torch's pipeline schedules, as it prints: ``0F1``."""
+    """An action of PyTorch's pipeline schedules from its printed form, such as ``0F1``."""
     from torch.distributed.pipelining import schedules
 
     action: PipelineAction | None = schedules._Action.from_str(text)
@@ -213,26 +222,26 @@ def pipeline_action(text: str) -> "PipelineAction | None":
 def pipeline_runtime(
     stages: list[Any], num_micro_batches: int, loss_fn: Callable[..., Any] | None
 ) -> "PipelineRuntime":
-    """What runs lists of actions on stages; gradients are left as they are summed."""
+    """The runner of action lists on pipeline stages. It sums gradients over micro-batches and does not scale them."""
     from torch.distributed.pipelining import schedules
 
     return schedules._PipelineScheduleRuntime(stages, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch records this thread; costs less than a range that nobody records."""
+    """Whether a PyTorch profiler records this thread. The check costs less than an unrecorded range."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What tells the storage of a tensor from all others that live."""
+    """A number that is unique among the storages of all live tensors."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 class LiveStorages(TorchDispatchMode):
-    """Bytes of the storages that operators make in this context and that live, and the most that ever lived.
+    """Counts the bytes of the live storages that operators made in this context, and their peak.
 
-    Storages of the given tensors, which were made before, are left out.
+    The storages of the `outside` tensors existed before and do not count.
     """
 
     def __init__(self, outside: Sequence[Any]) -> None:
@@ -242,7 +251,7 @@ class LiveStorages(TorchDispatchMode):
         self.peak_bytes = 0
 
     def bytes(self) -> int:
-        """Of what lives now."""
+        """The bytes of the storages that are live now."""
         self._live = {at: held for at, held in self._live.items() if not held[0].expired()}
         return sum(size for _, size in self._live.values())
 
@@ -260,21 +269,21 @@ class LiveStorages(TorchDispatchMode):
 
 
 def live_storages(outside: Sequence[Any]) -> LiveStorages:
-    """A context that counts what operators make inside it, but for the storages of some tensors."""
+    """A context that counts the storages made inside it. The storages of the `outside` tensors do not count."""
     return LiveStorages(outside)
 
 
 class _Watch(TorchDispatchMode):
-    """Reports every call of an operator of some namespaces: the operator's name, its arguments by name, the result."""
+    """Reports every operator call in some namespaces: the operator's name, its arguments by name, and the result."""
 
     def __init__(self, namespaces: Sequence[str], seen: Callable[[str, dict[str, Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.namespaces, self.seen = frozenset(namespaces), seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        distributed = sys.modules.get("torch.distributed.tensor")  # before it is loaded there is no DTensor
+        distributed = sys.modules.get("torch.distributed.tensor")  # before this import there are no DTensors
         if distributed is not None and any(issubclass(kind, distributed.DTensor) for kind in types):
-            return NotImplemented  # a DTensor first becomes what it sends, which is then seen
+            return NotImplemented  # DTensor then calls operators on local tensors, and these calls are reported
         out = func(*args, **(kwargs or {}))
         if func.namespace in self.namespaces:
             names = [argument.name for argument in func._schema.arguments]
@@ -283,7 +292,7 @@ class _Watch(TorchDispatchMode):
 
 
 def watch_operators(namespaces: Sequence[str], seen: Callable[[str, dict[str, Any], Any], None]) -> _Watch:
-    """A context in which `seen` is told of operators of C++ too, those of the backward pass included."""
+    """A context that calls `seen` for every operator call, including calls from C++ and from the backward pass."""
     return _Watch(namespaces, seen)
 
 
@@ -294,7 +303,7 @@ def takes_device(operator: Any) -> bool:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """A context of tensors with shapes, strides, dtypes, storages and autograd, but without numbers."""
+    """A context whose tensors have shapes, strides, dtypes, storages and autograd, but no elements."""
     return FakeTensorMode()
 
 
@@ -308,12 +317,12 @@ def group_name_of(arguments: dict[str, Any]) -> str | None:
 
 
 def size_of_group(name: str) -> int:
-    """How many ranks the process group of a name has."""
+    """The number of ranks in the process group with this name."""
     return int(_resolve_process_group(name).size())  # type: ignore[arg-type]
 
 
 def group_timeout() -> timedelta:
-    """How long operations of the world's process group may wait."""
+    """The timeout of operations of the world's process group."""
     group, device = dist.group.WORLD, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     assert group is not None
     found: timedelta = group._get_backend(device).options._timeout
@@ -321,9 +330,9 @@ def group_timeout() -> timedelta:
 
 
 def with_timeout(backend: str, timeout: timedelta) -> tuple[str, Any]:
-    """A backend and its options, for a process group whose operations may wait so long.
+    """A backend and its options, for a process group with this timeout.
 
-    torch gives the groups of a `DeviceMesh` 30 minutes on gloo, whatever the world's timeout is.
+    PyTorch gives the groups of a `DeviceMesh` 30 minutes on gloo, whatever the world's timeout is.
     """
     options: Any = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout

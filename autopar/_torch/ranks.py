@@ -1,6 +1,6 @@
-"""All ranks in one process, as torch's `LocalTensor`s: what `private` imports only where ranks are run.
+"""All ranks in one process, as PyTorch's `LocalTensor`s. `private` imports this module only to run ranks.
 
-`torch.distributed.tensor`, which this needs, takes as long to load as torch itself.
+This module needs `torch.distributed.tensor`, whose import takes as long as the import of torch.
 """
 
 from functools import cache
@@ -12,10 +12,10 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 
 class Ranks(LocalTensorMode):
-    """torch's mode, short where it can be: an operator of aten that draws nothing runs once per rank, and that is all.
+    """PyTorch's `LocalTensorMode` with a short path for most ATen operators: one call per rank.
 
-    torch's own keeps the random state and ties the storages of wrappers with every operator, for compilation: more
-    work than the operators.
+    Operators that draw random numbers take PyTorch's path. It saves the random state and ties the storages of wrappers
+    at every operator, for compilation. This takes longer than the operators themselves.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +37,10 @@ class Ranks(LocalTensorMode):
 
 @cache
 def _only_per_rank(func: OpOverload) -> bool:
-    """Whether an operator draws no random numbers, and writes nothing or its first operand without resizing it."""
+    """Whether an operator can run once per rank.
+
+    It draws no random numbers. It writes nothing, or only its first operand, and does not resize this operand.
+    """
     if {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
         return False
     schema = func._schema
@@ -52,7 +55,7 @@ def _of_rank(value: Any, rank: int) -> Any:
 
 
 def _over_ranks(found: dict[int, Any]) -> Any:
-    """One result for all ranks: tensors as a rank tensor, anything else where it is equal on all."""
+    """One result for all ranks. Tensors become a rank tensor; other values must be equal on all ranks."""
     first = found[0]
     if isinstance(first, torch.Tensor):
         return LocalTensor(found)

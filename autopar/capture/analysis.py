@@ -1,4 +1,4 @@
-"""Axis analysis of a folded program: union-find over the dimensions of every value of every distinct block."""
+"""Axis analysis of a folded program: union-find over the dimensions of all values in all distinct blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _Key = tuple[int, NodeName]  # (block, node)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
-    """Dims of every value and the bound rule of every operator, per block; calls hold slots for operands."""
+    """The dims of every value and the bound rule of every operator, per block. Calls have slots for operands."""
 
     graphs: tuple[fx.Graph, ...]  # of the program's blocks
     sites: tuple[CallSite, ...]
@@ -53,7 +53,7 @@ def call_of(node: fx.Node) -> tuple[Call, tuple[fx.Node, ...]]:
 
 
 class _Unifier:
-    """State of one analysis: variables of every dimension and of every factor."""
+    """The state of one analysis: a variable for every dimension and every factor."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -63,7 +63,7 @@ class _Unifier:
         self.rules: list[dict[NodeName, tuple[Rule, dict[str, Variable]]]] = [{} for _ in program.blocks]
         self.calls: list[dict[NodeName, Call]] = [{} for _ in program.blocks]
         self.operands: list[dict[NodeName, tuple[NodeName, ...]]] = [{} for _ in program.blocks]
-        self.known: dict[object, Rule] = {}  # by call: many are alike
+        self.known: dict[object, Rule] = {}  # by call, because many calls are equal
         self.atoms_of: dict[Variable, tuple[tuple[int, int], ...]] = {}
         self.dims_of: dict[tuple[Variable, ...], Dims] = {}
 
@@ -74,7 +74,7 @@ class _Unifier:
         return all(self.axes.unify([a], [b]) for a, b in zip(left, right, strict=True))
 
     def boundaries(self) -> None:
-        """Values bound to ports and results are the same values."""
+        """Join each port and each result of a block with the value that a call binds to it."""
         for i, block in enumerate(self.program.blocks):
             for node in block.graph.nodes:
                 if "info" in node.meta:
@@ -124,14 +124,14 @@ class _Unifier:
         return all(one(s, v) for s, v in zip(rule.inputs, inputs, strict=True)) and one(rule.output, out)
 
     def atoms(self, variable: Variable) -> tuple[tuple[int, int], ...]:
-        """Its atoms with their sizes, asked for once all is unified."""
+        """The atoms of a variable with their sizes. Call this only after all variables are unified."""
         root = self.axes.root(variable)
         if root not in self.atoms_of:
             self.atoms_of[root] = tuple((a, self.axes.size(a)) for a in self.axes.atoms(root))
         return self.atoms_of[root]
 
     def dims(self, variables: Sequence[Variable]) -> Dims:
-        """The dims of a value, asked for once all is unified; equal ones are one object."""
+        """The dims of a value; equal dims are one object. Call this only after all variables are unified."""
         roots = tuple(self.axes.root(v) for v in variables)
         if roots not in self.dims_of:
             atoms = [self.atoms(root) for root in roots]
@@ -141,22 +141,22 @@ class _Unifier:
 
 
 def _rivals(mesh: Mesh) -> list[int]:
-    """Degrees of mesh dimensions that compete for axes; none where there is but one."""
+    """The degrees of the mesh dimensions that compete for axes. Empty if there is only one."""
     found = [degree for name, degree in mesh.as_dict().items() if name != "dp" and degree > 1]
     return found if len(found) > 1 else []
 
 
 def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
-    """Split atoms that several tensor mesh dimensions may split into one part for each of them.
+    """Split each atom into one part per tensor mesh dimension, if several of these dimensions may split it.
 
-    Only mesh dimensions of one kind compete for an axis: `dp` owns the batch, so with a single other dimension
-    nothing is refined.
+    Only mesh dimensions other than `dp` compete for an axis, because `dp` owns the batch. A single other dimension
+    needs no refinement.
     """
     rivals = _rivals(mesh)
     for atom in atoms:
         parts, rest = [], axes.size(atom)
         for degree, following in pairwise(rivals):
-            if rest % degree == 0 and (rest // degree) % following == 0:  # else one of the two has it alone
+            if rest % degree == 0 and (rest // degree) % following == 0:  # else only one of the two may split it
                 parts.append(degree)
                 rest //= degree
         if parts:
@@ -164,9 +164,9 @@ def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
 
 
 def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
-    """Axes of a program; with a mesh, refined so that every axis is split by at most one mesh dimension.
+    """The axes of a program. With a mesh, they are refined until at most one mesh dimension splits each axis.
 
-    Where that refines nothing it is the analysis that a program was `described` with.
+    If the mesh refines nothing, the result is the analysis that the program was `described` with.
     """
     known = program.analysis
     if isinstance(known, Analysis) and _is_of(known, program) and not (mesh and _rivals(mesh)):
@@ -227,7 +227,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
 def _zero_padded(
     block: Block, rules: Mapping[NodeName, tuple[Rule, object]], operands: Mapping[NodeName, tuple[NodeName, ...]]
 ) -> set[NodeName]:
-    """Parameters of a block and what is linear in nothing else: where their shards have padding, it is zero."""
+    """Values of a block whose padding is zero: parameters, and linear functions of such values alone."""
     found = {port.name for port in block.ports if port.role == "parameter"}
     for name, (rule, _) in rules.items():
         if operands[name] and rule.linear and all(operand in found for operand in operands[name]):
@@ -249,7 +249,7 @@ def described(program: Program, analysis: Analysis) -> Program:
 
 
 def _is_of(analysis: Analysis, program: Program) -> bool:
-    """Whether a program still has the blocks and calls that were analysed."""
+    """Whether an analysis belongs to the blocks and calls that a program has now."""
     graphs = [block.graph for block in program.blocks]
     same = len(graphs) == len(analysis.graphs) and all(a is b for a, b in zip(graphs, analysis.graphs, strict=True))
     return same and analysis.sites is program.calls

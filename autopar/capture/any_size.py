@@ -1,10 +1,10 @@
 """`capture`: a model captured once, and its program at any batch size.
 
-`torch.export` bakes sizes into a graph, and takes many seconds for a deep model; a search asks for the program at many
-global micro-batches. Two captures at different sizes, which `capture_program` makes anyway to confirm the axes, tell
-which numbers of the folded program are sizes, and how (`autopar.capture.forms`). The program at other sizes is
-then written from these forms and analysed anew. Where numbers are not explained, or a capture at the other sizes would
-give another graph, the model is captured again.
+`torch.export` writes sizes into a graph as numbers, and takes many seconds for a deep model. A search needs the program
+at many global micro-batches. `capture_program` makes two captures at different sizes to confirm the axes. The same two
+captures show which numbers of the folded program depend on sizes, and how (`autopar.capture.forms`). The program
+at other sizes is written from these forms and analysed again. The model is captured again if a number has no form, or
+if a capture at the other sizes would give another graph.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ def capture(
     loss_fn: LossFunction | None = None,
     training: bool = True,
 ) -> Capture:
-    """Capture a model for any batch size; arguments and errors are those of `capture_program`.
+    """Capture a model for any batch size, with the arguments and errors of `capture_program`.
 
-    The model and its inputs are kept, to be captured again where that is needed.
+    The result keeps the model and its inputs, because some sizes need another capture.
     """
 
     found = capture_twice(model, example_inputs, batch=batch, loss_fn=loss_fn, training=training)
     record, unknown = _recorded(found)
     if record is None and found.small is not None and found.sizes.sequence is not None:
-        with contextlib.suppress(CaptureError):  # the batch alone may explain what both do not
+        with contextlib.suppress(CaptureError):  # forms in the batch alone may succeed
             record, _ = _recorded(with_same_sequence(found, model, example_inputs, loss_fn=loss_fn, training=training))
     known = {found.sizes.batch: found.program}
 
@@ -50,7 +50,7 @@ def capture(
 
 
 def _recorded(twice: Twice) -> tuple[ProgramRecord | None, str | None]:
-    """The record of two captures, if it gives both of them again; else why there is none."""
+    """The record of two captures, or the reason why there is none. The record must reproduce both captures."""
     if twice.small is None:
         return None, NO_SECOND_CAPTURE
     try:

@@ -1,4 +1,4 @@
-"""`Flat`: the graph that `torch.export` gives, before normalisation and folding."""
+"""`Flat`: the graph that `torch.export` returns, before folding."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ from autopar.ir.program import PartOf
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flat:
-    """A captured graph before normalisation. `placeholders` maps node names to ("parameter"|"buffer"|"input", name).
+    """A captured graph. `placeholders` maps node names to ("parameter"|"buffer"|"input"|"lifted", name).
 
-    The graph returns the outputs, then the new values of the buffers in `updates`. `parts` says of names that are
-    pieces of a parameter which (`autopar.capture.passes.packings`).
+    The graph returns the outputs, then the new values of the buffers in `updates`. `parts` describes the parameters
+    that are pieces of a parameter of the model (`autopar.capture.passes.packings`).
     """
 
     graph: fx.Graph
@@ -23,5 +23,5 @@ class Flat:
     parts: dict[str, PartOf] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> dict[str, str]:
-        """Placeholders of one kind and the names of what they stand for."""
+        """The placeholders of one kind, with the model's names for them."""
         return {node: name for node, (found, name) in self.placeholders.items() if found == kind}

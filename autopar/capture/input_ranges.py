@@ -1,9 +1,9 @@
-"""Which integers every input may hold, found on the captured graph from the operators that read it.
+"""The range of integers that every input may hold, found from the operators of the captured graph.
 
-An operator that looks something up bounds what it reads: the rows of an embedding table, the classes of a
-cross-entropy, the length of an indexed dimension (`_bounds_of_uses`). The bounds of a value are carried back to the
-values that it is made of, through views, casts, shifts and masked fills (`_bounds_before`). An input must satisfy all
-its uses, so its range is the intersection of their bounds.
+A lookup bounds its index operand: by the rows of an embedding table, the classes of a cross-entropy, or the length of
+an indexed dimension (`_bounds_of_uses`). The bounds of a result pass backward to its operands through views, casts,
+shifts and masked fills (`_bounds_before`). An input must suit all its uses, so its range is the intersection of their
+bounds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,9 @@ _SELECTING = """
     tile to _to_copy transpose tril triu unflatten unfold unsqueeze view view_as
     amax amin cummax cummin kthvalue max median min sort topk
 """
-# operators whose result holds elements of their first operand, and constants that they were given
+# operators whose result holds elements of their first operand, and constants from their arguments
 _SELECTIONS = frozenset(_SELECTING.split())
-# operators whose result holds elements of several operands, by the positions of these
+# operators whose result holds elements of several operands, with the positions of these operands
 _CHOICES: Mapping[str, tuple[int, ...]] = {
     "masked_fill": (0, 2),
     "where": (1, 2),
@@ -48,9 +48,9 @@ _IGNORE_INDEX = 4  # the position of the argument in every loss by class
 
 
 def input_ranges(program: Program) -> dict[str, ValueRange]:
-    """The integers that every integer input may hold; an unbounded range where no operator bounds it.
+    """The range of every integer input. It is unbounded if no operator bounds the input.
 
-    Raises `InputError` if two operators that read an input have no value in common.
+    Raises `InputError` if no value of an input suits all operators that read it.
     """
     names = {i.name for i in program.inputs if not i.dtype.is_floating_point and i.dtype is not torch.bool}
     bounds: dict[str, ValueRange] = {}
@@ -73,7 +73,7 @@ def input_ranges(program: Program) -> dict[str, ValueRange]:
 
 
 def _port_bounds(block: Block, wanted: Mapping[str, ValueRange]) -> dict[int, ValueRange]:
-    """The bounds of what is bound to a block's ports, by position, if its results are used within `wanted`."""
+    """The bounds of a block's ports by position, if the results must stay within `wanted`."""
     bounds: dict[fx.Node, ValueRange] = {}
     for node in reversed(block.graph.nodes):
         if node.name in wanted:
@@ -93,7 +93,7 @@ def _port_bounds(block: Block, wanted: Mapping[str, ValueRange]) -> dict[int, Va
 
 
 def _bounds_of_uses(node: fx.Node) -> Iterator[tuple[fx.Node, ValueRange]]:
-    """The operands of an operator that select something, and the values that they may hold."""
+    """The index operands of an operator, and the values that they may hold."""
     name = operator_name(node)
     if name in ("embedding", "embedding_bag"):
         yield from _bounded(node, 1, 0, _shape(node.args[0])[0], "rows of a table")
@@ -136,9 +136,9 @@ def _range(node: fx.Node, low: int, high: int, what: str, ignored: int | None = 
 
 
 def _bounds_before(node: fx.Node, found: ValueRange) -> list[tuple[fx.Node, ValueRange]]:
-    """What the bounds of an operator's result say about its operands; nothing for an operator that is not known."""
+    """The bounds of an operator's operands that follow from the bounds of its result. Empty for an unknown operator."""
     name = operator_name(node)
-    if str(node.target).endswith(("_1", "_2")):  # a later output of an operator with several: positions, not elements
+    if str(node.target).endswith(("_1", "_2")):  # a second or third output holds positions, not elements
         return []
     if name in _CHOICES:
         places = [_arg(node, position) for position in _CHOICES[name]]
@@ -164,7 +164,7 @@ def _bounds_before(node: fx.Node, found: ValueRange) -> list[tuple[fx.Node, Valu
 
 
 def _bounds_before_arithmetic(node: fx.Node, name: str, found: ValueRange) -> ValueRange | None:
-    """The bounds of the first operand of an operator that calculates with numbers."""
+    """The bounds of the first operand of an arithmetic operator whose other operands are numbers."""
     if name in ("clamp", "clamp_min", "clamp_max", "relu"):
         low = 0 if name == "relu" else None if name == "clamp_max" else _arg(node, 1)
         high = _arg(node, 1 if name == "clamp_max" else 2) if name in ("clamp", "clamp_max") else None
@@ -177,7 +177,7 @@ def _bounds_before_arithmetic(node: fx.Node, name: str, found: ValueRange) -> Va
         return found.shifted(-step)
     if number <= 0:
         return None
-    if name == "remainder":  # within 0 to number - 1 whatever the operand is
+    if name == "remainder":  # every operand gives a result from 0 to number - 1
         return None if found.low <= 0 and number <= found.high else found.both(ValueRange(low=0, high=number))
     if name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")):
         return found.between(found.low * number, found.high * number)
@@ -185,7 +185,7 @@ def _bounds_before_arithmetic(node: fx.Node, name: str, found: ValueRange) -> Va
 
 
 def _bounds_of_factors(node: fx.Node, found: ValueRange) -> list[tuple[fx.Node, ValueRange]]:
-    """A product with a positive number, or with a mask of zeros and ones."""
+    """The bounds of a factor whose other factor is a positive number, or a mask of zeros and ones."""
     factors = node.args[:2]
     bounds = []
     for operand, other in (factors, factors[::-1]):
@@ -207,7 +207,7 @@ def _before_clamp(found: ValueRange, low: Any, high: Any) -> ValueRange:
 
 
 def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:
-    """The mask of an operator that chooses between two operands, and the mask's value where it takes the first."""
+    """The mask of an operator that chooses between two operands, and the mask value that chooses the first."""
     if name == "masked_fill":
         return _arg(node, 1), False
     if name == "where":
@@ -216,7 +216,7 @@ def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:
 
 
 def _masks(node: fx.Node) -> fx.Node | None:
-    """The mask of an `index` or `index_put` that has no index but a mask."""
+    """The first mask among the indices of an `index` or `index_put`. None if there is no mask."""
     indices = node.args[1]
     assert isinstance(indices, (list, tuple)), node
     masks = [i for i in indices if isinstance(i, fx.Node) and i.meta["info"].dtype in (torch.bool, torch.uint8)]
@@ -224,9 +224,9 @@ def _masks(node: fx.Node) -> fx.Node | None:
 
 
 def _unless_replaced(operand: fx.Node, mask: Any, found: ValueRange, *, kept_if: bool) -> ValueRange:
-    """The bounds of an operand whose elements are read only where `mask` is `kept_if`.
+    """The bounds of an operand whose elements are read only at positions where `mask` has the value `kept_if`.
 
-    Where the mask compares the operand itself with a number, some values are never read.
+    If the mask compares the operand itself with a number, some values are never read.
     """
     while isinstance(mask, fx.Node) and _operator_name(mask) in ("logical_not", "bitwise_not"):
         mask, kept_if = mask.args[0], not kept_if
@@ -255,7 +255,7 @@ def _operator_name(node: fx.Node) -> str | None:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The value that a copy or a cast has the elements of."""
+    """The value before all copies and casts."""
     while _operator_name(node) in _SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

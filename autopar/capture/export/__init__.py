@@ -1,4 +1,4 @@
-"""The call of `torch.export`, and the errors that it turns into messages.
+"""Runs `torch.export` on an unmodified model and returns one flat graph.
 
-It may import what `autopar.capture` may.
+It may import `autopar.capture.passes` and the modules below it, `autopar.ir`, `autopar._torch` and `autopar.errors`.
 """

@@ -1,7 +1,7 @@
-"""Capture: an unmodified module and example inputs to one flat graph of functional ATen operators.
+"""Export of an unmodified module with example inputs to one flat graph of ATen operators.
 
-`torch.export` does the tracing. What comes out has named parameters and buffers, one `TensorInfo` per node, the
-loss first among its outputs, and a module path per node.
+`torch.export` traces the module. The resulting graph has named parameters, buffers and outputs, and a module path per
+node. One output is the loss.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ TARGET = "target"
 
 
 class _Outputs(nn.Module):
-    """The model with its output reduced to named tensors, so that caches and other objects do not matter."""
+    """The model with its output reduced to named tensors. Caches and other objects are dropped."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Outputs(nn.Module):
 
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a module's output by name: mapping keys, or positions; the loss is called ``loss``."""
+    """The tensors of a module's output by name: mapping keys, or positions. The loss has the name ``loss``."""
     found = _tensors(out)
     if "loss" not in found:
         scalars = [name for name, v in found.items() if v.dim() == 0 and v.dtype.is_floating_point]
@@ -62,7 +62,7 @@ def _tensors(out: Any) -> dict[str, torch.Tensor]:
 
 
 def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a model's output and the loss that a function made of them. Raises `CaptureError` on no scalar."""
+    """The tensors of a model's output, and the loss. Raises `CaptureError` if the loss is no floating scalar."""
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.dtype.is_floating_point:
         what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise CaptureError(
@@ -72,7 +72,7 @@ def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
 
 
 def check_loss_fn(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction) -> None:
-    """Raise `CaptureError` where a loss function has parameters, or the target is missing or not to be told."""
+    """Raise `CaptureError` if a loss function has parameters, or if the target is missing or ambiguous."""
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             f"loss_fn {type(loss_fn).__name__} has parameters, which no optimizer would see; make it part of the model"
@@ -94,9 +94,9 @@ def check_loss_fn(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunctio
 
 @contextlib.contextmanager
 def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode; generation caches (`config.use_cache`) are off in both.
+    """The model in training or evaluation mode, without generation caches (`config.use_cache`).
 
-    A model that is in the other mode is put in this one whole; else modules keep the mode they are in.
+    If the model is in the other mode, all its modules change mode. Otherwise each module keeps its own mode.
     """
     owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
@@ -116,7 +116,7 @@ def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No search for reference cycles: an export makes millions of objects that live, and each search walks them all."""
+    """Turn garbage collection off: an export makes millions of live objects, and each collection walks all of them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -127,7 +127,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call with these inputs."""
+    """The positional and keyword arguments of a call with these inputs."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return tuple(example_inputs), {}
@@ -136,7 +136,7 @@ def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any
 def input_names(
     model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None
 ) -> dict[str, torch.Tensor]:
-    """Tensor inputs by name: keywords, or the parameter names of `forward` for positional ones.
+    """The tensor inputs by name: their keywords, or the argument names of `forward` for positional inputs.
 
     With a `loss_fn`, the last positional input is the target.
     """
@@ -158,13 +158,13 @@ def input_names(
 def inputs_of_shapes(
     model: nn.Module, example_inputs: Inputs, sizes: Mapping[str, tuple[int, ...]], loss_fn: LossFunction | None = None
 ) -> Inputs:
-    """Example inputs with every tensor replaced by an empty one of the shape given for its name."""
+    """The example inputs with every tensor replaced by zeros of the shape given for its name."""
     names = iter(input_names(model, example_inputs, loss_fn))  # in the order of the tensors
     return resize_inputs(example_inputs, lambda _: sizes[next(names)])
 
 
 def resize_inputs(example_inputs: Inputs, resize: Any) -> Inputs:
-    """Example inputs with every tensor replaced by a distinct empty one of shape `resize(tensor)`."""
+    """The example inputs with every tensor replaced by a new tensor of zeros of shape `resize(tensor)`."""
 
     def fresh(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -177,7 +177,7 @@ def resize_inputs(example_inputs: Inputs, resize: Any) -> Inputs:
 
 
 def _where_it_failed(error: BaseException, model: nn.Module) -> str:
-    """Module path and source line of the deepest frame of the user's model in a failed export."""
+    """The module path and source line of the deepest frame of the user's model in a failed export."""
     paths = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     seen: BaseException | None = error
     best = ""
@@ -198,7 +198,7 @@ def capture_flat(
 ) -> Flat:
     """Trace a model in training or evaluation mode at the given input shapes.
 
-    Raises `CaptureError`, naming module and source line, where the model cannot be exported.
+    Raises `CaptureError` with the module and source line if the model cannot be exported.
     """
     exported = _exported(model, example_inputs, loss_fn, training)
     placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
@@ -209,7 +209,7 @@ def capture_flat(
             exported = exported.run_decompositions({})
         placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     module = exported.graph_module
-    for node in list(module.graph.nodes):  # inputs that are no tensors are constants of the capture
+    for node in list(module.graph.nodes):  # inputs other than tensors are constants of the capture
         if node.op == "placeholder" and node.name not in placeholders and not node.users:
             module.graph.erase_node(node)
     lifted = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
@@ -237,7 +237,7 @@ def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
         raise
     except Exception as error:
         failed = error
-    if all(parameter.is_meta for parameter in model.parameters()):  # its activations would meet inputs on a device
+    if all(parameter.is_meta for parameter in model.parameters()):  # meta activations cannot meet inputs on a device
         try:
             return _export(model, _on_meta(example_inputs), loss_fn, training)
         except Exception as error:
@@ -253,7 +253,7 @@ def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
 def run_on_meta(
     model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, training: bool = True
 ) -> None:
-    """Call a model as an export of it does. Raises whatever the model raises."""
+    """Call a model on meta tensors as an export does. Raises any exception of the model."""
     args, kwargs = split_inputs(_on_meta(example_inputs))
     with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
         warnings.simplefilter("ignore")
@@ -294,9 +294,9 @@ def _placeholders(model: nn.Module, exported: Any, inputs: Sequence[str]) -> dic
 
 
 def _order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
-    """Order a graph's outputs: the model's own, then new values of buffers, whose names are returned.
+    """Order a graph's outputs: the model's outputs, then the new values of buffers. Returns the buffers' names.
 
-    What a model does to its inputs in place is dropped. Raises `CaptureError` where it changes a parameter.
+    In-place changes of inputs are dropped. Raises `CaptureError` if the model changes a parameter.
     """
     graph: fx.Graph = exported.graph_module.graph
     values: Any = graph.output_node().args[0]

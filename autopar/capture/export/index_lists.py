@@ -1,6 +1,6 @@
-"""Indexing by a list of consecutive numbers, ``x[..., [-2], :]``, is a slice: seen as such while a model is traced.
+"""Indexing by a list of consecutive numbers, ``x[..., [-2], :]``, is traced as a slice.
 
-PyTorch makes a tensor of the list on the device of what is indexed. On meta its numbers would be lost.
+PyTorch turns the list into a tensor on the device of the indexed tensor. On meta, the numbers would be lost.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class ListsAsSlices(TorchFunctionMode):
-    """Replaces the list in ``x[..., [1, 2], :]`` by ``1:3`` where it is the only index that is no slice."""
+    """Replaces the list in ``x[..., [1, 2], :]`` by ``1:3`` if all other indices are slices, None or an ellipsis."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and not kwargs:
@@ -19,7 +19,7 @@ class ListsAsSlices(TorchFunctionMode):
 
 
 def as_slices(x: torch.Tensor, index: Any) -> Any:
-    """The index with its list as a slice, or the index itself."""
+    """The index with its list as a slice, or the unchanged index if the list is no slice."""
     items = index if isinstance(index, tuple) else (index,)
     places = [k for k, item in enumerate(items) if isinstance(item, list)]
     plain = all(item is None or item is Ellipsis or isinstance(item, (slice, list)) for item in items)

@@ -1,4 +1,4 @@
-"""Repeated layers: how they are found, exported once and folded into blocks.
+"""Finds equal layers: they are exported once if possible, and folded into distinct blocks.
 
-It may import what `autopar.capture` may.
+It may import `autopar.capture.export` and the modules below it, `autopar.ir` and `autopar.errors`.
 """

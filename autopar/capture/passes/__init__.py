@@ -1,4 +1,5 @@
-"""Rewrites of an exported graph, one per file, until it holds functional operators with one output each.
+"""Rewrites of a captured graph, one concern per file. `autopar.capture.passes.normalize` has their order.
 
-It may import what `autopar.capture` may.
+It may import `autopar.capture.flat_graph`, `autopar.capture.nodes`, `autopar.rules`, `autopar.ir`, `autopar._torch` and
+`autopar.errors`.
 """

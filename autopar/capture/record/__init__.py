@@ -1,4 +1,4 @@
-"""A capture as a file: its schema, how it is written, and how it is read strictly.
+"""Captured programs as plain data: records with formulas for sizes, their files, and programs read from them.
 
-It may import what `autopar.capture` may.
+It may import every part of `autopar.capture` except `autopar.capture.any_size`, and `autopar.files`.
 """

@@ -1,4 +1,4 @@
-"""A captured model, and its program at any batch size; how one is made is in `autopar.capture.any_size`."""
+"""A captured model, and its program at any batch size. `autopar.capture.any_size` makes it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ Again = Callable[[int], Program]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Capture:
-    """A captured model. `record` gives its program at other sizes; where it is None, `unknown` says why.
+    """A captured model. `record` gives its program at other sizes. If `record` is None, `unknown` has the reason.
 
-    `again` captures the model at another batch size and the sequence length of the first capture.
+    `again` captures the model at another batch size and at the sequence length of the first capture. `sequence` is this
+    length, or None if the length does not vary.
     """
 
     record: ProgramRecord | None
@@ -26,11 +27,17 @@ class Capture:
     sequence: int | None
 
     def at(self, *, batch: int, sequence: int | None = None) -> Program:
-        """The program at a global batch, and a sequence length where it varies (by default that captured).
+        """The program at a global batch and a sequence length, equal to a new capture at these sizes.
 
-        It is the one that a capture at these sizes gives. Takes milliseconds, or as long as a capture where these sizes
-        need another. Raises `CaptureError` where a capture is needed and the model is not at hand, or the sequence
-        length is one at which it was not captured.
+        This takes milliseconds, or as long as a capture if these sizes need one.
+
+        Args:
+            batch: The number of sequences in the global micro-batch.
+            sequence: The number of tokens per sequence, if the length varies. The default is the captured length.
+
+        Raises:
+            CaptureError: These sizes need a capture, but the model is not available or was captured at another
+                sequence length.
         """
         own = sequence is None or sequence == self.sequence
         if self.record is None:
