@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from autopar.ir.program import Program
     from autopar.models.load import ResolvedModel
 
-# A prime that few dimensions have, so that no dimension is that of the batch by chance.
+# A prime that few dimensions have, so that no other dimension equals the batch by chance.
 CAPTURED_BATCH = 7
-_CAPTURING = ("_torch", "capture", "presets", "models", "rules/operators.py")  # source that decides what a capture is
+_CAPTURING = ("_torch", "capture", "presets", "models", "rules/operators.py")  # its source decides a capture
 _LIBRARIES = ("torch", "transformers")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedModel:
-    """A model captured for any batch. `local_batch` is that of a factory's own inputs, None for others.
+    """A model captured for any batch. `local_batch` is the batch of a factory's own inputs, None for other models.
 
     `digest` is a hash of the capture's record, None of a factory's and where there is no record. A kept capture is read
     by `read` when it is first asked for, which imports torch.

@@ -63,7 +63,7 @@ def labels_text(chosen: Chosen) -> str:
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass but those that are written in another way."""
+    """The fields of a dataclass, without the fields that are written in another way."""
     names = [each.name for each in fields(value) if each.name not in ("blocks", "family")]
     return {name: _of(getattr(value, name)) for name in names}
 

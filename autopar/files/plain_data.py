@@ -1,7 +1,7 @@
 """Plain data of JSON back to the frozen dataclasses that it was made from: the inverse of `dataclasses.asdict`.
 
-Types are those of the annotations: dataclasses, ``tuple[X, ...]`` and ``tuple[X, Y]``, ``Mapping[K, X]``, ``X | None``,
-numbers, text and ``Any``. Nothing is coerced but whole numbers to `float`; every deviation is a `Problem`.
+Annotations give the types: dataclasses, ``tuple[X, ...]`` and ``tuple[X, Y]``, ``Mapping[K, X]``, ``X | None``,
+numbers, text and ``Any``. Only whole numbers are coerced, to `float`. Every deviation is a `Problem`.
 """
 
 import math

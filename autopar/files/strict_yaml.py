@@ -1,7 +1,7 @@
 """Reading small YAML files written by people, strictly and within bounds.
 
-YAML 1.2 through ruamel.yaml's safe constructor: ``1e9`` is a number, ``no`` is a string. On top: duplicate keys are
-errors, and so are anchors, aliases, tags and further documents, which no file of ours needs and which make a small file
+YAML 1.2 through ruamel.yaml's safe constructor: ``1e9`` is a number, ``no`` is a string. In addition, duplicate keys
+are errors. So are anchors, aliases, tags and further documents: no file of ours needs them, and they make a small file
 big. Size, depth and node count are bounded *before* anything is constructed, so a hostile file is refused quickly.
 """
 
@@ -27,10 +27,10 @@ class _Refused(Exception):
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
-    """The file's content as plain Python values, and what is wrong with its form.
+    """The file's content as plain Python values, and the problems of its form.
 
-    When a problem makes the content meaningless (not YAML, too big, an alias) the content is None and the list says
-    why; after duplicate keys alone the content is returned too, so that a caller can report everything at once.
+    If a problem makes the content meaningless (not YAML, too big, an alias), the content is None and the list says why.
+    After duplicate keys alone the content is returned too, so that a caller can report all problems at once.
     Never raises for anything the file contains.
     """
     try:
@@ -42,8 +42,11 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
 
 
 def files_naming(folder: Path, word: str) -> list[Path]:
-    """The folder's YAML files in which a word stands, the one of that name first, then those in which it stands by
-    itself: what one of them says is known without parsing all, which takes long."""
+    """The folder's YAML files that contain a word.
+
+    The file of that name comes first, then the files in which the word stands by itself. A caller can stop at the first
+    match, because parsing all files takes long.
+    """
     texts = {path: path.read_text("utf-8") for path in sorted(folder.glob("*.yaml"))}
     alone = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
     found = [path for path, text in texts.items() if path.stem == word or word in text]

@@ -2,8 +2,8 @@
 
 A dimension starts as one *axis variable*. `Axes.unify` states that two sequences of variables cover the same
 elements in the same order, for example ``[rows] == [kv_heads, repeat, head_dim]``. Unification refines both
-sides to their common cut points, so a variable ends as an ordered product of *atoms*. A variable of size 1 is
-the empty product, which settles broadcasting, ``unsqueeze`` and ``keepdim`` without a special case.
+sides to their common cut points, so a variable ends as an ordered product of *atoms*. A variable of size 1 is the empty
+product. Broadcasting, ``unsqueeze`` and ``keepdim`` then need no special case.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a program runs on: hosts × devices, their peaks, memories and links, in SI units.
+"""The cluster of a program: hosts × devices, their peaks, memories and links, in SI units.
 
 A cluster is a sequence of `HostGroup`s; ranks are numbered group by group, host by host, device by device. Traffic
 between two ranks crosses one *tier*: ``in_host``, ``inter_host`` (the leaf switch) or ``spine``. Every bandwidth is per

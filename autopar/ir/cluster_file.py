@@ -153,7 +153,7 @@ def profile_file(text: str, folder: Path) -> Path | None:
 
 
 def _check_profile(text: str, folder: Path) -> list[Problem]:
-    """What the file holds is checked where it is used: this only says that there is one."""
+    """This function only finds the file. Its users check the content."""
     path = profile_file(text, folder)
     if path is None and text not in profile_names():
         rule = "must be the name of a shipped profile or the path of a YAML file, relative to the cluster file"

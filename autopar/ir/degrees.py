@@ -18,15 +18,15 @@ MAX_DEGREE = 1_000_000
 class Degrees:
     """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch.
 
-    `tp_dims` is `tp` as the product of two mesh dimensions, each of which splits axes of its own: with fewer key heads
-    than ranks, the first splits heads of keys, the second the queries that share one. With `per_micro_batch` the loss
-    of a step is the mean of the losses of its micro-batches, each computed by itself.
+    `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
+    ranks, the first dimension splits the key heads, the second the queries of one key head. With `per_micro_batch` the
+    loss of a step is the mean of the separate losses of its micro-batches.
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
     (`autopar.ir.schedules`), `accumulate` times a step. With `recompute` "full" the values inside blocks are computed
     again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage (one number for all stages,
-    or one for each), or in all of them. `cut_at` are the module paths at which stages after the first begin, where that
-    was asked for. `order` is that of mesh dimensions over ranks (`autopar.ir.rank_order`).
+    or one for each), or in all of them. `cut_at` are the module paths at which the stages after the first begin, if the
+    user gave them. `order` is the order of mesh dimensions over ranks (`autopar.ir.rank_order`).
     """
 
     pp: int = 1
@@ -58,7 +58,7 @@ class Degrees:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one step: those of every run of the schedule."""
+        """Micro-batches of one step, over all runs of the schedule."""
         return self.micro_batches * self.accumulate
 
     @property
@@ -163,7 +163,7 @@ def _paths(value: Any) -> tuple[tuple[str, ...] | None, str]:
 
 
 def _blocks_of_stages(value: Any) -> tuple[int | tuple[int, ...] | None, str]:
-    """One number for every stage, also as one text with commas between them; a single one is that of all stages."""
+    """One number for every stage, also as one text with commas. A single number holds for all stages."""
     split = [int(n) if n.strip().isdecimal() else n for n in value.split(",")] if isinstance(value, str) else value
     if not isinstance(split, (list, tuple)) or not split or any(not _is_count(one) for one in split):
         return None, "must be a whole number, or one for every stage such as 3,2,1,0"

@@ -57,8 +57,8 @@ class Device:
     """One accelerator, or one CPU process.
 
     `peak_flops_per_s`: dense peaks per dtype ("float32", "tf32", "bfloat16", "float16", "float8", "float64").
-    `source` says where the figures come from; a preset's file has the source of each. `host` is what a device has of
-    its host, None where that is not known.
+    `source` says where the figures come from; a preset's file has the source of each figure. `host` is the device's
+    share of its host, None if unknown.
     """
 
     name: str
@@ -94,8 +94,8 @@ class Device:
 class Link:
     """One tier's link as a device sees it: bytes/s per direction, and seconds per hop.
 
-    Without a switch (`is_switched` False) the devices of a host are linked pair by pair, and `bytes_per_s` is that of a
-    device to all others together.
+    Without a switch (`is_switched` False) the devices of a host are linked pair by pair. Then `bytes_per_s` is the
+    bandwidth of one device to all others together.
     """
 
     bytes_per_s: float

@@ -2,9 +2,9 @@
 
 Adding a device is adding a file; its name is the file's. Peaks are dense (without structured sparsity) and of the unit
 that a matrix product uses, in 10^12 FLOP/s; GB are decimal (10^9 bytes); bandwidths are per device and *per direction*;
-latencies are per hop of a collective. `memory_gb` is the size that a device is sold with, `total_memory_gb` what torch
-says that it has (``total_memory``, mostly 5 to 7 % more): that is what plans have to fit in. "assumed" opens the source
-of every number that is nobody's publication.
+latencies are per hop of a collective. `memory_gb` is the size that a device is sold with. `total_memory_gb` is the size
+that torch reports (``total_memory``, mostly 5 to 7 % more); plans have to fit in it. The source of an unpublished
+number begins with "assumed".
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DevicePreset(StrictModel):
     description: str
     aliases: list[_Name]
     device_type: DeviceType
-    torch_names: list[str]  # what torch.cuda.get_device_properties(i).name says
+    torch_names: list[str]  # the text of torch.cuda.get_device_properties(i).name
     peak_tflops: PresetPeaks
     memory_gb: Figure
     total_memory_gb: Figure
@@ -80,7 +80,7 @@ class DevicePreset(StrictModel):
     devices_per_host: Figure
     in_host: PresetLink
     inter_host: PresetLink
-    host: PresetHost | None = None  # only offloading uses it, which says what of it is assumed
+    host: PresetHost | None = None  # only offloading uses it, and says which figures are assumed
 
     def peaks(self) -> dict[str, Figure]:
         """Figure per dtype, for the dtypes that the device computes in."""

@@ -22,7 +22,7 @@ class _Labelled(Protocol):
 
 
 class Explained(Protocol):
-    """What an explanation reads of a plan. A plan explains itself, so that this module does not import it."""
+    """The parts of a plan that an explanation reads. With this protocol the module does not import the plan."""
 
     @property
     def model(self) -> str: ...
@@ -44,7 +44,7 @@ class Explained(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading, lines of text, and a table. `is_warning` marks what a reader must not overlook."""
+    """A heading, lines of text, and a table. `is_warning` marks a section that a reader must not overlook."""
 
     title: str
     lines: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ def _once_a_step(summary: Summary) -> Section:
 
 
 def _bare(plan: Explained) -> list[str]:
-    """What a plan written by hand says: how often each label occurs in a block."""
+    """The labels of a plan written by hand: how often each label occurs in a block."""
     lines = ["this plan has no summary; write it with `autopar plan` to see collectives and parameters in words"]
     for block in plan.blocks:
         whole = sum(all(label in ("I", "R") for label in labels) for labels in block.labels.values())

@@ -21,8 +21,8 @@ MAX_PLAN_BYTES = 64 * 1024 * 1024
 class BlockLabels:
     """Labels of one distinct block, one entry per mesh dimension of the plan.
 
-    `ports` gives the type of what is bound to each placeholder (for parameters: how they are stored), `labels` the
-    variant of each operator by node key, `results` the type in which each output leaves the block.
+    `ports` gives the type of each placeholder's value; for a parameter, it is the type in which it is stored. `labels`
+    gives the variant of each operator by node key. `results` gives the type in which each output leaves the block.
     """
 
     name: str

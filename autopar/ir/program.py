@@ -1,9 +1,9 @@
 """The captured program: distinct blocks of ATen operators and the sequence of calls that makes up the model.
 
-A `Program` is folded: repeated layers are one `Block` called several times, so that analysis, labelling, cost and
-code generation are done once per distinct block. `Block.graph` is a `torch.fx.Graph` whose placeholders are the
-block's ports; every node carries ``meta["info"]`` (a `TensorInfo`) and ``meta["key"]`` (module path, operator,
-occurrence), which is how plans name it.
+A `Program` is folded: repeated layers are one `Block` that is called several times. Analysis, labelling, cost and code
+generation are done once per distinct block. `Block.graph` is a `torch.fx.Graph`; its placeholders are the block's
+ports. Every node carries ``meta["info"]`` (a `TensorInfo`) and ``meta["key"]`` (module path, operator, occurrence).
+Plans name a node by its key.
 """
 
 import hashlib
@@ -138,10 +138,10 @@ class Constants:
 class Program:
     """A captured model. Shapes are those of the global micro-batch.
 
-    `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` why they cannot.
-    `updates` names the new values of the buffers that forward changes; these buffers are ports, others constants.
-    `unused` are the model's parameters that no block takes. `analysis` is all that `autopar.capture.analysis` has
-    found, of which axes are written into the blocks.
+    `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` says why they cannot.
+    `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
+    are constants. `unused` are the model's parameters that no block takes. `analysis` is the result of
+    `autopar.capture.analysis`; the blocks hold its axes.
     """
 
     blocks: tuple[Block, ...]
@@ -167,7 +167,7 @@ class Program:
 
     @property
     def every_parameter(self) -> Mapping[str, ParameterInfo]:
-        """The model's parameters, those that no block takes last."""
+        """The model's parameters. Parameters that no block takes come last."""
         return {**self.parameters, **self.unused}
 
     @property

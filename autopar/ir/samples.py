@@ -1,5 +1,5 @@
-"""What is measured on a machine, and what was: the values between measuring (`autopar.runtime`) and fitting
-(`autopar.cost_model`).
+"""Work to measure on a machine, and its measurements: the values between `autopar.runtime`, which measures, and
+`autopar.cost_model`, which fits.
 
     part         name                              numbers                                        amount
     matmul       dtype                             m, n, k                                        FLOP

@@ -54,7 +54,7 @@ def S(dim: int, position: int = 0) -> Type:
 def chunk(size: int, degree: int) -> int:
     """Elements of an axis that one rank holds: all ranks hold as many, the last ones padding where it is uneven.
 
-    The parts are those of `torch.chunk`: rank r's begin at r times this number.
+    The parts equal the parts of `torch.chunk`: the part of rank r begins at r times this number.
     """
     return -(-size // degree)
 
@@ -63,8 +63,8 @@ def chunk(size: int, degree: int) -> int:
 class Dims:
     """A value's dimensions, each as the sizes of its ordered axes; a dimension of size 1 is the empty product.
 
-    `axes` holds the identity of every axis, for telling batch from sequence from hidden; it plays no part in
-    what a type means.
+    `axes` holds the identity of every axis, which tells batch from sequence from hidden. It does not change the meaning
+    of a type.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -128,7 +128,7 @@ def same(source: Type, target: Type, differentiable: bool) -> bool:
 
 
 def steps(dims: Dims, source: Sequence[Type], target: Sequence[Type], mesh: Mesh) -> list[tuple[int, ...]]:
-    """The conversions of a value, each the mesh dimensions it covers, in order: those that shrink the value go first.
+    """The conversions of a value in order, each as its mesh dimensions. Conversions that shrink the value come first.
 
     The same conversion on two neighbouring mesh dimensions is one over both together.
     """

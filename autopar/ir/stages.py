@@ -1,7 +1,7 @@
-"""Pipeline stages: contiguous calls of a program, what they receive, send and run again.
+"""Pipeline stages: contiguous calls of a program, the values they receive and send, and the calls they run again.
 
-A value that a later stage uses is sent from stage to stage until the last one that uses it has it, or, where the plan
-says so, computed anew from the inputs by every stage that uses it: masks and position tables cost less than a message.
+A value that a later stage uses is sent from stage to stage, up to the last stage that uses it. If the plan says so,
+every stage that uses it computes it anew from the inputs: masks and position tables cost less than a message.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Stage:
     """One stage: its calls by their index in the program, values by name.
 
-    `again` are calls of earlier stages that this one runs too, with the results that it keeps of them. `receives` and
-    `sends` are in the order of the messages. `parameters` are those that its calls take.
+    `again` are calls of earlier stages that this stage runs too, with the results that it keeps. `receives` and `sends`
+    are in the order of the messages. `parameters` are the parameters of its calls.
     """
 
     index: int
@@ -41,7 +41,7 @@ def main_calls(program: Program) -> list[int]:
 def needed_results(program: Program, *, outputs: bool = False) -> list[list[str]]:
     """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.
 
-    With `outputs` those of evaluation, which drops new values of buffers.
+    With `outputs`, the stages of an evaluation, which drops new values of buffers.
     """
     used = {a for call in program.calls for a in call.arguments} | program.invariant
     if outputs:
@@ -66,7 +66,7 @@ def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]
 
 
 def stages_by_parameter(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
-    """The stages that take each parameter; those that none takes belong to the first."""
+    """The stages that take each parameter. A parameter that no stage takes belongs to the first."""
     found = {name: tuple(s.index for s in stages if name in s.parameters) for name in program.parameters}
     return {name: held or (0,) for name, held in found.items()} | dict.fromkeys(program.unused, (0,))
 
@@ -242,12 +242,14 @@ def _check_buffers(program: Program, stages: Sequence[Stage]) -> None:
 
 
 def separates(program: Program, stage: Stage, recomputed: Collection[int]) -> bool:
-    """Whether a stage's backward pass runs in two parts, for what it received and for its weights; `recomputed` are the
-    calls that are computed again, which torch would do in the first part and once more for every weight in the second.
+    """Whether a stage's backward pass runs in two parts: for its received values and for its weights.
 
-    It finds the weights' part from where each weight meets what was received, and runs every such part once: a weight
-    that is used twice, or whose products are used without having met it, is not found or run twice. What no gradient
-    flows to, as behind frozen stages, is not met.
+    `recomputed` are the recomputed calls. torch would run them in the first part, and once more for every weight in the
+    second.
+
+    torch finds the weights' part where each weight meets a received value, and runs every such part once. A weight that
+    is used twice, or whose product is used before it meets a received value, is not found or is run twice. A value
+    without a gradient, as behind frozen stages, is never met.
     """
     if not stage.index:
         return True  # receives nothing: its backward pass is one part anyway

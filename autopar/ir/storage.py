@@ -1,7 +1,7 @@
 """How parameters are stored over the ranks of a mesh, and in which buckets gradients are summed; without tensors.
 
 A parameter whose split axis is not outermost in its dimension (GPT-2's packed ``(3 h e)``) is stored in *factored*
-shape, ``(3, h·e, in)``, split on a dimension of its own. ZeRO splits one dimension of what is left.
+shape, ``(3, h·e, in)``, split on a dimension of its own. ZeRO splits one of the other dimensions.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,8 +33,10 @@ class Storage:
     deferred: tuple[str, ...]
 
     def own_shape(self, coordinates: Sequence[int]) -> tuple[int, ...]:
-        """The factored shape of what the rank at the given coordinates on the tensor mesh dimensions stores: the last
-        ranks of an uneven split store less, perhaps nothing."""
+        """The factored shape of the part that one rank stores, by its coordinates on the tensor mesh dimensions.
+
+        The last ranks of an uneven split store less, perhaps nothing.
+        """
         shape = list(self.shape)
         for split, degree, at in zip(self.splits, self.degrees, coordinates, strict=True):
             if split is not None:

@@ -1,4 +1,4 @@
-"""The table of conversions: what changes a value's type on one mesh dimension, and what each conversion sends.
+"""The table of conversions: each changes a value's type on one mesh dimension, and may send a collective.
 
     from -> to   function of generated code   forward             backward
     I -> R       invariant_to_replicate       nothing             all-reduce

@@ -4,7 +4,8 @@ A value has a source type on every mesh dimension, a use a destination type. A c
 destination type. It is emitted once and shared by all uses.
 
 The graph calls operators of ATen and the functions of this package: conversions, rewrites and random operators. The
-runtime and the cost model run the same graph (`autopar.lowering.communicator`): what is priced is what runs.
+runtime and the cost model run the same graph (`autopar.lowering.communicator`), so the priced graph is the executed
+graph.
 """
 
 import operator
@@ -38,7 +39,7 @@ Cuts = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalGraph:
-    """The generated graph of a block, what it reads from its module, and the types of its ports and results."""
+    """The generated graph of a block, the values it reads from its module, and the types of its ports and results."""
 
     graph: fx.Graph
     mesh_dims: tuple[str, ...]  # attributes: the mesh dimensions that it sends over
@@ -226,7 +227,7 @@ def _moved(t: Type, cuts: Cuts) -> Type:
 
 
 def _describe(node: fx.Node, types: _Types, cuts: Cuts) -> None:
-    """What the type check reads: the types of a converted value whose dimensions are cut."""
+    """Notes for the type check: the types of a converted value whose dimensions are cut."""
     node.meta["types"] = tuple(_moved(t, cuts) for t in types)
 
 
@@ -256,7 +257,8 @@ def local_graph(
     fuse: bool = False,
     join: bool = True,
 ) -> LocalGraph:
-    """One rank's graph of a block. `functions` are those of `NAMES`; `keep` names the outputs wanted (default: all).
+    """One rank's graph of a block. `functions` implement the names in `NAMES`; `keep` names the wanted outputs
+    (default: all).
 
     `join` makes equal conversions on two neighbouring mesh dimensions one. With `fuse` a gather that feeds matrix
     products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward.

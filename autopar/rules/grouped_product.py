@@ -1,8 +1,8 @@
 """``autopar::grouped_mm``: rows in groups, each group times a matrix of its own.
 
-What models call has no float64 kernel, wants strides that a shard may not have, or loops over the groups in Python;
-this operator takes any strides and dtype, and is one node to autograd and to compilers. Rows behind the last group
-yield zero.
+The operators that models call have no float64 kernel, require strides that a shard may not have, or loop over the
+groups in Python. This operator takes any strides and dtype. It is one node to autograd and to compilers. Rows behind
+the last group yield zero.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Operators of our own, composite: autograd and every backend see the operators that they are made of.
 
 ``output_of(aten.topk.default, 1)`` is ``autopar::topk.default_1``: one output of an operator with several, defined from
-its schema when needed. `BATCH_STATISTIC` marks where batch norm chooses between the batch and what it has recorded.
+its schema when needed. `BATCH_STATISTIC` marks the choice of batch norm between the batch's statistics and the recorded
+ones.
 """
 
 from functools import cache

@@ -36,7 +36,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator call: its target, arguments with `Slot`s in place of tensors, and what the tensors look like."""
+    """One operator call: its target, its arguments with `Slot`s in place of tensors, and the shapes of the tensors."""
 
     target: Any
     args: tuple[Argument, ...]
@@ -63,7 +63,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a rank knows when an operator is emitted: local shapes, and the mesh dimensions that split a factor."""
+    """The facts of a rank when an operator is emitted: local shapes, and the mesh dimensions that split a factor."""
 
     operand_shapes: tuple[tuple[int, ...], ...]
     output_shape: tuple[int, ...]
@@ -243,7 +243,7 @@ def parse(
 
 
 def make_rule(inputs: tuple[Spec, ...], output: Spec, sizes: Mapping[str, int], **options: Any) -> Rule:
-    """A rule from explicit factor names; `reduced` is what the output lacks, additive operands what adds to it."""
+    """A rule from explicit factor names. The output lacks the `reduced` factors; additive operands are added to it."""
     in_output = {f for dim in output for f in dim}
     used = in_output | {f for spec in inputs for dim in spec for f in dim}
     reduced = frozenset(f for f in used if f not in in_output)

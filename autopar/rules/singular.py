@@ -1,7 +1,7 @@
 """Operators that are not finite, or have no finite derivative, where an operand is zero.
 
-Uneven shards are padded with zeros, and what is computed of padding must stay finite: infinity times a cotangent of
-zero is not zero. So the factors of such an operand are split evenly or not at all.
+Uneven shards are padded with zeros, and results from padding must stay finite: infinity times a cotangent of zero is
+not zero. So the factors of such an operand are split evenly or not at all.
 """
 
 from autopar.rules.rule import Call, Rule, Slot

@@ -9,7 +9,7 @@ from autopar.rules.rule import Rule, Spec
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to compute an operator: its label, the types its operands must have, and what it yields.
+    """One way to compute an operator: its label, the types of its operands, and the type of its output.
 
     `label` is ``"I"``, ``"R"``, ``"P:k"`` (linear in the k-th set of operands) or ``"factor.axis"`` (that axis of
     the factor's product is split). `share` is the fraction of the operator's work that one rank does.
@@ -80,8 +80,8 @@ def _splits_of_axes(bound: Bound) -> Iterator[Variant]:
 def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]) -> bool:
     """Whether what rewrites see as their part of a factor is one contiguous range of it.
 
-    They compute offsets: the first mesh dimension that splits the factor must split its outermost axis, a second one
-    the next axis, of which the first has left nothing but one element each.
+    They compute offsets. The first mesh dimension that splits the factor must split its outermost axis. A second one
+    must split the next axis, and the first must have left one element of its own axis.
     """
     for factor in bound.rule.outermost:
         pairs = [(v.axis, degree) for v, degree in zip(chosen, degrees, strict=True) if v.factor == factor]
@@ -93,11 +93,11 @@ def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]
 
 
 def may_be_uneven(bound: Bound, factor: str) -> bool:
-    """Whether a factor may be split in parts of which the last are padded.
+    """Whether a factor may be split into parts with padding in the last ones.
 
-    Along a parallel factor padding never meets data, and as nothing reads what comes of it, its cotangent is zero. A
-    reduced factor adds padding to data: a product may, if one of its operands is zero there. Rewrites look no ids up
-    in the padding.
+    Along a parallel factor, padding never meets data. Nothing reads its results, so its cotangent is zero. A reduced
+    factor adds padding to data. A product may do so if one of its operands is zero there. Rewrites look up no ids in
+    the padding.
     """
     rule = bound.rule
     if factor in rule.even:

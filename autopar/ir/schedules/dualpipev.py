@@ -2,8 +2,8 @@
 
     idle = the largest of six sums
 
-DeepSeek overlaps the two passes of a pair, which no action list says: here they run one after the other. So the table
-of bubbles in DualPipe's README, which counts such pairs, is not what runs.
+DeepSeek overlaps the two passes of a pair. An action list cannot say so: here they run one after the other. The table
+of bubbles in DualPipe's README counts overlapped pairs, so its figures differ.
 """
 
 from collections import deque

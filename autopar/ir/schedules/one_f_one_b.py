@@ -11,7 +11,7 @@ from autopar.ir.schedules.schedule import PassCounts, PassSeconds, Schedule
 
 
 def _first_rank_waits(seconds: PassSeconds) -> Any:
-    """All passes of one micro-batch, and what the first rank runs of the others that cannot run beside them.
+    """All passes of one micro-batch, and the passes of the first rank that cannot run beside them.
 
     The first rank runs p forward passes before its first backward pass. So n-1 passes of one kind and n-p of the other
     kind lie outside the way of that micro-batch.

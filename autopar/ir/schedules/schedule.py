@@ -1,4 +1,4 @@
-"""What a pipeline schedule says about itself. Everyone who orders, prices or bounds a pipeline asks this value.
+"""The facts of a pipeline schedule. All code that orders, prices or bounds a pipeline asks this value.
 
 Formulas take p ranks, v stages on each rank, n micro-batches and the rank r, as numbers or as arrays of candidates.
 """

@@ -2,9 +2,9 @@
 
     idle = the largest of a few sums
 
-The papers on zero bubbles count only the pauses between a rank's first and last pass. *Idle* here is what the slowest
-rank does not compute in a step. With F = I = W it is (p-1)F/2, because the last rank begins so much later. Qi et al.
-hide that in the next step.
+The papers on zero bubbles count only the pauses between a rank's first and last pass. *Idle* here is the time in a step
+in which the slowest rank does not compute. With F = I = W it is (p-1)F/2, because the last rank begins so much later.
+Qi et al. hide that in the next step.
 """
 
 from typing import Any

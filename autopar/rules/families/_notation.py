@@ -1,4 +1,4 @@
-"""What the families share: rules from explicit specs, broadcasting, and emissions with local attributes."""
+"""Helpers that all families share: rules from explicit specs, broadcasting, and emissions with local attributes."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
@@ -63,7 +63,7 @@ def _fit(call: Call, spec: Sequence[Dim], shape: Sequence[int], sizes: Mapping[s
 
 
 def linear_sets(call: Call, groups: Iterable[Collection[int]]) -> tuple[frozenset[int], ...]:
-    """The sets of operands that may be partial together, without those in which a bool takes part."""
+    """The sets of operands that may be partial together, without sets that contain a bool."""
     if call.output.dtype is torch.bool:
         return ()
     sets = [frozenset(group) for group in groups]
@@ -95,7 +95,7 @@ def slot_of(argument: Any) -> int:
 
 
 def slots_of(arguments: Iterable[Any]) -> list[int]:
-    """The operand indices among some arguments; what is not a tensor is left out."""
+    """The operand indices of the tensors among some arguments."""
     return [a.index for a in arguments if isinstance(a, Slot)]
 
 

@@ -12,7 +12,7 @@ from autopar.rules.rule import Call, Local, Rule, Step
 def _sized(call: Call, position: int) -> Rule:
     """Every element is the same, so any dimension of the output may be split; operands only lend dtype and device.
 
-    An operand of the output's shape shares its factors: what is created beside the samples has their batch axis.
+    An operand of the output's shape shares its factors: a tensor created beside the samples has their batch axis.
     """
 
     def emit(call: Call, local: Local) -> tuple[Step, ...]:

@@ -105,7 +105,7 @@ def scatter_add(call: Call) -> Rule:
 
 @rule(aten.scatter.src)
 def scatter(call: Call) -> Rule:
-    """What is replaced is known to no single rank: the index is whole too."""
+    """No single rank knows which elements are replaced, so the index is whole too."""
     source = slot_of(call.args[3])
     specs, output, whole, x = _scattered(call, source)
     return rule_from(call, specs, output, whole=whole | {"i"}, linear=[{x, source}])
@@ -140,7 +140,10 @@ def _replaced(call: Call, *, keeps_dim: bool) -> Rule:
 
 @rule(aten.index_put.default)
 def index_put(call: Call) -> Rule:
-    """What is replaced is known to no single rank: indexed dimensions and the indices are whole, the rest parallel."""
+    """No single rank knows which elements are replaced.
+
+    So indexed dimensions and indices are whole, the rest is parallel.
+    """
     x, values = slot_of(call.args[0]), slot_of(call.args[2])
     places = [d for d, i in enumerate(call.args[1]) if isinstance(i, Slot)]
     given = [slot_of(call.args[1][d]) for d in places]

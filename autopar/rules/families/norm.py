@@ -1,4 +1,4 @@
-"""Normalisation: what is normalised is whole, the rest is parallel."""
+"""Normalisation: normalised dimensions are whole, the other dimensions are parallel."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
 
 
 def _over_last(call: Call, count: int, affine: list[Any]) -> Rule:
-    """The last `count` dimensions are normalised, and are those of weight and bias."""
+    """The last `count` dimensions are normalised. They are also the dimensions of weight and bias."""
     x = slot_of(call.args[0])
     spec = dims(call.operands[x].shape)
     last = spec[len(spec) - count :]

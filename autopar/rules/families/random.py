@@ -1,4 +1,4 @@
-"""Random operators: pointwise in what they draw. Which generator draws for which rank is not decided here."""
+"""Random operators draw element by element. The choice of each rank's generator is not made here."""
 
 from autopar._torch.operators import aten
 from autopar.rules.families._notation import broadcast, dims, rule_from

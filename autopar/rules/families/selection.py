@@ -1,4 +1,4 @@
-"""Operators that pick elements by size: what they yield here are the indices; `gather` picks the values."""
+"""Operators that pick elements by size. Here they yield the indices; `gather` picks the values."""
 
 from autopar._torch.operators import aten
 from autopar.rules.families._notation import dim_index, dims, rule_from
