@@ -26,13 +26,16 @@ def default_precision(cluster: ClusterSpec) -> str:
 
 
 def precision_of(dtype: str, cluster: ClusterSpec) -> str:
-    """The precision that a model of `dtype` is priced in where none is asked for: its own, for that is how it runs. Of
-    a dtype without a precision (float64) the devices' default."""
+    """The default precision for pricing a model of `dtype`.
+
+    A model is priced in its own precision, because it runs in it. A dtype without a precision, such as float64, takes
+    the devices' default.
+    """
     return _OF_DTYPE.get(dtype) or default_precision(cluster)
 
 
 def dtype_assumptions(dtype: str, precision: str, cluster: ClusterSpec) -> tuple[str, ...]:
-    """What is to be said of a model of `dtype` that is priced in `precision`, where that is not what one expects."""
+    """A sentence for the user if the price of a model of `dtype` in `precision` may surprise; else nothing."""
     if precision == "fp8":  # marked as priced and not run
         return ()
     if PRECISIONS[precision] != dtype:
@@ -45,7 +48,7 @@ def dtype_assumptions(dtype: str, precision: str, cluster: ClusterSpec) -> tuple
 
 
 def checked_precision(precision: str | None, cluster: ClusterSpec) -> str:
-    """The precision asked for, else the default. Raises `InputError` on one that is unknown."""
+    """The requested precision, or the default if `precision` is None. Raises `InputError` for an unknown precision."""
     if precision is None:
         return default_precision(cluster)
     if precision not in PRECISIONS:
@@ -61,10 +64,13 @@ def cluster_machine(
     precision: str,
     profile: DeviceProfile | None = None,
 ) -> Machine:
-    """The machine of the cluster's slowest device, by the cluster's profile or the shipped one unless one is given.
+    """The machine of the cluster's slowest device.
 
-    Raises InputError for an unknown precision, or one that the device has no unit for, and ClusterError for a profile
-    of another type of device.
+    Without a `profile`, the profile that the cluster names counts, else the shipped profile of the device.
+
+    Raises:
+        InputError: The precision is unknown, or the device has no unit for it.
+        ClusterError: The profile describes another type of device.
     """
     checked_precision(precision, cluster)
     group = min(
@@ -103,7 +109,7 @@ def _largest(device: Device) -> float:
 
 
 def _between(cluster: ClusterSpec) -> Link | None:
-    """The link between hosts; where hosts have several leaves the slower of leaf and spine."""
+    """The link between hosts. If hosts are on several leaves, it is the slower of leaf and spine."""
     links: Sequence[Link] = [link for link in (cluster.inter_host, cluster.spine) if link is not None]
     return min(links, key=lambda link: link.bytes_per_s) if links else None
 

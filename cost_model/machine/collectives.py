@@ -1,8 +1,8 @@
-"""Seconds of collectives: α-β models of the algorithms that NCCL runs, over two tiers of links and over arrays.
+"""Seconds of collectives: α-β models of NCCL's algorithms, over two tiers of links. Every input may be an array.
 
 A group has n ranks, g of them in each of h = n/g hosts. A tensor has S bytes in all. Inside a host a device sends at
 B and a hop takes α. H bytes/s leave and enter the host for this group (`RankGroup.host_bytes_per_s`). A hop between
-hosts takes β. k is 2 for an all-reduce (reduce-scatter, then all-gather) and 1 for each half:
+hosts takes β. k is 2 for an all-reduce (reduce-scatter, then all-gather). k is 1 for a reduce-scatter or an all-gather:
 
     ring      k(n-1)/n · S/min(B, H) + k((n-h)α + (h-1)β)
     direct    max((g-1)/n · L/B, (n-g)/n · gL/H) + α or β      all-to-all of L = S/n bytes on each rank
@@ -31,9 +31,10 @@ from autopar.lowering.conversions import Collective
 Number = float | NDArray[Any]
 Transfer = Collective | Literal["send"]
 
-# Shares of the bandwidth, of the latency of a hop inside a host, and of the latency of a hop between hosts.
-# NCCL 2.28, src/graph/tuning.cc: hwLatencies of NVLink and network, over the ring's latencies with the simple protocol,
-# which a profile's links hold. ll128 carries 0.92 of the bytes on rings, ll half of them.
+# The shares of three figures: bandwidth, latency of a hop inside a host, latency of a hop between hosts.
+# Source: NCCL 2.28, src/graph/tuning.cc, hwLatencies of NVLink and network. They are divided by the latencies of a ring
+# with the simple protocol, because a profile's links hold the simple protocol's latencies.
+# ll128 carries 0.92 of the bytes on rings. ll carries half of the bytes.
 PROTOCOLS: Mapping[str, tuple[float, float, float]] = {
     "simple": (1.0, 1.0, 1.0),
     "ll128": (0.92, 1.9 / 3.4, 4.0 / 14.0),
@@ -46,8 +47,8 @@ _SHARES = np.array(list(PROTOCOLS.values())).T
 class RankGroup:
     """The ranks of one collective and the links between them. Every field may be an array over candidates.
 
-    Bandwidths are those of one device in one direction. All groups of a mesh dimension communicate at once. A host
-    of D devices sends D·b and holds D/g groups, so that each group gets g·b: one device's share for every member.
+    A bandwidth counts one device in one direction. All groups of a mesh dimension communicate at once. A host of D
+    devices sends D·b bytes/s and holds D/g groups. So each group gets g·b: one device's share for every member.
     """
 
     ranks: Number
@@ -73,7 +74,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A way to run collectives of some kinds. `seconds` prices one collective of a tensor of so many bytes in all."""
+    """A way to run collectives of some kinds. `seconds` prices one collective by the bytes of the whole tensor."""
 
     kinds: frozenset[Collective]
     seconds: Callable[[Collective, NDArray[Any], RankGroup], Number]
@@ -101,7 +102,7 @@ def fastest_seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> 
 
 
 def _seconds(algorithm: Algorithm, kind: Collective, whole_bytes: Number, group: RankGroup) -> NDArray[Any]:
-    """Seconds by the fastest protocol. Protocols are an axis before the axes of candidates."""
+    """Seconds by the fastest protocol. The arrays have the protocols as their first axis, before the candidates."""
     whole = np.asarray(whole_bytes, float)
     axes = max(whole.ndim, *(np.ndim(getattr(group, each.name)) for each in fields(group)))
     bandwidth, in_host, between = _SHARES.reshape(3, len(PROTOCOLS), *[1] * axes)
@@ -140,7 +141,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 }
 
 
-# ---- one ring per mesh dimension, which the search for labels prices conversions with ----
+# ---- one ring per mesh dimension: the search for labels prices conversions with it ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ class Ring:
 
 
 def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
-    """Bytes that one rank sends; `whole_bytes` is the tensor before it is scattered or after it is gathered."""
+    """Bytes that one rank sends. `whole_bytes` counts the tensor before it is scattered or after it is gathered."""
     part = (ranks - 1) / ranks * whole_bytes
     if kind == "all_reduce":
         return 2 * part
@@ -172,10 +173,10 @@ def hops(kind: Collective, ranks: int) -> int:
 
 
 def ring_of(cluster: ClusterSpec, mesh: Mesh, index: int) -> Ring:
-    """The ring of mesh dimension `index`: ranks are numbered with the last mesh dimension fastest.
+    """The ring of mesh dimension `index`. Rank numbers run fastest over the last mesh dimension.
 
-    Its link is the one between its first and last rank, which lie farthest apart; a mesh larger than the cluster
-    is priced as if it went on over the slowest tier met.
+    The first and the last rank lie farthest apart, so their link counts for the ring. If the mesh is larger than the
+    cluster, the link to the cluster's last device counts.
     """
     ranks, stride = mesh.degrees[index], prod(mesh.degrees[index + 1 :])
     last = min((ranks - 1) * stride, cluster.num_devices - 1)

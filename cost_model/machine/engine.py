@@ -1,8 +1,8 @@
-"""Engine profiles: which mechanisms a training framework has, one YAML file per engine in ``engines``.
+"""Engine profiles: the mechanisms of training frameworks, one YAML file per engine in ``engines``.
 
-A mechanism is a word out of a short list, never a factor: what each word costs is the same for every engine that has
-it (`autopar.cost_model.machine.fitted_constants`). Planning uses `autopar`; `autopar validate` takes the engine from a
-row's framework. This module does not import torch.
+A mechanism is a word out of a short list, never a factor. A word costs the same in every engine
+(`autopar.cost_model.machine.fitted_constants`). Planning uses the engine `autopar`. `autopar validate` takes the engine
+from a row's framework. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Text = Annotated[str, Field(min_length=8, max_length=400)]
 
 
 class Engine(StrictModel):
-    """What a framework does beside the arithmetic of the model. Every number has a sentence in `sources`.
+    """The mechanisms of a framework beside the arithmetic of the model. `sources` has a sentence for every number.
 
     `tests/conformance/test_engines.py` finds every file, and checks that each word of each field changes a price.
 
@@ -34,33 +34,33 @@ class Engine(StrictModel):
     pointwise              operators between products one by one ("eager"), or as one kernel per group ("fused")
     dispatch               who starts kernels: Python, operator by operator ("eager"); compiled or C++ code ("lean");
                            a recorded graph ("graph")
-    tensor_overlap         collectives of tensor parallelism wait ("none"); those of the backward pass run beside the
-                           weight gradient's product ("async"); or all run beside pieces of the product that they
-                           feed or follow ("pipelined")
+    tensor_overlap         computing waits for the collectives of tensor parallelism ("none"); the backward pass's
+                           collectives run beside the weight gradient's product ("async"); or every collective runs
+                           beside pieces of the product that it feeds or follows ("pipelined")
     accumulation           the weight gradient of a micro-batch is added to the sum by its product ("fused"), or by a
                            "kernel" of its own
-    data_ranks             share nothing but sums of gradients ("own"), or blocks are split over them too, so that
-                           experts work on the tokens of all ("joint")
+    data_ranks             data-parallel ranks share only sums of gradients ("own"); or blocks are split over them too,
+                           and the experts work on the tokens of all ranks ("joint")
     gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
-    gradient_bytes         per element of those sums
-    parameter_sync         ZeRO 1: updated parameters are "gathered", waited for as the sums of gradients are; or sent
-                           by one broadcast for every rank ("broadcasts")
-    parameter_bytes        per element of them
+    gradient_bytes         of one element in the sums of gradients
+    parameter_sync         ZeRO 1: updated parameters are "gathered", and the step waits as for the sums of gradients;
+                           or every rank sends its part by one broadcast ("broadcasts")
+    parameter_bytes        of one element of the updated parameters that are gathered
     shard_gather           ZeRO 3: "prefetched" beside computing, or "blocking" through one network port of a host
-    shard_gradient_bytes   per element of ZeRO 3's reduce-scatter
+    shard_gradient_bytes   of one element of ZeRO 3's reduce-scatter
     messages               between stages: "blocking", or "overlapped" with computing
     splits_messages        a message is split over the tensor ranks and gathered again
-    unstated_virtual       virtual stages that a run has which does not say: "one", or "all" its blocks
-    unstated_zero          the ZeRO stage of a run that does not say
-    unstated_sequence_parallel    whether a run with tensor parallelism that does not say has sequence parallelism
-    balances_ends          embedding and head count as a block each where blocks do not divide over stages
-    selective              what selective recomputation runs again: the "attention" core, or every second block ("half")
+    unstated_virtual       the virtual stages of a run that does not state them: "one", or "all" its blocks
+    unstated_zero          the ZeRO stage of a run that does not state it
+    unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
+    balances_ends          embedding and head count as a block each if the stages do not divide the blocks
+    selective              selective recomputation runs the "attention" core again, or every second block ("half")
     casts_to_float8        operands are cast by kernels of their own
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
-    sharded_state_bytes    the part of them that ZeRO 1 divides
-    optimizer_bytes        read and written of one trained parameter between its gradient's sum and the next forward
-                           pass: unscaling, norm, clipping, Adam, casts
-    optimizer_place        the optimizer's state, and its step, on the "device", or on the "host" (what-if:
+    sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
+    optimizer_bytes        bytes read and written for one trained parameter between its gradient's sum and the next
+                           forward pass: unscaling, norm, clipping, Adam, casts
+    optimizer_place        the place of the optimizer's state and step: the "device", or the "host" (what-if:
                            `autopar.cost_model.step.offload`)
     """
 
@@ -112,7 +112,7 @@ def engines() -> dict[str, Engine]:
 
 @functools.cache
 def engine_named(name: str) -> Engine:
-    """The engine of that name. Raises InputError naming the nearest."""
+    """The engine of that name. For an unknown name raises InputError, which names the nearest engine."""
     with _folder() as folder:
         paths = {path.stem: path for path in Path(folder).glob("*.yaml")}
         if name not in paths:
@@ -128,7 +128,7 @@ def _folder() -> AbstractContextManager[Path]:
 
 
 def _loaded(path: Path) -> tuple[Engine | None, list[Problem]]:
-    """One engine, and everything wrong with its file."""
+    """One engine, and every problem of its file."""
     content, wrong = read_yaml(path)
     engine = None
     if not wrong:
@@ -139,7 +139,7 @@ def _loaded(path: Path) -> tuple[Engine | None, list[Problem]]:
 
 
 def engine_of_framework(framework: str | None) -> Engine | None:
-    """The engine whose `frameworks` has the longest beginning of a published row's framework; None where none has."""
+    """The engine of a published row's framework: the longest entry of `frameworks` that begins it; None without one."""
     text = (framework or "").lower()
     matches = [
         (len(start), engine.name, engine)

@@ -1,7 +1,8 @@
-"""What each mechanism of an engine costs, the same for every engine that has it: few numbers with sources.
+"""The costs of engine mechanisms. A mechanism costs the same in every engine that has it.
 
-The numbers stand in ``mechanisms.yaml``; those that are "fitted" were set by ``tools/fit_cost_model.py`` on published
-training runs, those that are "assumed" by hand, with the same runs in view. This module does not import torch.
+The numbers and their sources stand in ``fitted_constants.yaml``. ``tools/fit_cost_model.py`` set the "fitted" numbers
+on published training runs. The "assumed" numbers were set by hand, with the same runs in view. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from autopar.files.strict_yaml import read_yaml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanisms:
-    """Seconds, or parts between 0 and 1 unless said.
+    """Names in `_s` are seconds. The others are parts between 0 and 1, or factors marked (≥ 1).
 
-    first_attention      speed of a FlashAttention-1 kernel, as part of a FlashAttention-2 kernel's
-    native_attention     speed of kernels written for Hopper and later devices over FlashAttention 2's there (≥ 1)
-    misaligned           seconds of products of heads whose width is no multiple of 8, over aligned ones (≥ 1)
-    lean_dispatch        host seconds of a kernel started by compiled code, as part of an eager operator's
-    graph_dispatch       the same in a recorded graph
+    first_attention      speed of a FlashAttention-1 kernel, as part of a FlashAttention-2 kernel's speed
+    native_attention     speed of a kernel written for Hopper or later, over a FlashAttention-2 kernel's speed (≥ 1)
+    misaligned           seconds of products whose head width is no multiple of 8, over aligned products (≥ 1)
+    lean_dispatch        host seconds of a kernel started by compiled code, as part of an eager operator's host seconds
+    graph_dispatch       host seconds of a kernel in a recorded graph, as part of an eager operator's host seconds
     async_hidden         part of backward tensor collectives hidden by "async" overlap
     pipelined_hidden     part of tensor collectives hidden by "pipelined" overlap
-    message_exposed      part of messages between stages that "overlapped" ones still cost
-    gradient_window      part of one backward pass that can hide gradient sums made "during" it
+    message_exposed      part of the time of "overlapped" messages between stages that ranks still wait
+    gradient_window      part of one micro-batch's block seconds that can hide gradient sums made "during" it
     broadcast_s          seconds of one rank's broadcast of its updated parameters
     straggler            deviation of one rank's step time: n ranks wait for the slowest, sqrt(2 ln n) deviations
-    step_s               seconds of a step beside everything else: data, clipping, logging
-    allocator_cache      memory that the framework's allocator holds beside what is in use, as part of it
+    step_s               fixed seconds of a step: data, clipping, logging
+    allocator_cache      unused memory that the framework's allocator holds, as part of the memory in use
     expert_imbalance     tokens of the busiest expert rank over the mean (≥ 1)
     """
 
@@ -55,7 +56,7 @@ class Mechanisms:
 
 @functools.cache
 def mechanisms() -> Mechanisms:
-    """The numbers of ``mechanisms.yaml``. Raises InputError when the file is malformed."""
+    """The numbers of ``fitted_constants.yaml``. Raises InputError if the file is malformed."""
     with resources.as_file(resources.files("autopar.cost_model.machine") / "fitted_constants.yaml") as path:
         content, problems = read_yaml(path)
     names = [field.name for field in fields(Mechanisms)]
@@ -65,7 +66,7 @@ def mechanisms() -> Mechanisms:
 
 
 def dump_mechanisms(found: Mechanisms, sources: Mapping[str, str], path: Path) -> None:
-    """Write ``mechanisms.yaml`` again; a number that `sources` does not name keeps the source that it has."""
+    """Write ``fitted_constants.yaml`` again. A number that `sources` does not name keeps its source."""
     content, _ = read_yaml(path)
     assert isinstance(content, dict)
     lines = [

@@ -1,16 +1,17 @@
 """Seconds of single kernels and collectives by a device profile, over NumPy arrays.
 
-These are the formulas that `autopar.cost_model.fit.device` fits, so that what a calibration means is written once.
+`autopar.cost_model.fit.device` fits these formulas, so the meaning of a calibration is written once.
 
-The part of full efficiency that tiling leaves to a product of m×k by k×n, `count` of them (Narayanan et al. 2021,
-"Efficient large-scale language model training on GPU clusters", section 5.8 measures the effect; NVIDIA, "Matrix
-Multiplication Background User's Guide", sections 4-5, explains tile and wave quantisation):
+Tiling leaves a part of full efficiency to `count` products of m×k by k×n:
 
     tiles = count · ⌈m/tile_m⌉ · ⌈n/tile_n⌉
     waves = tiles / units
     part  = (count·m·n) / (tiles·tile_m·tile_n) · waves / (waves + 1/4) · k / (k + k_half)
 
-The quarter of a wave is what the last one, which is rarely full, leaves idle; one unit has no waves.
+The last wave is rarely full. It leaves a quarter of a wave idle. A device of one unit has no waves.
+
+Sources. Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 5.8, measures
+the effect. NVIDIA, "Matrix Multiplication Background User's Guide", sections 4-5, explains tile and wave quantisation.
 """
 
 from typing import Any
@@ -21,8 +22,8 @@ from numpy.typing import ArrayLike
 from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, Tile
 from autopar.ir.arrays import Floats
 
-# a fused backward pass computes the scores again: five products for the forward pass' two (Dao 2023,
-# "FlashAttention-2", section 4.1, which counts 2.5 times the forward FLOP)
+# A fused backward pass computes the scores again: five products for the two of the forward pass. Dao 2023,
+# "FlashAttention-2", section 4.1, counts 2.5 times the forward FLOP.
 BACKWARD_PER_FORWARD = 2.5
 IDLE_WAVE = 0.25
 
@@ -46,16 +47,17 @@ def matmul_seconds(
     bytes_per_s: float,
     launch_s: float,
 ) -> Floats:
-    """Products of `flops` FLOP whose operands and result are `moved_bytes`; `part` of the peak is reached.
+    """Seconds of products of `flops` FLOP. Their operands and results have `moved_bytes` bytes.
 
-    The roofline of Williams, Waterman, Patterson 2009: the longer of computing and moving.
+    The products reach `part` of the peak. The longer of computing and moving counts: the roofline of Williams,
+    Waterman, Patterson 2009.
     """
     computing = np.asarray(flops, dtype=np.float64) / (peak_flops_per_s * np.asarray(part))
     return _floats(launch_s + np.maximum(computing, np.asarray(moved_bytes, dtype=np.float64) / bytes_per_s))
 
 
 def attention_flops(count: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, is_causal: bool) -> Floats:
-    """Forward FLOP of `count` heads of m queries, n keys and head size k; a causal mask needs half of them."""
+    """Forward FLOP of `count` heads of m queries, n keys and head size k. A causal mask halves the FLOP."""
     full = 4.0 * np.asarray(count, dtype=np.float64) * np.asarray(m) * np.asarray(n) * np.asarray(k)
     return _floats(full / 2 if is_causal else full)
 
@@ -69,7 +71,7 @@ def attention_seconds(
     launch_s: float,
     is_backward: bool,
 ) -> Floats:
-    """A fused kernel. `flops` are those of the forward pass, `keys` how many each query sees at most."""
+    """Seconds of a fused kernel. `flops` counts the forward pass. `keys` is the most keys that a query sees."""
     keys = np.asarray(keys, dtype=np.float64)
     part = (attention.backward if is_backward else attention.forward) * keys / (keys + attention.length_half)
     work = np.asarray(flops, dtype=np.float64) * (BACKWARD_PER_FORWARD if is_backward else 1.0)
@@ -77,14 +79,14 @@ def attention_seconds(
 
 
 def memory_seconds(*, moved_bytes: ArrayLike, bytes_per_s: float, launch_s: float) -> Floats:
-    """A kernel that reads and writes `moved_bytes` in all."""
+    """Seconds of a kernel that reads and writes `moved_bytes` in all."""
     return _floats(launch_s + np.asarray(moved_bytes, dtype=np.float64) / bytes_per_s)
 
 
 def collective_seconds(
     *, sent_bytes: ArrayLike, hops: ArrayLike, bytes_per_s: float, latency_s: float, call: CallCost
 ) -> Floats:
-    """One collective in which a rank sends `sent_bytes` over `hops` steps of a link."""
+    """Seconds of one collective in which a rank sends `sent_bytes` over `hops` steps of a link."""
     moving = np.asarray(sent_bytes, dtype=np.float64) / (bytes_per_s * call.efficiency)
     return _floats(call.call_s + np.asarray(hops, dtype=np.float64) * latency_s + moving)
 

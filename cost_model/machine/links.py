@@ -1,8 +1,8 @@
-"""Links as ranks meet them: groups of ranks at some distance from each other on hosts of a kind, and their transfers.
+"""The links between ranks on hosts of one kind, and seconds of transfers over them.
 
-The bandwidths are what collectives reach, the data sheet's times the device profile's part; the transfers are those of
-`autopar.cost_model.machine.collectives`, by NCCL's rings. The fixed cost of a call is in the first hop's latency.
-Kinds of collectives that were measured inside a host (`autopar calibrate`) are priced there as they were fitted.
+A bandwidth is the data sheet's figure times the part that the device profile states. Transfers are priced by NCCL's
+rings (`autopar.cost_model.machine.collectives`). The fixed cost of a call is in the latency of a hop inside a host.
+`autopar calibrate` measures some kinds of collectives inside a host. There these kinds are priced by their fit.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from autopar.lowering.conversions import Collective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCalls:
-    """What calls of each kind cost inside a host, as parts of a link of `bytes_per_s` and `latency_s` a hop."""
+    """The fitted costs of calls inside a host by kind, over a link of `bytes_per_s` and `latency_s` a hop."""
 
     bytes_per_s: float
     latency_s: float
@@ -40,9 +40,9 @@ class MeasuredCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Effective bytes/s and direction of one device, and seconds per hop, inside a host and between hosts.
+    """Effective bytes/s of one device in one direction, and seconds per hop, inside a host and between hosts.
 
-    Without a switch (`is_switched` False) a host's devices are linked pair by pair, so that k of its n devices have
+    Without a switch (`is_switched` False) a host's devices are linked pair by pair. Then k of its n devices have
     (k-1)/(n-1) of the bandwidth among themselves.
     """
 
@@ -76,10 +76,10 @@ class Links:
     def seconds(
         self, kind: Collective, whole_bytes: Floats, ranks: Floats, stride: Floats, *, num_calls: Any = 1.0
     ) -> Floats:
-        """Seconds of one collective of `whole_bytes` in all; 0 for one rank.
+        """Seconds of one collective of `whole_bytes` in all, sent in `num_calls` parts; 0 for one rank.
 
-        Sent in `num_calls` parts, each costs its call where calls were measured; else hops of one part run beside the
-        bytes of the one before.
+        Inside a host each part costs a call, if calls of this kind were measured. Else the parts cost nothing more,
+        because the hops of a part run beside the bytes of the part before.
         """
         ranks, stride = np.asarray(ranks), np.asarray(stride)
         found = np.asarray(fastest_seconds(kind, whole_bytes, self.group(ranks, stride)))

@@ -1,7 +1,7 @@
-"""What layouts are priced on: the speeds of one kind of device, its links and its memory.
+"""The machine that layouts are priced on: the speeds of one kind of device, its links and its memory.
 
-A cluster (`autopar.cost_model.machine.cluster`) and a published run (`autopar.cost_model.published.machine`) are built
-into the same `Machine`, by `speeds_of` and `links_of`.
+`speeds_of` and `links_of` build the same `Machine` for a cluster (`autopar.cost_model.machine.cluster`) and for a
+published run (`autopar.cost_model.published.machine`).
 """
 
 from dataclasses import dataclass, replace
@@ -13,30 +13,29 @@ from autopar.cost_model.machine.links import Links, MeasuredCalls
 from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, DeviceProfile, Tile
 from autopar.ir.device import Device, HostShare, Link
 
-USABLE = 0.96  # part of a device's memory that a run may fill: allocators lose the rest to fragments
+USABLE = 0.96  # part of a device's memory that a run may fill; fragmentation loses the rest
 FLOAT8 = ("fp8", "mxfp8", "nvfp4")  # precisions whose products are priced in float8
 
 
 def usable_bytes(memory_bytes: float) -> float:
-    """What a run may hold of a device's memory. A plan fits if its fullest rank needs no more."""
+    """The bytes of a device's memory that a run may fill. A plan fits if its fullest rank needs no more."""
     return USABLE * memory_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What kernels reach on one device: FLOP/s of large products in 16 bits and in the training precision, bytes/s, and
-    seconds of a kernel's start on the device and on the host. `in_one_thread`: the host is the device."""
+    """The rates that kernels reach on one device under one engine, and the seconds to start a kernel."""
 
-    peak_flops_per_s: float
-    product_flops_per_s: float
-    float8_flops_per_s: float | None
+    peak_flops_per_s: float  # of the device; attention reaches a part of it
+    product_flops_per_s: float  # of large products in 16 bits, or in float32 for a float32 run
+    float8_flops_per_s: float | None  # of large products in float8; None if the run has none
     attention: AttentionEfficiency
     tile: Tile
-    bytes_per_s: float
-    launch_s: float
-    host_s: float
-    misaligned: float
-    in_one_thread: bool = False
+    bytes_per_s: float  # of memory
+    launch_s: float  # of a kernel's start on the device
+    host_s: float  # of a kernel's start on the host
+    misaligned: float  # time of products of misaligned heads over aligned heads
+    in_one_thread: bool = False  # the host is the device (CPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +47,14 @@ class Machine:
     speeds: Speeds
     links: Links
     memory_bytes: float
-    peak_flops_per_s: float  # dense, of the precision; what MFU is a part of
+    peak_flops_per_s: float  # dense, of the precision; the denominator of MFU
     ranks_per_core: float = 1.0  # CPU ranks that share a core
     host: HostShare | None = None  # one device's part of its host, if known
     assumptions: tuple[str, ...] = ()
 
     @property
     def overlap_slowdown(self) -> float:
-        """How much slower computing and a collective are beside each other."""
+        """The slowdown of a computation and a collective that run at once (`DeviceProfile`)."""
         return self.profile.overlap_slowdown
 
     @property
@@ -65,7 +64,7 @@ class Machine:
 
 
 def links_of(profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices_per_host: float) -> Links:
-    """What collectives reach of links with the given figures."""
+    """The links with the bandwidth and latency that collectives reach, by the profile."""
     inside = profile.link("in_host")
     near, between = inside.usual, profile.link("inter_host").usual
     kinds: dict[Transfer, CallCost] = {"send" if k == "point_to_point" else k: call for k, call in inside.kinds.items()}
@@ -85,11 +84,11 @@ def links_of(profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices
 def speeds_of(
     device: Device, profile: DeviceProfile, engine: Engine, mechanisms: Mechanisms, *, precision: str
 ) -> Speeds:
-    """What kernels of `precision` ("bf16", "fp16", "fp8", "fp32") reach on a device under an engine."""
+    """The speeds of kernels of `precision` ("bf16", "fp16", "fp8", "fp32") on a device under an engine."""
     peaks = device.peak_flops_per_s
     wide = "bfloat16" if "bfloat16" in peaks and precision != "fp16" else "float16"
     if precision == "fp32" or wide not in peaks:
-        wide = "float32"  # torch multiplies float32 in tf32 only if it is asked to
+        wide = "float32"  # torch multiplies float32 in tf32 only on request
     scale = {
         "first": mechanisms.first_attention,
         "second": 1.0,

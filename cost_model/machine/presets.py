@@ -1,4 +1,4 @@
-"""The profiles that come with the project: one file per family of devices in ``presets/profiles``."""
+"""The device profiles that autopar ships: one file per family of devices in ``presets/profiles``."""
 
 import functools
 from dataclasses import replace
@@ -15,7 +15,7 @@ from autopar.ir.cluster_file import profile_file
 
 @functools.cache
 def shipped_profiles() -> dict[str, DeviceProfile]:
-    """Every profile of ``presets/profiles`` by its name. Raises ClusterError when a file is malformed."""
+    """Every profile of ``presets/profiles`` by its name. Raises ClusterError if a file is malformed."""
     with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
         found = {path.stem: _loaded(path) for path in sorted(Path(folder).glob("*.yaml"))}
     taken: dict[str, str] = {}
@@ -30,7 +30,7 @@ def shipped_profiles() -> dict[str, DeviceProfile]:
 
 
 def device_profile(device: str) -> DeviceProfile:
-    """The shipped profile of a device preset; without one, ``default`` with a note that says so."""
+    """The shipped profile of a device preset. Without one, the profile ``default`` with a note for the user."""
     with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
         for path in files_naming(Path(folder), device):
             profile = _loaded(path)
@@ -47,9 +47,9 @@ def _loaded(path: Path) -> DeviceProfile:
 
 
 def cluster_profile(cluster: ClusterSpec, device: str) -> DeviceProfile:
-    """The profile that a cluster names, else the shipped one of a device.
+    """The profile that a cluster names, else the shipped profile of a device.
 
-    Raises ClusterError, with every problem, where the file that it names is no profile.
+    Raises ClusterError for an unknown name. For a malformed file the error lists every problem.
     """
     if cluster.profile is None:
         return device_profile(device)

@@ -1,16 +1,16 @@
-"""What the time model needs to know of a device beside its data sheet: which part of its figures real kernels reach.
+"""Device profiles: the part of a device's data-sheet figures that real kernels reach.
 
     product          launch_s + max(FLOP / (peak · efficiency[dtype] · part of the tiling), bytes / memory speed)
     fused attention  launch_s + FLOP / (peak · attention.forward · n / (n + attention.length_half)), backward likewise
     anything else    launch_s + bytes / memory speed              memory speed = bandwidth · memory_efficiency
     collective       call_s + hops · link latency + bytes sent / (link bandwidth · link efficiency), per tier and kind
 
-`autopar.cost_model.machine.kernel_times` computes these. A profile is a file in ``presets/profiles``, one per family of
-devices (`autopar.cost_model.machine.presets`), or one that `autopar calibrate` wrote; the file has a source for every
-number (`autopar.cost_model.machine.profile_io`). A measured profile also carries the figures that its efficiencies are
-parts of, because nobody publishes a CPU's.
+`autopar.cost_model.machine.kernel_times` computes these formulas. A shipped profile is a file in ``presets/profiles``,
+one per family of devices (`autopar.cost_model.machine.presets`). `autopar calibrate` writes the other profiles. The
+file has a source for every number (`autopar.cost_model.machine.profile_io`).
 
-This module does not import torch.
+An efficiency is a part of the device's peak or bandwidth. A measured profile carries these figures too, because
+nobody publishes a CPU's figures. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from autopar.ir.device import Device, DeviceType, Link
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point"]
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
-# whose efficiency stands in for a dtype that a profile does not have; units of one width behave alike
+# If a profile lacks a dtype, the efficiency of its partner stands in. Units of one width behave alike.
 _LIKE = {"float16": "bfloat16", "bfloat16": "float16", "tf32": "float32", "float32": "tf32", "float64": "float32"}
 STALE_DAYS = 365
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What a matrix product is cut into: `m` × `n` elements of the result by one unit, `units` at once.
+    """The tile of a matrix product: one unit computes `m` × `n` elements of the result, and `units` run at once.
 
-    `k_half` is the inner size at which half of the full efficiency is reached.
+    At the inner size `k_half` a product reaches half of its full efficiency.
     """
 
     m: float
@@ -47,33 +47,29 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionEfficiency:
-    """Parts of the peak that attention reaches.
+    """Parts of the peak that attention reaches."""
 
-    `forward` and `backward` are a fused kernel's at long sequences, `length_half` the number of keys at which half of
-    it is reached; `products` is what the batched products of unfused attention reach, each full tile of them.
-    """
-
-    forward: float
-    backward: float
-    products: float
-    length_half: float
+    forward: float  # of a fused kernel at long sequences
+    backward: float  # of a fused kernel at long sequences
+    products: float  # of the batched products of unfused attention, by full tiles
+    length_half: float  # number of keys at which a fused kernel reaches half of its part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """One kind of collective on one tier: the part of the link's bandwidth that it reaches, and what a call costs."""
+    """The costs of one kind of collective on one tier."""
 
-    efficiency: float
-    call_s: float
+    efficiency: float  # part of the link's bandwidth
+    call_s: float  # fixed cost of a call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """One tier. `usual` holds for every kind that `kinds` does not name; `link` are measured figures, if any."""
+    """The costs of collectives on one tier."""
 
-    usual: CallCost
+    usual: CallCost  # of every kind that `kinds` does not name
     kinds: Mapping[CollectiveKind, CallCost] = field(default_factory=dict, hash=False)
-    link: Link | None = None
+    link: Link | None = None  # the measured figures, if any
 
     def of(self, kind: CollectiveKind) -> CallCost:
         return self.kinds.get(kind, self.usual)
@@ -92,7 +88,8 @@ class FitError:
 class Measurement:
     """When, where and how a profile was measured.
 
-    `ranks_per_core`: CPU ranks that shared a core and all computed; where others wait, a rank is so many times faster.
+    `ranks_per_core` counts the CPU ranks that shared a core, all of them computing. If the others wait, a rank is
+    faster by this factor.
     """
 
     date: str
@@ -106,55 +103,53 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """Constants of the time model; parts are of the device's figures, times in seconds, memory in bytes.
+    """The constants of the time model for one device. Efficiencies are parts of the device's figures.
 
-    `launch_s` is the gap before a kernel on the device, `host_launch_s` what the host spends on one eager operator of
-    training. A GPU's host runs ahead, so that the longer of both sums counts; a CPU does both in one thread, and there
-    they add up. `overlap_slowdown` from 1 to 2: computing and communicating at once take the longer of the two and this
-    part above 1 of the shorter; at 2, one after the other. `reserve_bytes` is the framework's own memory on the device.
-    `devices` are the presets it describes, `device` the figures that were measured with it.
-    `native_attention`: there are faster attention kernels than FlashAttention 2, written for this device.
-    `sources` has one sentence per number, by its path in the file.
+    A GPU's host runs ahead of the device, so the longer of device time and host time counts. A CPU does both in one
+    thread, so the two add up.
+
+    A computation and a collective at once take the longer time plus (`overlap_slowdown` - 1) of the shorter time. At 1
+    the shorter is free. At 2 they run one after the other.
     """
 
     name: str
     description: str = ""
     device_type: DeviceType
-    devices: tuple[str, ...] = ()
-    native_attention: bool = False
+    devices: tuple[str, ...] = ()  # the device presets that this profile describes
+    native_attention: bool = False  # the device has attention kernels of its own, faster than FlashAttention 2
     efficiency: Mapping[str, float] = field(hash=False)
     tile: Tile
     attention: AttentionEfficiency
     memory_efficiency: float
-    launch_s: float
-    host_launch_s: float
+    launch_s: float  # the gap before a kernel on the device
+    host_launch_s: float  # host time of one eager operator of training
     links: Mapping[Tier, LinkProfile] = field(hash=False)
     overlap_slowdown: float
-    reserve_bytes: int
-    device: Device | None = None
+    reserve_bytes: int  # the framework's own memory on the device
+    device: Device | None = None  # the figures that were measured with the profile
     measured: Measurement | None = None
     fit: Mapping[str, FitError] = field(default_factory=dict, hash=False)
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # one sentence per number, by path in the file
     notes: tuple[str, ...] = ()
 
     def efficiency_of(self, dtype: str) -> float:
-        """The part of the dtype's peak that a large product reaches; of a dtype it does not have, the likest one's."""
+        """The part of the dtype's peak that a large product reaches. A missing dtype takes the most similar one's."""
         if dtype in self.efficiency:
             return self.efficiency[dtype]
         return self.efficiency.get(_LIKE.get(dtype, ""), min(self.efficiency.values()))
 
     def link(self, tier: Tier) -> LinkProfile:
-        """The profile of a tier; a tier that was not measured is taken to be like the slowest that is there."""
+        """The profile of a tier. A tier without a profile takes the nearest faster tier's, or else the slowest's."""
         order: tuple[Tier, ...] = ("in_host", "inter_host", "spine")
         known = [one for one in order if one in self.links]
         nearest = [one for one in known if order.index(one) <= order.index(tier)] or known
         found = self.links.get(tier) or self.links[nearest[-1]]
-        return found if tier in self.links else replace(found, link=None)  # another tier's speed is not this one's
+        return found if tier in self.links else replace(found, link=None)  # this tier's own speed is unknown
 
     def applied_to(self, device: Device) -> Device:
-        """`device` with the figures that were measured here, memory apart: a cluster knows how much of it there is.
+        """`device` with the measured figures of this profile, except the memory size, which the cluster states.
 
-        Raises ClusterError where the profile is of another type of device.
+        Raises ClusterError if the profile describes another type of device.
         """
         if self.device_type != device.device_type:
             raise ClusterError(
@@ -171,7 +166,7 @@ class DeviceProfile:
         )
 
     def assumptions(self, *, today: date | None = None) -> tuple[str, ...]:
-        """What rests on nobody's measurement, as sentences for every output: guessed numbers, other versions, age."""
+        """Doubts about the profile, as sentences for every output: assumed numbers, other versions, its age."""
         guessed = sorted(path for path, source in self.sources.items() if source.startswith("assumed"))
         found = list(self.notes)
         if guessed:

@@ -1,7 +1,7 @@
-"""The file of a device profile: strict YAML, every number with its source, all problems of a file at once.
+"""The file of a device profile: strict YAML with a source for every number. A reader gets all problems at once.
 
-Times are microseconds, sizes decimal GB, as in the files of devices and clusters; parts are fractions of the device's
-figures. ``docs/calibrate.md`` lists the keys.
+Times are in microseconds and sizes in decimal GB, as in the files of devices and clusters. Parts are fractions of the
+device's figures. ``docs/calibrate.md`` lists the keys.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _is_date(text: str) -> str:
 
 
 class PartFigure(StrictModel):
-    """A part of a figure; above 1 only where the figure itself was measured too low."""
+    """A part of a figure. It is above 1 only if the figure itself was measured too low."""
 
     value: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
     source: _Source
@@ -163,7 +163,7 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
 
 
 def profile_from_dict(content: object) -> DeviceProfile:
-    """What `profile_to_dict` gave. Raises ClusterError with every problem."""
+    """The profile of a dictionary that `profile_to_dict` made. Raises ClusterError with every problem."""
     return _profile(content, [], "the device profile")
 
 
@@ -283,11 +283,11 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def dump_profile(profile: DeviceProfile, path: str | os.PathLike[str]) -> None:
-    """Write a profile file, whole or not at all. Raises InputError where it cannot be written."""
+    """Write a profile file, whole or not at all. Raises InputError if the file cannot be written."""
     from ruamel.yaml import YAML
 
     writer = YAML(typ="safe", pure=True)
-    writer.default_flow_style = None  # a figure stands in one line
+    writer.default_flow_style = None  # a figure on one line
     writer.sort_base_mapping_type_on_output = False
     writer.width = 1000
     text = io.StringIO()
