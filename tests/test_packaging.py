@@ -1,5 +1,6 @@
 """The repository describes itself correctly: packages, links, version, dependencies, commands."""
 
+import ast
 import importlib
 import importlib.metadata
 import os
@@ -57,6 +58,17 @@ def test_every_folder_with_modules_is_a_package() -> None:
 @pytest.mark.parametrize("name", LINKED)
 def test_folder_is_mapped_to_its_import_name(name: str) -> None:
     assert PYPROJECT["tool"]["setuptools"]["package-dir"][f"autopar.{name}"] == name
+
+
+def test_every_package_says_what_it_holds() -> None:
+    silent = [
+        f for f in folders_with_modules() if not ast.get_docstring(ast.parse((Path(f) / "__init__.py").read_text()))
+    ]
+    assert not silent
+
+
+def test_a_folder_holds_at_most_20_modules() -> None:
+    assert {folder for folder in folders_with_modules() if len(list(Path(folder).glob("*.py"))) > 20} == set()
 
 
 @pytest.mark.parametrize("name", LINKED)
