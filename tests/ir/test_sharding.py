@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from autopar.ir.sharding import Dims, I, Mesh, P, R, S, Type
+from autopar.ir.sharding import Dims, I, Mesh, P, R, S, Type, steps
 from autopar.runtime.parameters.shards import all_shards, assemble, coordinates, local_shard
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -63,3 +63,10 @@ def test_ranks_are_numbered_with_the_last_mesh_dimension_fastest() -> None:
     mesh = Mesh.of(dp=2, tp=3)
     assert list(coordinates(mesh)) == list(product(range(2), range(3)))
     assert (mesh.size, dict(mesh.as_dict())) == (6, {"dp": 2, "tp": 3})
+
+
+def test_conversions_that_shrink_a_value_go_first() -> None:
+    """A reduce-scatter on one mesh dimension leaves less to gather on the other one."""
+    mesh = Mesh.of(dp=2, tp=2)
+    assert steps(PACKED, (S(0), P), (R, S(1, 1)), mesh) == [(1,), (0,)]
+    assert steps(PACKED, (P, S(0)), (S(1, 1), R), mesh) == [(0,), (1,)]
