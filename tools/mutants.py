@@ -208,6 +208,8 @@ class Bench:
         return ""
 
     def _is_sound(self, test: str, selected: str) -> bool:
+        if not test.startswith("tests/"):  # pytest itself ended, or gave no answer
+            return True
         if test not in self.sound:
             self.sound[test] = not _failing(self.pristine, [test], selected, [])
         return self.sound[test]
@@ -221,7 +223,7 @@ def _failing(tree: Path, tests: Sequence[str], selected: str, left_out: Iterable
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return f"{tests[0]} (no answer in {TIMEOUT_S} s)"
+        return f"no answer in {TIMEOUT_S} s"
     if done.returncode in (0, 5):  # passed, or no test selected
         return ""
     found = _FAILED.search(done.stdout)
