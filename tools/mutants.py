@@ -251,12 +251,13 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(rows)
 
 
-def page(results: Sequence[Result]) -> str:
+def page(results: Sequence[Result], num_faults: int) -> str:
     """docs/mutants.md."""
     import torch
 
     short, long = sum(bool(one.short) for one in results), sum(bool(one.caught_by) for one in results)
     return PAGE_TEXT.format(
+        all=num_faults,
         num=len(results),
         short=short,
         long=long,
@@ -269,7 +270,7 @@ def page(results: Sequence[Result]) -> str:
 
 PAGE_TEXT = """# Planted faults
 
-Do the tests find errors? This page answers by experiment. `tools/mutants.toml` lists {num} faults: a wrong factor, a
+Do the tests find errors? This page answers by experiment. `tools/mutants.toml` lists {all} faults: a wrong factor, a
 dropped sum, a wrong order, a wrong bound. The tool plants each fault into a copy of the code and runs the tests.
 
 ```sh
@@ -277,7 +278,9 @@ python tools/mutants.py --only clip-norm-tied    # one fault; the name is in too
 python tools/mutants.py --jobs 2 --write         # all faults, and this page
 ```
 
-- The short suite (`make test`) catches {short} of {num} faults.
+{num} of the faults were planted for the table below:
+
+- The short suite (`make test`) catches {short} of {num}.
 - The short suite and the long tests (`make test-all`) together catch {long} of {num}.
 
 The short suite runs first, and the test files nearest to the fault run before the others. The run ends at the first
@@ -314,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [kept[fault.name] for fault in faults if fault.name in kept]
     print(table([one for one in results if not options.only or one.fault.name in options.only]))
     if options.write:
-        PAGE.write_text(page(results), encoding="utf-8")
+        PAGE.write_text(page(results, len(faults)), encoding="utf-8")
     return int(any(one.long for one in results))  # a fault that only the long tests catch
 
 
