@@ -1,8 +1,9 @@
-"""What comes next: the best plan of each other combination of devices, stages, tensor degree and ZeRO stage.
+"""The next best plans: the best plan of each other combination of devices, stages, tensor degree and ZeRO stage.
 
-Exact prices that the search has come first, by value. A candidate without one is priced only where its bound, raised by
-what exact prices of alike pipelines showed, is below the last that is told, and at most `MORE` times as often as plans
-are asked for. Tensor degrees without labels stay out: their bounds were too far from the best to choose any.
+The exact prices of the search come first, by value. Exact prices also raise the bounds of candidates with the same
+pipeline. Another candidate is priced only if its raised bound is below the last reported plan. For each requested plan
+there are at most `MORE` new prices. Tensor degrees without labels stay out, because their bounds were too far from the
+best.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from autopar.search.driver.search import Searched, added_seconds
 from autopar.search.pricing.exact import AS_IT_IS, Priced
 
-MORE = 2  # exact prices for each plan that is asked for
+MORE = 2  # exact prices for each requested plan
 _Key = tuple[int, ...]
 
 
@@ -24,8 +25,10 @@ def next_best(
     top: int,
     prefetch: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> list[tuple[int, Priced]]:
-    """At most `top` candidates that fit, the best first, without the combination of the best of all. `price` gives an
-    exact price; `prefetch` is told what it will be asked for, as it is cheaper to price some together."""
+    """At most `top` candidates that fit, the best first, without the combination of the best plan.
+
+    `price` gives an exact price. `prefetch` gets the next candidates, because pricing several together is cheaper.
+    """
     c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
     chosen: dict[_Key, tuple[float, int, Priced]] = {}
 
@@ -71,8 +74,11 @@ def _first_below(
     key: Callable[[int], _Key],
     top: int,
 ) -> list[int]:
-    """Candidates of the least bounds that could still be told: below the last of those that are, and below what their
-    own combination has; one of every combination and class, as its price may raise the bounds of the others."""
+    """Candidates without a price that could still be reported, smallest bound first.
+
+    Their bound is below the last reported plan, and below the best plan of their own combination. Every combination and
+    every class occurs once, because one price may raise the bounds of the others.
+    """
     told = sorted(value for value, _, _ in chosen.values())
     last = told[top] if len(told) > top else np.inf
     below = np.flatnonzero(values < last)
@@ -89,7 +95,7 @@ def _first_below(
 
 
 def raised_seconds(found: Searched) -> NDArray[np.float64]:
-    """Bounds in seconds, raised by what exact prices of candidates whose pipelines run the same add to theirs."""
+    """Bounds in seconds, raised by the exact prices of candidates with the same pipeline."""
     seconds = found.screened.seconds.copy()
     for index, one in found.exact.items():
         raise_alike(found, seconds, index, one)
@@ -97,7 +103,7 @@ def raised_seconds(found: Searched) -> NDArray[np.float64]:
 
 
 def raise_alike(found: Searched, seconds: NDArray[np.float64], index: int, one: Priced) -> None:
-    """Raise `seconds` of the candidates whose pipelines run as that of one which was priced exactly, in place."""
+    """Raise, in place, the `seconds` of the candidates that have the pipeline of a priced candidate."""
     bounds = found.screened.seconds
     if one.fits and np.isfinite(bounds[index]):
         alike = np.flatnonzero((found.classes == found.classes[index]) & np.isfinite(seconds))

@@ -1,7 +1,7 @@
-"""Best first over lower bounds: which candidates to price exactly, in which order, and when the best is proven.
+"""Best-first search over lower bounds: candidates are priced exactly until the best one is proven.
 
-Candidates are priced in the order of their bounds until no bound is below the best price. Those of one *class* differ
-in nothing that their pipelines feel, so that what the exact pipeline of one adds to its bound is added to all of them.
+Candidates are priced in the order of their bounds until no bound is below the best price. Candidates of one *class*
+have the same pipeline. If an exact price exceeds its bound, the bounds of the whole class are raised.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 
 from autopar.ir.arrays import Floats, Integers
 
-ROUNDING = 1e-9  # of a price: bounds above it by less are not below it
+ROUNDING = 1e-9  # of a price: a bound that is smaller by less than this counts as equal
 AHEAD = 24
-LEAST_AHEAD = 8  # several cost little more together than the first one
+LEAST_AHEAD = 8  # pricing several together costs little more than pricing one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact:
-    """What a candidate really costs; infinite where it does not fit."""
+    """The exact price of a candidate, infinite if it does not fit."""
 
     index: int
     value: float
@@ -26,7 +26,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Prices in the order in which they were found, the bound of what was not priced, and whether that is proof."""
+    """Prices in the order of pricing, a lower bound of all candidates, and whether the best price is proven."""
 
     priced: tuple[Exact, ...]
     bound: float
@@ -34,7 +34,7 @@ class Proof:
 
     @property
     def best(self) -> Exact | None:
-        """The first of the smallest prices; None where nothing fits."""
+        """The first of the smallest prices. None if no candidate fits."""
         found = [one for one in self.priced if np.isfinite(one.value)]
         return min(found, key=lambda one: one.value) if found else None
 
@@ -70,8 +70,7 @@ def best_first(
         should_continue: False stops the search once a candidate fits.
         ties: Orders candidates of equal bounds.
         prefetch: Gets candidates that are likely to be priced next: pricing several together is cheaper.
-        added: What the exact price of a candidate adds to the bounds of others of its class; by default as much as to
-            its own bound.
+        added: The increase of a class's bounds by the exact price of a candidate; by default its price less its bound.
         on_bound: Gets the best price so far and the smallest bound.
     """
     left = bounds.copy()
@@ -120,7 +119,10 @@ def _smallest(left: Floats, ties: Floats | None) -> int:
 
 
 def _likely(left: Floats, classes: Integers, best: float) -> list[int]:
-    """The first of each class that is below the best price, from the smallest bound on; others where those are few."""
+    """The first candidate of each class with a bound below the best price, smallest bound first.
+
+    More candidates of these classes follow if the classes are few.
+    """
     below = np.flatnonzero(left < best)
     order = below[np.argsort(left[below], kind="stable")]
     first = np.sort(np.unique(classes[order], return_index=True)[1])

@@ -1,13 +1,13 @@
-"""Checks what a search found before anybody uses it, by other means than it was found with.
+"""Checks of a search's result before its use, by other means than the search itself.
 
-    degrees      multiply to the devices used, batch and micro-batches to the batch asked for, and are not forbidden
-    schedule     is one for so many ranks, stages and micro-batches
+    degrees      multiply to the devices used, batch and micro-batches to the requested batch; none is forbidden
+    schedule     exists for the numbers of ranks, stages and micro-batches
     cuts         rise, and leave a block in every stage
     price        seconds and bytes, counted again for this one plan (`autopar.cost_model.pricing`)
-    proof        the bound is not above the best price, and no candidate that was priced and fits is better
-    plan         the plan that is handed out is the one that was priced
+    proof        the bound is not above the best price, and no priced candidate that fits is better
+    plan         the returned plan is the priced plan
 
-What fails is an error of the search, not of its user.
+A failed check is an error of the search, not of its user.
 """
 
 from collections.abc import Iterator
@@ -26,19 +26,21 @@ from autopar.search.pricing.objective import Part
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import DIMENSIONS
 
-_SAME = 1e-9  # of a number counted twice
-# what of degrees a search decides
+_SAME = 1e-9  # of a number that is counted twice
+# the fields of `Degrees` that a search decides
 DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
            "virtual_stages", "recompute", "recompute_blocks", "order")  # fmt: skip
 
 
 def check_result(found: Searched, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:
-    """Raise `SearchError` listing everything that is wrong with the best plan of a search and the `plan` made of it;
-    `works` are those of labels for its tensor degree, with what it gathers kept where it keeps that."""
+    """Raise `SearchError` with all errors of a search's best plan and of the `plan` made of it.
+
+    `works` are the block costs under the labels of its tensor degree, with kept values if the plan keeps them.
+    """
     best = found.best
     assert best is not None
     problems = [*_degrees(best.degrees, constraints), *_cuts(best, works), *_plan(best, plan)]
-    if not problems:  # only what is legal has a price
+    if not problems:  # only a legal plan has a price
         problems = [*_price(best, works, found.goal.part(best)), *_proof(found, best)]
     if problems:
         raise SearchError("the search found a plan that fails its own check", problems)
@@ -85,7 +87,7 @@ def _cuts(best: Priced, works: ProgramWorks) -> Iterator[Problem]:
 
 
 def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
-    """Numbers are counted again for this plan alone, without anything that the search has kept of other plans."""
+    """Count the numbers again for this plan alone, without anything that the search has kept of other plans."""
     pricing = pricing_of(works, best, part.cluster, part.on)
     layouts = layout_of(works, pricing.question)
     memory = pricing.memory(layouts)
@@ -105,7 +107,7 @@ def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
 
 def _proof(found: Searched, best: Priced) -> Iterator[Problem]:
     goal, proof = found.goal, found.proof
-    if proof.best is None:  # a plan then fits with stages of its own, which only trials find
+    if proof.best is None:  # then only a trial with varied cuts can fit
         if found.refined.best is None:
             yield Problem(path="proof", rule="has no plan that fits")
         return

@@ -1,12 +1,13 @@
-"""Where nothing fits: the plan that needs least memory, and the changes that would make one fit, found by searching.
+"""If no plan fits: the plan that needs the least memory, and the changes with which a plan would fit.
 
-    per micro-batch   where samples depend on each other, so that the batch is one: several, each with its own loss
+    per micro-batch   several micro-batches with separate losses, if the samples of a batch depend on each other
     a wish less       the space without one word of --fix or --forbid
     offload           the optimizer on the host, which autopar prices and does not run yet
-    shorter           half the tokens of a sequence, and half of those, until a plan fits
-    more devices      more hosts of the same kind, from as many as could hold the state on, until a plan fits
+    shorter           half the tokens of a sequence, then a quarter and so on, until a plan fits
+    more devices      more hosts of the same kind, at first enough for the state, until a plan fits
 
-All are the same search with the memory of the fullest rank as its objective, which ends with the first plan that fits.
+One search tries each change. Its objective is the memory of the fullest rank, and it ends with the first plan that
+fits.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,14 +32,14 @@ from autopar.search.space.candidates import constraints_on
 from autopar.search.space.constraints import Constraints
 
 LEAST_TOKENS = 64
-MOST_TRIES = 24  # numbers of hosts; after half of them each is a quarter larger than the one before
+MOST_TRIES = 24  # numbers of hosts; in the second half each is a quarter larger than the number before
 _MOST_PRICED = 20
-ANY_LINK = Link(bytes_per_s=1e9, latency_s=1e-6, name="none")  # memory does not depend on it
+ANY_LINK = Link(bytes_per_s=1e9, latency_s=1e-6, name="none")  # memory does not depend on the link
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Asked:
-    """A search that found nothing, and what prices plans on any cluster."""
+    """A search that found no plan, and the functions that price plans on any cluster."""
 
     works_of: Works
     cluster: ClusterSpec
@@ -47,9 +48,9 @@ class Asked:
 
 
 def counted(found: Searched, capacity_bytes: float) -> Counted:
-    """How many candidates there were, and what of those that do not fit is the largest."""
+    """The number of candidates. Candidates that do not fit are also counted by the largest part of their memory."""
     screened = found.screened
-    without_room = ~screened.fits & np.isfinite(screened.state_bytes)  # not those of refused tensor degrees
+    without_room = ~screened.fits & np.isfinite(screened.state_bytes)  # without refused tensor degrees
     for_state = without_room & (screened.state_bytes > capacity_bytes)
     largest = screened.largest[without_room].astype(int)
     numbers = {name: int(np.sum(largest == position)) for position, name in enumerate(PARTS)}
@@ -64,8 +65,10 @@ def counted(found: Searched, capacity_bytes: float) -> Counted:
 
 
 def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) -> Closest | None:
-    """The plan that needs least memory of a device, by how much it misses, and what would help; None where no
-    candidate can be priced."""
+    """The plan that needs the least memory of a device, the missing bytes, and the changes that would help.
+
+    None if no candidate can be priced.
+    """
     on = asked.machinery(asked.cluster)
     roomy = replace(on, machine=replace(on.machine, memory_bytes=inf))
     least = _searched(asked, roomy, should_continue)
@@ -82,7 +85,7 @@ def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) ->
 
 
 def _remedies(asked: Asked, should_continue: Callable[[], bool]) -> Iterator[str]:
-    """The cheapest first; one of each kind."""
+    """At most one remedy of each kind, the cheapest kind first."""
     for find in (_per_micro_batch, _fewer_wishes, _offloaded, _shorter, _more_devices):
         found = find(asked, should_continue) if should_continue() else None
         if found is not None:
@@ -154,7 +157,7 @@ def _more_devices(asked: Asked, should_continue: Callable[[], bool]) -> str | No
 
 
 def _least_hosts(asked: Asked) -> int:
-    """More than there are, and as many as parameters, gradients and optimizer state fill if divided evenly."""
+    """More hosts than the cluster has, with room for evenly divided parameters, gradients and optimizer state."""
     state = asked.works_of(1).num_parameters * asked.machinery(asked.cluster).engine.state_bytes
     missing = state / max(_room(asked), 1.0) - asked.cluster.num_devices
     return asked.cluster.num_hosts + max(1, ceil(missing / asked.cluster.groups[-1].devices_per_host))
@@ -167,7 +170,7 @@ def _room(asked: Asked) -> float:
 
 
 def with_hosts(cluster: ClusterSpec, num_hosts: int) -> ClusterSpec:
-    """More hosts like the last ones."""
+    """The cluster with more hosts like its last ones."""
     more, last = num_hosts - cluster.num_hosts, cluster.groups[-1]
     groups = (*cluster.groups[:-1], replace(last, num_hosts=last.num_hosts + more))
     between = cluster.inter_host or last.in_host or ANY_LINK

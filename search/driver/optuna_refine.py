@@ -1,16 +1,17 @@
-"""What bounds cannot rank, by Optuna: pipelines with stages of their own, blocks moved out of the first and the last.
+"""Optuna varies pipeline stages, which bounds cannot rank: it moves blocks out of the first and the last stage.
 
-The cut that makes the slowest stage fastest need not make the step fastest: a lighter first stage holds fewer
-activations, so that fewer blocks are recomputed, and schedules feel unequal stages in different places. A trial is one
-of the best candidates (which differ in schedule, stages, micro-batch, degrees) with some blocks moved, priced by
-replaying its action list. What every stage then recomputes follows (`autopar.search.pricing.per_stage_recompute`).
-Trials that do not fit are told to the sampler by how many bytes they miss.
+The cut that makes the slowest stage fastest need not make the step fastest. A lighter first stage holds fewer
+activations, so fewer blocks are recomputed. Unequal stages also cost different schedules different times. A trial is
+one of the best candidates with some blocks moved. Its action list is replayed to price it. The recomputation of every
+stage follows (`autopar.search.pricing.per_stage_recompute`). The sampler is told the missing bytes of a trial that does
+not fit.
 
-Where all variations are no more than the trials that are asked for, all are tried, in one order, and priced together;
-else Optuna's sampler chooses.
+If the variations are no more than the requested trials, all of them are tried in one order and priced together.
+Otherwise Optuna's sampler chooses.
 
-Several processes may share a study. What another one told is not priced again, and its trials count: a search of a
-study that has its trials already adds none. Each process seeds its sampler by the number of its first trial.
+Several processes may share a study. A variation that another process priced is not priced again. The trials of all
+processes count, so a search adds none to a complete study. Each process seeds its sampler by the number of its first
+trial.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
     from autopar.search.pricing.exact import Priced
 
-MOST_MOVED = 1  # out of an end; 2 gained nothing more, and made the sampler miss what 1 gains (docs/search.md)
-MISSING = "missing_bytes"  # a trial's constraint: what it is over the device's capacity, at most 0 where it fits
-SOURCE = "source"  # of a trial that no sampler chose: why it is tried
-STARTUP = 10  # trials before the sampler has enough to go by
-STALE_S = 60.0  # a trial takes milliseconds: one that has run so long was left by a process that died
+MOST_MOVED = 1  # blocks out of an end; 2 gained no more, and the sampler missed gains of 1 (docs/search.md)
+MISSING = "missing_bytes"  # a trial's constraint: bytes over the device's capacity, at most 0 if it fits
+SOURCE = "source"  # the origin of a trial that no sampler chose
+STARTUP = 10  # random trials before the sampler uses the values of trials
+STALE_S = 60.0  # a trial takes milliseconds; the process of a trial that runs longer than this has died
 NONE = (0, 0)
 MOVES = range(-MOST_MOVED, MOST_MOVED + 1)
 
@@ -40,8 +41,11 @@ Variation = tuple[str, tuple[int, int]]  # a candidate's text, and the blocks mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A candidate of trials. `text` names it in the study; one with a `name` is tried as it is, and one that
-    `is_varied` with blocks moved."""
+    """A candidate of trials.
+
+    `text` names it in the study. A candidate with a `name` is tried as it is. A candidate that `is_varied` is tried
+    with blocks moved.
+    """
 
     index: int
     text: str
@@ -50,7 +54,7 @@ class Start:
 
     @property
     def variations(self) -> Sequence[Variation]:
-        """All of them, as it is first."""
+        """All variations. The candidate as it is comes first."""
         if not self.is_varied:
             return [(self.text, NONE)]
         return [(self.text, moved) for moved in sorted(product(MOVES, MOVES), key=lambda one: one != NONE)]
@@ -58,7 +62,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refined:
-    """All trials of the study, the fastest that fits, and how much each parameter decided."""
+    """All trials of the study, the best plan that fits, and how much each parameter decided."""
 
     trials: tuple[Trial, ...] = ()
     best: "Priced | None" = None
@@ -83,12 +87,13 @@ def refine(
     should_continue: Callable[[], bool] = lambda: True,
     prefetch: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
 ) -> Refined:
-    """Vary the candidates in `starts` until the study has `trials` different trials, or all that there are; those with
-    a name come first, as they are. `prefetch` is told what `price` will be asked for, as it is cheaper to price some
-    together.
+    """Vary the candidates in `starts` until the study has `trials` different trials, or all variations.
 
-    A study at a `place` goes on where others left it, among the candidates that it was made with; `index_of` finds
-    those that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
+    Candidates with a name come first, as they are. `prefetch` gets the next variations, because pricing several
+    together is cheaper.
+
+    A study at a `place` continues with its earlier trials and with the candidates that it was made with. `index_of`
+    finds the candidates that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
     """
     study, choices = _study(place, starts)
     found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
@@ -146,10 +151,10 @@ class _Refining:
         self.mine: set[int] = set()
 
     def enqueue(self, sources: Mapping[Variation, str], *, is_shared: bool) -> None:
-        """These variations are tried before a sampler chooses, each once in a study."""
+        """Try these variations before a sampler chooses, each once in a study."""
         for wanted, source in sources.items():
             if wanted[0] in self.choices:
-                # slow, and needed where others may have enqueued it
+                # skipping is slow, and needed if another process may have enqueued the variation
                 attributes = {SOURCE: source}
                 self.study.enqueue_trial(_params(wanted), user_attrs=attributes, skip_if_exists=is_shared)
 
@@ -176,7 +181,7 @@ class _Refining:
             self.mine.add(number)
 
     def is_spent(self, trials: int) -> bool:
-        """Whether as many different variations were told or are being priced; samplers may repeat theirs."""
+        """Whether `trials` different variations have a value or are being priced. Samplers may repeat a variation."""
         counted = [one for one in self.study.get_trials(deepcopy=False) if _counts(one)]
         different = {self.variation(one.params) for one in counted if one.params.keys() == self.space.keys()}
         return len(different) >= trials or len(counted) >= 2 * trials
@@ -185,7 +190,7 @@ class _Refining:
         import optuna
 
         trial = self.study.ask(self.space)
-        if not self.mine:  # the number of a process's first trial is its own, so that no two sample the same
+        if not self.mine:  # the numbers of first trials differ, so that no two processes sample the same
             startup = min(STARTUP, trials)
             mixed = seed + 1_000_003 * trial.number
             self.study.sampler = optuna.samplers.TPESampler(seed=mixed % 2**32, n_startup_trials=startup)
@@ -200,7 +205,7 @@ class _Refining:
         self.study.tell(trial, told[0])
 
     def variation(self, params: Mapping[str, Any]) -> Variation:
-        """What a trial tries; of what is not varied nothing is moved."""
+        """The variation of a trial. A candidate that is not varied has no moved blocks."""
         text = str(params["candidate"])
         start = self.start.get(text)
         moved = (int(params["out_of_first"]), int(params["out_of_last"]))
@@ -212,7 +217,7 @@ class _Refining:
         return self.index_of(text)
 
     def _told(self, wanted: Variation) -> tuple[float, float] | None:
-        """Value and missing bytes of a variation that was priced, by any process."""
+        """Value and missing bytes of a variation. None if no process has priced it."""
         for one in self.study.get_trials(deepcopy=False):
             if one.value is not None and self.variation(one.params) == wanted:
                 return one.value, one.constraints[MISSING]
@@ -249,7 +254,7 @@ def _params(wanted: Variation) -> dict[str, Any]:
 
 
 def _counts(one: "optuna.trial.FrozenTrial") -> bool:
-    """Whether a trial was told, or is being priced by somebody who lives."""
+    """Whether a trial has a value, or a live process is pricing it."""
     if one.value is not None:
         return True
     if one.state.name != "RUNNING" or one.datetime_start is None:

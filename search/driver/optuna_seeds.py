@@ -1,9 +1,9 @@
-"""Which candidates Optuna varies: the best, the baselines, and what is nearly as fast as the best.
+"""The candidates that Optuna varies: the best one, and candidates that are nearly as fast.
 
-Of every kind of pipeline (degrees, schedule, stages, micro-batch) there is one, the fastest by its exact price or,
-where it has none, by its bound: those that differ in how state is held or in the order of ranks alone mostly gain the
-same from the same cuts. Of the best one's kind there is another one too, which may have more room. Bounds choose which
-are priced exactly, and exact prices which of these are varied.
+Every kind of pipeline (degrees, schedule, stages, micro-batch) has one candidate. Candidates of one kind differ in how
+state is held or in the order of ranks. They mostly gain the same from the same cuts. Bounds choose the candidate of
+each kind to price, and exact prices choose the candidates to vary. The best candidate's kind has a second candidate,
+which may have more room.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from autopar.search.driver.optuna_refine import Start
 from autopar.search.space.baselines import Baseline
 from autopar.search.space.candidates import Candidates
 
-NEARLY = 0.03  # slower than the best: moving a block has been seen to gain 2 %
-_MOST = 8  # of all: with blocks moved, and baselines as they are, no more than the trials of a search
+NEARLY = 0.03  # slower than the best: moving a block was seen to gain 2 %
+_MOST = 8  # varied candidates: their variations and the baselines do not exceed the trials of a search
 KIND = ("tp", "pp", "schedule", "virtual", "micro_batch")
 BEST = "best of screening"
 
@@ -30,10 +30,11 @@ def starts_of(
     others: Sequence[int],
     baselines: Sequence[Baseline],
 ) -> list[Start]:
-    """The best candidate and baselines by name, which are tried as they are, then the others that are varied.
+    """The best candidate and the baselines by name, which are tried as they are, then the other varied candidates.
 
-    `bounds` are those of values, or values where they are known; infinite for what cannot be priced. `values` gives
-    exact ones, whether a candidate fits as it is or not. `others` are better than their bounds say, the best first.
+    `bounds` are lower bounds of values, or the values if they are known. They are infinite for candidates that cannot
+    be priced. `values` gives exact values, whether a candidate fits or not. `others` are candidates that gain from
+    recomputation by stage, the best first.
     """
     names = {best: BEST}
     for one in baselines:
@@ -53,13 +54,13 @@ def starts_of(
 
 
 def kinds_of(found: Candidates, columns: Sequence[str] = KIND) -> NDArray[np.int64]:
-    """A number for all candidates that are equal in those columns: by default, with the same kind of pipeline."""
+    """The kind of every candidate, as a number. Candidates of one kind are equal in all `columns`."""
     kinds = distinct([numbered(getattr(found, name)) for name in columns], len(found)).index
     return np.zeros(len(found), dtype=np.int64) if kinds is None else kinds
 
 
 def _first_of_kinds(kinds: NDArray[np.int64], indices: Sequence[int]) -> list[int]:
-    """The first candidate of each kind, of as many kinds as are varied beside the best."""
+    """The first candidate of each kind, for the kinds that are varied beside the best candidate."""
     first: dict[int, int] = {}
     for index in indices:
         first.setdefault(int(kinds[index]), index)

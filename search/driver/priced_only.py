@@ -1,8 +1,9 @@
-"""What no plan runs yet, searched because it was asked for: context and expert parallelism, the optimizer on the host.
+"""Plans that autopar prices and does not run yet: context and expert parallelism, the optimizer on the host.
 
-Every combination of their degrees is a search of its own over the space of plans (`autopar.search.driver.search`), with
-the same screening, bounds and exact prices; context ranks hold shards of the state like data-parallel ones. What is
-found is marked with what of it is a formula only (`autopar.cost_model.estimate.formula_only`).
+Only a user's request starts this search. Every combination of the degrees is a search of its own over the space of
+plans (`autopar.search.driver.search`), with the same screening, bounds and exact prices. Context ranks hold shards of
+the state like data-parallel ranks. The best plan names its features that are formulas only
+(`autopar.cost_model.estimate.formula_only`).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +30,7 @@ HOST = "host"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Found:
-    """The best plan of those that need something that no plan runs, and a bound of all of them; `machinery` is what
-    it was priced on."""
+    """The best plan that autopar does not run, and a bound of all such plans. `machinery` priced it."""
 
     best: Priced
     value: float
@@ -42,7 +42,7 @@ class Found:
         return self.machinery.beyond
 
     def formula_only(self, cluster: ClusterSpec) -> tuple[str, ...]:
-        """What of it autopar prices and does not run."""
+        """The features of the plan that autopar prices and does not run."""
         on, beyond = self.machinery, self.beyond
         question = Question(cluster=cluster, degrees=self.best.degrees, engine=on.engine, cp=beyond.cp, ep=beyond.ep)
         return formula_only(question, on.precision)
@@ -58,7 +58,7 @@ def search_beyond(
     should_continue: Callable[[], bool] = lambda: True,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Found | None:
-    """The best plan on the whole cluster with at least one of them; None where none fits."""
+    """The best plan on the whole cluster with at least one such feature. None if no such plan fits."""
     part, best, bound = goal.parts[cluster.num_devices], None, np.inf
     for beyond in combinations(works_of(1), cluster, part.on):
         if not should_continue():
@@ -73,7 +73,7 @@ def search_beyond(
             )  # fmt: skip
         except AutoparError:  # no labels
             continue
-        bound = min(bound, found.proof.bound)  # what is not below the best is not looked for
+        bound = min(bound, found.proof.bound)  # the search skips values that are not below the best
         if found.best is not None:
             value = replace(goal, parts=parts).value(found.best)
             if best is None or value < best.value:
@@ -82,7 +82,7 @@ def search_beyond(
 
 
 def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Contender:
-    """What no plan runs, beside the best one that does."""
+    """The plan that autopar does not run, compared with the best plan that it runs."""
     one, beyond = found.best, found.beyond
     degrees = degrees_in_plain(one.degrees, one.cuts, regather=one.regather)
     degrees |= {"cp": beyond.cp, "ep": beyond.ep, "offload": beyond.offload}
@@ -101,7 +101,7 @@ def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Con
 
 
 def combinations(works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Iterator[Beyond]:
-    """Those that the model and the cluster allow, but none of all; those that change least come first."""
+    """All allowed combinations of cp, ep and offload except the trivial one, fewest changes first."""
     context = [n for n in divisors(cluster.num_devices) if works.sequence % n == 0 and n <= MOST_TENSOR_RANKS]
     experts = [n for n in divisors(cluster.num_devices) if n == 1 or (works.num_experts and works.num_experts % n == 0)]
     places = [False, True] if on.machine.host is not None else [False]
@@ -110,13 +110,13 @@ def combinations(works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> It
 
 
 def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
-    """The same machine under an engine that does what `beyond` says."""
+    """The same machinery with the features of `beyond`."""
     engine = on.engine.model_copy(update={"optimizer_place": HOST}) if beyond.offload else on.engine
     return replace(on, beyond=beyond, engine=engine)
 
 
 def constraints_of(constraints: Constraints, cluster: ClusterSpec, beyond: Beyond) -> Constraints:
-    """The constraints of pp · tp · dp beside context ranks, whose ranks lie in the default order."""
+    """The constraints of pp · tp · dp beside context ranks. Ranks lie in the default order."""
     left = cluster.num_devices // beyond.cp
     degrees = tuple(tp for tp in constraints.tensor_degrees if left % tp == 0)
     return replace(
@@ -130,6 +130,6 @@ def constraints_of(constraints: Constraints, cluster: ClusterSpec, beyond: Beyon
 
 
 def words_of(beyond: Beyond) -> str:
-    """The degrees above 1, and where the optimizer is."""
+    """The degrees above 1, and the optimizer's place if it is the host."""
     named = [f"{name} {n}" for name, n in (("cp", beyond.cp), ("ep", beyond.ep)) if n > 1]
     return ", ".join([*named, *(["optimizer on the host"] if beyond.offload else [])])

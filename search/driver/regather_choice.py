@@ -1,10 +1,12 @@
-"""Whether values that are gathered for products are gathered again in backward (`Plan.regather`), or kept for it.
+"""The choice of `Plan.regather`: values gathered for products are gathered again for the backward pass, or kept for it.
 
-Candidates are searched as if they gathered again. The same labels with values kept send less and hold more: a step is
-shorter by at most the part that the second gathers take of a backward pass (without its gradients of weights, which may
-be a pass of their own; with its forward pass where there is no pipeline), in the block where that is largest. Only
-candidates whose value, less that part, is below the best are priced anew, the smallest first, until no bound is below
-the best: then no candidate is better under either setting.
+Candidates are searched as if they gathered again. With kept values, the same labels send less and hold more. The second
+gathers take a fraction of a block's backward pass, and a step saves at most the largest such fraction. If weight
+gradients are a pass of their own, the fraction is of the backward pass without them. Without a pipeline, it is of the
+forward and the backward pass together.
+
+A candidate is priced anew only if its value, less this fraction, is below the best. The smallest comes first, until no
+bound is below the best. Then no candidate is better under either setting.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +38,7 @@ from autopar.search.pricing.exact import AS_IT_IS, Cut, Priced
 from autopar.search.space.candidates import Candidates
 
 _ENDS = ("first", "last")
-SPLITS = np.flatnonzero(SPLITS_BACKWARD)  # schedules
+SPLITS = np.flatnonzero(SPLITS_BACKWARD)  # schedules that split the backward pass
 NOTHING_KNOWN = -1e200  # seconds
 MOST_VARIED = 4  # candidates whose cuts are moved
 
@@ -44,10 +46,10 @@ MOST_VARIED = 4  # candidates whose cuts are moved
 def with_kept(
     found: Searched, works_kept: Works, *, most_exact: int, should_continue: Callable[[], bool] = lambda: True
 ) -> Searched:
-    """What was found, with the best plan that keeps gathered values where that is better, and a bound of both kinds.
+    """The search's result with the best plan that keeps gathered values, and with a bound of both kinds.
 
-    `works_kept` are of the labels that `found` was priced with. Where memory is the objective, or nothing fits,
-    gathering again is the best.
+    `works_kept` are the block costs with kept values, under the labels that `found` was priced with. If memory is the
+    objective, or if nothing fits, gathering again is the best.
     """
     if found.proof.best is None or found.goal.is_memory:
         return found
@@ -67,7 +69,7 @@ def with_kept(
 
 
 class _Kept:
-    """Candidates that keep what they gather, where they may be better so than the best one as it is."""
+    """Candidates that may beat the best plan if they keep gathered values."""
 
     def __init__(self, found: Searched, works_kept: Works) -> None:
         assert found.proof.best is not None
@@ -87,7 +89,7 @@ class _Kept:
         return min(fitting, key=self.goal.value, default=None)
 
     def _bounds(self) -> Floats:
-        """Infinite where they are not below the least value."""
+        """Bounds with kept values. A bound that is not below the least value is infinite."""
         c = self.found.candidates
         bounds = self.goal.bounds(c, replace(self.found.screened, seconds=raised_seconds(self.found)))
         for index, one in self.found.exact.items():
@@ -114,7 +116,7 @@ class _Kept:
         return tp in self.works
 
     def price(self, wanted: Sequence[Varied]) -> None:
-        """Price those for whose tensor degree there are labels."""
+        """Price the wanted candidates whose tensor degree has labels."""
         self.together.price([one for one in wanted if self._can_price(int(self.found.candidates.tp[one[0]]))])
 
     def value(self, index: int) -> float:
@@ -123,8 +125,11 @@ class _Kept:
         return self.goal.value(one) if one is not None and one.fits else np.inf
 
     def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
-        """What an exact price adds to bounds of others of its class: what the pipeline, which is theirs too, takes more
-        or less than by screening. Infinite where that is not below the least value."""
+        """The value that an exact price adds to the bounds of other candidates of its class.
+
+        All of them have the same pipeline. The price shows by how much this pipeline is longer or shorter than
+        screening says. Infinite if the new value is not below the least value.
+        """
         screened, one = self.found.screened, self.together.found[index, AS_IT_IS]
         levels = (screened.pipeline[index], screened.recomputed_pipeline[index])
         more = [pipeline - bound for pipeline, bound in zip(one.pipelines, levels, strict=False)]
@@ -135,7 +140,10 @@ class _Kept:
         return np.where(values < self.least, np.maximum(values - known, 0.0), np.inf)
 
     def price_moved(self) -> None:
-        """The best plan's own stages, and where such are tried at all, all variations of the few nearly as good."""
+        """Price the varied cuts of the best plan.
+
+        If the search has trials, also vary the few nearly best candidates.
+        """
         c, before = self.found.candidates, self.found.together.found
         moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is self.found.best]
         near = [
@@ -151,13 +159,13 @@ class _Kept:
 
 
 def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
-    """The part of a step that candidates can save at most by keeping what they gather."""
+    """The largest fraction of a step that each candidate can save by keeping gathered values."""
     c, works = found.candidates.at(index), found.together.works
     columns = (c.tp, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
     each = distinct([numbered(column) for column in columns], len(index))
     few = c.at(each.rows)
     saved = np.zeros(len(few))
-    first = min((tp for tp in works if tp > 1), default=0)  # which bounds of degrees without labels are of
+    first = min((tp for tp in works if tp > 1), default=0)  # labels behind the bounds of unlabelled degrees
     labelled = np.array([tp if tp in works else first for tp in few.tp.tolist()])
     for tp, devices in {*zip(labelled.tolist(), few.num_devices.tolist(), strict=True)}:
         mine = np.flatnonzero((labelled == tp) & (few.num_devices == devices))
@@ -187,7 +195,10 @@ def _passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> P
 
 
 def _without_second_gathers(family: Family[Any]) -> Family[Any]:
-    """The seconds of a family of captured blocks, both variants of which are one, where gathered values are kept."""
+    """A family of captured blocks without second gathers, as if gathered values were kept.
+
+    All variants are the same.
+    """
     blocks = []
     for role, variants in family.blocks:
         work = variants[0][1]

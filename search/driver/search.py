@@ -1,14 +1,14 @@
-"""The search of degrees: screen every candidate, price exactly those that could be the best, let Optuna vary cuts.
+"""The search of degrees: screen every candidate, price the possible best ones exactly, let Optuna vary their cuts.
 
-    screening    `autopar.search.bounds.lower_bounds`: bounds of all candidates, and which cannot fit
-    exact        `autopar.search.driver.branch_and_bound` over `autopar.search.pricing.exact`, from baselines and the
-    smallest bound on,
-                 until no bound is below the best price; both are values of the objective
-    refining     `autopar.search.driver.optuna_refine`: Optuna moves stage cuts of the best candidates, which bounds
-    cannot rank
+    screening    lower bounds of all candidates, and the candidates that cannot fit
+                 (`autopar.search.bounds.lower_bounds`)
+    exact        prices of the baselines, then from the smallest bound on, until no bound is below the best price
+                 (`autopar.search.driver.branch_and_bound` over `autopar.search.pricing.exact`)
+    refining     Optuna moves stage cuts of the best candidates, which bounds cannot rank
+                 (`autopar.search.driver.optuna_refine`)
 
-Labels are chosen per tensor degree and only for degrees that a bound leaves open: until then a degree is priced with
-the labels of the smallest one above 1.
+Bounds and prices are values of the objective. Labels are chosen per tensor degree, only for degrees that a bound leaves
+open. Until then, screening uses the labels of the smallest degree above 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,16 +36,16 @@ from autopar.search.space.baselines import Baseline, baselines
 from autopar.search.space.candidates import Candidates, candidates
 from autopar.search.space.constraints import Constraints
 
-MOST_BY_STAGE = 48  # prices of candidates whose stages recompute what they need themselves
-# from a tensor degree to what its blocks cost; AutoparError where the model cannot be split so
+MOST_BY_STAGE = 48  # prices of candidates whose stages recompute their own numbers of blocks
+# the block costs of a tensor degree; raises AutoparError if the model cannot be split like this
 Works = Callable[[int], ProgramWorks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """Candidates, what screening made of them, and every exact price by candidate.
+    """Candidates, their screening, and the exact prices by candidate.
 
-    `refused` says why tensor degrees cannot be used.
+    `refused` gives the reason why a tensor degree cannot be used.
     """
 
     candidates: Candidates
@@ -57,16 +57,17 @@ class Searched:
     refused: Mapping[int, str] = field(hash=False)
     labelled: tuple[int, ...]
     goal: Goal
-    classes: NDArray[np.int64] = field(hash=False, compare=False)  # of candidates whose pipelines run the same
-    together: Together = field(hash=False, compare=False)  # which prices more of them, of tensor degrees with labels
-    kept: Priced | None = (
-        None  # keeps what it gathers, and is better than all that do not (`autopar.search.driver.regather_choice`)
-    )
+    classes: NDArray[np.int64] = field(hash=False, compare=False)  # one number for candidates with the same pipeline
+    together: Together = field(hash=False, compare=False)  # prices more candidates of tensor degrees with labels
+    # the best plan that keeps gathered values, if one was priced (`autopar.search.driver.regather_choice`)
+    kept: Priced | None = None
 
     @property
     def best(self) -> Priced | None:
-        """The plan of the smallest value that fits, with stages of its own or with what it gathers kept where that is
-        better."""
+        """The fitting plan of the smallest value.
+
+        It may be a candidate, a variation of its cuts, or a plan that keeps gathered values.
+        """
         found = None if self.proof.best is None else self.exact[self.proof.best.index]
         for one in (self.refined.best, self.kept):
             if found is None or (one is not None and self.goal.value(one) < self.goal.value(found)):
@@ -75,7 +76,7 @@ class Searched:
 
     @property
     def index_of_best(self) -> int | None:
-        """The candidate that the best plan is; None where that has stages of its own or keeps what it gathers."""
+        """The candidate of the best plan. None if the plan has varied cuts or keeps gathered values."""
         best = self.best
         return next((index for index, one in self.exact.items() if one is best), None)
 
@@ -95,9 +96,12 @@ def search_degrees(
     goal: Goal | None = None,
     below: float = np.inf,
 ) -> Searched:
-    """The fastest candidate that fits, or the best one for another `goal` over parts of the cluster, proven where
-    `most_exact` exact prices suffice; and at most `trials` variations of the cuts of those that are nearly as good,
-    kept in the study at a `place`. Only values `below` one that is known already are looked for."""
+    """Search for the fastest candidate that fits, or for the best one under another `goal`.
+
+    The best candidate is proven if `most_exact` exact prices are enough. Optuna then tries at most `trials` variations
+    of the cuts of nearly best candidates. The study at `place` keeps the trials. A candidate must have a value smaller
+    than `below`.
+    """
     whole = Part(cluster=cluster, on=on, weight=1.0)
     goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
     found = _Search(works_of, cluster, constraints, goal, below)
@@ -112,7 +116,7 @@ def search_degrees(
 
 
 def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
-    """A number for all candidates whose pipelines run the same, on as many devices, but for what they recompute."""
+    """The class of every candidate. Pipelines of one class are equal except for recomputation, on as many devices."""
     if goal.is_memory or not len(c):
         return np.arange(len(c))
     alone = np.where(c.pp > 1, 0, 1 + np.arange(len(c)))  # without a pipeline bounds are exact
@@ -124,8 +128,11 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
 
 
 def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np.int64]) -> Floats:
-    """What the exact price of a candidate adds to the bounds of others of its class, in seconds: what its pipeline
-    takes longer than its bound, at their recomputation. State, sums and the optimizer differ in a class."""
+    """Seconds that the exact price of a candidate adds to the bounds of other candidates of its class.
+
+    They are the exact time of its pipeline less the bound, at the recomputation of each candidate. State, gradient sums
+    and the optimizer differ in a class.
+    """
     bounds = (screened.pipeline[index], screened.recomputed_pipeline[index])[: len(one.pipelines)]
     more = [max(0.0, pipeline - bound) for pipeline, bound in zip(one.pipelines, bounds, strict=True)]
     share = screened.share[alike]
@@ -134,7 +141,7 @@ def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np
 
 
 class _Search:
-    """One search; holds what rounds with other labels share."""
+    """One search. It holds the data that rounds with different labels share."""
 
     def __init__(
         self, works_of: Works, cluster: ClusterSpec, constraints: Constraints, goal: Goal, below: float
@@ -164,7 +171,7 @@ class _Search:
         self.baselines = baselines(self.candidates, cluster)
 
     def label(self, tp: int) -> None:
-        """Choose labels for a tensor degree, and screen what depends on them."""
+        """Choose labels for a tensor degree, and screen the candidates that depend on them."""
         self.unlabelled = [other for other in self.unlabelled if other != tp]
         try:
             self.works[tp] = self.works_of(tp)
@@ -184,7 +191,7 @@ class _Search:
             column[index] = np.inf if screened is None else getattr(screened, name)
 
     def explore(self, most: int, should_continue: Callable[[], bool], on_progress: Callable[[str], None]) -> Proof:
-        """Price exactly until the best is proven, or a candidate whose labels are not known comes first."""
+        """Price candidates until the best is proven, or until a candidate without labels is next."""
         needs_labels = np.isin(self.candidates.tp, self.unlabelled)
         bounds = self.bounds()
         stopped = False
@@ -220,7 +227,7 @@ class _Search:
         )
 
     def added(self, bounds: Floats, index: int, alike: NDArray[np.int64]) -> Floats:
-        """What an exact price adds to the bounds of others of its class."""
+        """The value that an exact price adds to the bounds of other candidates of its class."""
         if index not in self.exact:
             return np.zeros(len(alike))
         screened = Screened(**self.columns)
@@ -228,12 +235,12 @@ class _Search:
         return np.asarray(added_seconds(screened, index, self.exact[index], alike) * worth)
 
     def bounds(self) -> Floats:
-        """What every candidate is worth at best; infinite where that is not below what is known already."""
+        """The smallest possible value of every candidate. It is infinite if it is not smaller than `below`."""
         found = self.goal.bounds(self.candidates, Screened(**self.columns))
         return np.where(found < self.below, found, np.inf)
 
     def open_degree(self, proof: Proof) -> int | None:
-        """The tensor degree without labels that came up as the best."""
+        """The tensor degree without labels whose candidate was next."""
         last = proof.priced[-1].index if proof.priced else None
         tp = None if last is None else int(self.candidates.tp[last])
         return tp if tp in self.unlabelled else None
@@ -247,8 +254,11 @@ class _Search:
         should_continue: Callable[[], bool],
         on_progress: Callable[[str], None],
     ) -> Refined:
-        """Moved cuts, and recomputation by stage, of the fastest candidates with several stages, where they could be
-        faster than the best; or fit, where no candidate does as it is."""
+        """Vary the cuts, and the recomputation by stage, of the fastest candidates with several stages.
+
+        Only candidates that could beat the best one are varied. If no candidate fits, the varied candidates are the
+        ones that could fit.
+        """
         if not trials:
             return Refined()
         can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
@@ -292,8 +302,10 @@ class _Search:
         )
 
     def raised(self) -> Floats:
-        """Bounds, raised by what exact prices add to those of their class; values where they are known, infinite where
-        they do not fit."""
+        """Bounds, raised by the exact prices of their class.
+
+        A priced candidate has its value, infinite if it does not fit.
+        """
         bounds = self.bounds()
         found = bounds.copy()
         for index in self.exact:
@@ -304,9 +316,12 @@ class _Search:
         return found
 
     def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, should_continue: Callable[[], bool]) -> list[int]:
-        """Candidates that may be below the best value, or fit, where every stage recomputes what it needs itself, which
-        bounds do not know: priced best first by what screening estimates, less `NEARLY`, while that is below the best.
-        Estimates are too small by about as much for all pipelines of a schedule."""
+        """Candidates that may beat the best value, or fit, if every stage recomputes its own number of blocks.
+
+        Bounds assume one number for all stages. Here screening estimates the value, and the fraction `NEARLY` is
+        subtracted. The smallest estimate is priced first, while it is below the best value. Estimates are too small by
+        about the same amount for all pipelines of a schedule.
+        """
         if self.goal.is_memory or any(on.recompute_blocks is not None for on, _ in self.machinery):
             return []
         screened = Screened(**self.columns)

@@ -1,12 +1,12 @@
-"""Where Optuna's trials are kept: in memory, or in a file or database that several processes and hosts share.
+"""The storage of Optuna's trials: memory, or a file or database that several processes and hosts share.
 
     x.log, x.journal             Optuna's journal: JSON lines, one writer at a time by a lock file, also on NFS
     x.db, sqlite:///x.db, ...    a database by SQLAlchemy
 
-Both are read by optuna-dashboard. Nothing here is unpickled: neither storage holds pickled objects, samplers are made
-anew from their seed, and Redis journals, whose snapshots are pickled, are refused.
+Both are read by optuna-dashboard. Nothing here is unpickled. Neither storage holds pickled objects, and samplers are
+made anew from their seed. Redis journals are refused because their snapshots are pickled.
 
-A study answers one question, kept as its user attributes. Opening it for another one is an error.
+A study answers one question, kept as its user attributes. Opening it for another question is an error.
 """
 
 import json
@@ -30,10 +30,10 @@ JOURNALS = (".log", ".journal")
 DATABASES = (".db", ".sqlite", ".sqlite3")
 MAX_JOURNAL_BYTES = 256 * 1024 * 1024
 MAX_RECORD_BYTES = 1024 * 1024
-WAIT_S = 5.0  # for the process that made a study to say what it answers
-TIMES = 20  # that a database is asked for while another process sets it up
+WAIT_S = 5.0  # for the process that made a study to write its question
+TIMES = 20  # attempts to open a database while another process sets it up
 RESULT = "result"  # attributes of the search's result, in pieces
-_PIECE = 30_000  # characters of one: MySQL's TEXT holds 64 kB
+_PIECE = 30_000  # characters of one piece: MySQL's TEXT holds 64 kB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +44,15 @@ class StudyPlace:
     question: Mapping[str, Any] = field(hash=False)
 
     def check(self) -> None:
-        """Raise what `opened` would, before a search has taken its time; makes the study where there is none."""
+        """Raise the errors of `opened` before the search has taken its time. Makes the study if there is none."""
         self._checked(self._study())
 
     def opened(self, candidates: Sequence[str]) -> "tuple[optuna.Study, list[str]]":
-        """The study, made where there is none, and the candidates that its trials choose among: those it was made with,
-        else `candidates`. Raises `InputError` where it answers another question, or cannot be read or written."""
+        """The study, and the candidates that its trials choose among.
+
+        If there is no study, it is made with `candidates`. Otherwise it keeps the candidates that it was made with.
+        Raises `InputError` if it answers another question, or cannot be read or written.
+        """
         study = self._study()
         with _as_input_errors(self.where):
             if CANDIDATES not in _settled(study):
@@ -66,7 +69,7 @@ class StudyPlace:
             return _set_up(self.where)
 
     def _checked(self, study: "optuna.Study") -> Mapping[str, Any]:
-        """The study's attributes, if they are those of the question or none yet."""
+        """The study's attributes. Raises `InputError` if they answer another question."""
         with _as_input_errors(self.where):
             known = study.user_attrs
         self._refuse_another_question(known)
@@ -87,7 +90,7 @@ class StudyPlace:
 
 @contextmanager
 def _as_input_errors(where: str) -> Iterator[None]:
-    """Errors of a database's driver, the journal or the file system are of any class."""
+    """Raise `InputError` for any error of a database's driver, the journal or the file system."""
     try:
         yield
     except InputError:
@@ -100,7 +103,7 @@ def _as_input_errors(where: str) -> Iterator[None]:
 
 
 def study_place(where: str | Path, question: Mapping[str, Any]) -> StudyPlace:
-    """A study by its path or URL. Raises `InputError` where it is neither a journal nor a database."""
+    """A study by its path or URL. Raises `InputError` if it is neither a journal nor a database."""
     text = str(where)
     if text.startswith("redis"):
         raise InputError(f"study {text}: Redis journals hold pickled snapshots; use a .log file or a database")
@@ -115,7 +118,7 @@ def study_place(where: str | Path, question: Mapping[str, Any]) -> StudyPlace:
 
 
 def keep_result(where: str, text: str) -> None:
-    """Keep what a search found in its study, in place of what was kept before. Raises `InputError`."""
+    """Write the result of a search into its study, in place of an earlier one. Raises `InputError` if that fails."""
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     with _as_input_errors(where):
         study = _set_up(where)
@@ -125,7 +128,7 @@ def keep_result(where: str, text: str) -> None:
 
 
 def kept_result(where: str) -> str:
-    """What a search kept in its study. Raises `InputError` where there is no study, or none that has ended."""
+    """The result that a search wrote into its study. Raises `InputError` if there is no study or no result yet."""
     study_place(where, {})
     if "://" not in where and not Path(where).is_file():
         raise InputError(f"there is no study {where}; make it with `autopar plan MODEL --cluster C --study {where}`")
@@ -137,12 +140,12 @@ def kept_result(where: str) -> str:
 
 
 def is_study(where: str) -> bool:
-    """Whether a path or URL is that of a study."""
+    """Whether a path or URL can name a study."""
     return "://" in where or Path(where).suffix in (*JOURNALS, *DATABASES)
 
 
 def _set_up(where: str) -> "optuna.Study":
-    """The study of a storage; a database whose tables another process makes at the same time is asked for again."""
+    """The study of a storage. Opening a database is tried again while another process makes its tables."""
     import optuna
     from sqlalchemy.exc import IntegrityError, OperationalError
 
@@ -179,7 +182,7 @@ def _storage(where: str) -> "optuna.storages.BaseStorage":
 
 
 def _refuse_other_logs(path: Path) -> None:
-    """Somebody's own .log file is not to be written to."""
+    """Refuse a .log file that is no journal of a study, because nothing may be written to it."""
     with path.open("rb") as file:
         first = file.readline(MAX_RECORD_BYTES)
     try:
@@ -191,7 +194,7 @@ def _refuse_other_logs(path: Path) -> None:
 
 
 def _drop_partial_line(path: Path) -> None:
-    """A process that was killed while it wrote leaves half a line, after which nobody could read the journal."""
+    """Remove the half line that a killed process left. It would make the journal unreadable."""
     from optuna.storages.journal import JournalFileSymlinkLock
 
     lock = JournalFileSymlinkLock(str(path))
@@ -208,7 +211,7 @@ def _drop_partial_line(path: Path) -> None:
 
 
 def _settled(study: "optuna.Study") -> Mapping[str, Any]:
-    """A study's attributes; those of one that another process just made, once it has written them."""
+    """A study's attributes. If another process has just made the study, this waits until it has written them."""
     made = bool(study.user_attrs)
     until = time.monotonic() + (WAIT_S if made else 0.0)
     while CANDIDATES not in (found := study.user_attrs) and time.monotonic() < until:
@@ -217,12 +220,14 @@ def _settled(study: "optuna.Study") -> Mapping[str, Any]:
 
 
 def importance(study: "optuna.Study") -> dict[str, float]:
-    """How much each parameter decides between good and bad trials (PED-ANOVA, Watanabe et al. 2023), parts of 1; empty
-    where trials are too few or alike to say."""
+    """How much each parameter decides between good and bad trials (PED-ANOVA, Watanabe et al. 2023), as parts of 1.
+
+    Empty if the trials are too few or too alike.
+    """
     import optuna
 
     with suppress(ValueError, RuntimeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of alike trials, whose parameters decide as much
+        warnings.simplefilter("ignore", UserWarning)  # it warns if trials are alike and parameters decide equally
         found = optuna.importance.get_param_importances(study)
         return {name: float(value) for name, value in sorted(found.items())}
     return {}

@@ -68,7 +68,7 @@ def readable_value(value: float, unit: str) -> str:
 
 
 def nothing_fits(found: "SearchResult") -> str:
-    """The bytes that the closest plan needs too much, and the changes that would help."""
+    """The bytes that a device lacks for the closest plan, and the changes that would help."""
     one, more = found.closest, found.beyond
     what_if = "" if more is None else f". What if: {plan_in_words(more.degrees)} fits ({'; '.join(more.formula_only)})"
     if one is None:
