@@ -1,7 +1,7 @@
 """The search for the best plan of a model on a cluster: its degrees, labels, stages and schedule.
 
 `driver` runs the search over the candidates of `space`. It uses the lower bounds of `bounds`, the prices of `pricing`
-and the labels of `labels`. `result` holds the best plans and `explain` the data of a report. The package may import
+and the labels of `labels`. The best plans are in `result`, the data of a report in `explain`. The search may import
 `autopar.cost_model`, `autopar.capture`, `autopar.rules` and `autopar.ir`, never `autopar.runtime`.
 
 A search memoises in objects that live as long as the search. Each keeps its results in a dict. Its constructor takes

@@ -1,4 +1,4 @@
-"""Degrees from a partial wish: what is missing is derived, what does not fit is listed with the nearest legal values.
+"""Degrees from a partial wish: missing degrees are derived, illegal ones are listed with the nearest legal values.
 
     world size   = pp × tp × dp_shard × dp_replicate
     global batch = dp × micro_batch × micro_batches × accumulate       where dp = dp_shard × dp_replicate
@@ -21,10 +21,10 @@ DEFAULT_MICRO_BATCH = 2  # at a global micro-batch of 1 the batch dimension cann
 def resolve_degrees(
     wish: Mapping[str, Any] | None, world_size: int, local_batch: int | None = None, *, global_batch: int | None = None
 ) -> Degrees:
-    """Degrees for `world_size` ranks from a partial wish; without one, pure FSDP over all of them.
+    """Degrees for `world_size` ranks from a partial wish. Without a wish, pure FSDP over all ranks.
 
-    `local_batch` is the sequences of one data-parallel rank in one step, `global_batch` those of all; with neither,
-    they follow from micro-batch and accumulate. Raises `PlanError` listing every violation with the nearest legal
+    A step has `local_batch` sequences on one data-parallel rank and `global_batch` sequences on all ranks. If neither
+    is given, they follow from micro-batch and accumulate. Raises `PlanError` with every violation and the nearest legal
     values.
     """
     given = {key: value for key, value in (wish or {}).items() if value is not None}
@@ -51,7 +51,7 @@ def resolve_degrees(
 
 
 def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
-    """What keeps the product of the degrees from being the world size, degree by degree."""
+    """The reasons why the product of the degrees is not the world size, degree by degree."""
     if degrees.world_size == world_size:
         return []
     problems = []
@@ -92,7 +92,7 @@ def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tup
 
 
 def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]:
-    """Options of a pipeline where there is none."""
+    """The problems of pipeline options in a plan without a pipeline."""
     named = [name for name in ("schedule", "virtual_stages", "micro_batches") if name in given and asked.pp == 1]
     named = [name for name in named if given[name] != getattr(Degrees(), name)]
     hint = "use accumulate for micro-batches without a pipeline, or set pp"
@@ -114,10 +114,10 @@ def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]
 
 
 def _split_in_time(asked: Degrees, local_batch: int | None, given: Mapping[str, Any]) -> tuple[Degrees, list[Problem]]:
-    """Micro-batch and numbers of micro-batches of one rank's batch; whichever is missing follows from the others.
+    """Micro-batch and numbers of micro-batches of one rank's batch. A missing number follows from the others.
 
-    With a pipeline and neither asked for, there are twice as many micro-batches as stages, or the next fewer that
-    divide the batch and leave a global micro-batch of two sequences.
+    If a pipeline's wish names neither, there are twice as many micro-batches as stages. If that number is illegal, the
+    next smaller one is taken that divides the batch and leaves two sequences in a global micro-batch.
     """
     if local_batch is None:
         least = 1 if asked.pp == 1 else 2 * asked.num_stages

@@ -1,7 +1,7 @@
 """`autopar.estimate`: from a model, a cluster and a plan to the predicted time and memory of its training step.
 
-The model is captured without memory and labelled as `autopar plan` does, once; what its blocks cost is kept as
-expressions with the program, so that other micro-batches, engines and devices of the same labels are priced at once.
+The model is captured without memory and labelled once, as by `autopar plan`. The costs of its blocks are kept as
+expressions with the program. Other micro-batches, engines and devices of the same labels are then priced at once.
 """
 
 import functools
@@ -39,7 +39,7 @@ OWN = "autopar"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Priceable:
-    """A captured program under labels: its works, the degrees that they are for, and where a plan cuts it."""
+    """A captured program under labels: its works, their degrees, and the cuts of a plan."""
 
     works: ProgramWorks
     labels: tuple[BlockLabels, ...]
@@ -165,7 +165,7 @@ def _checked_engine(engine: Engine | str, cluster: ClusterSpec, cp: int, ep: int
 
 
 def _whole_plan(program: Program, priceable: Priceable, cluster: ClusterSpec) -> Plan:
-    """The plan that is priced, as `autopar.parallelize` would run it, whether it fits or not."""
+    """The priced plan as `autopar.parallelize` would run it, whether it fits or not."""
     degrees, cuts = priceable.degrees, priceable.cuts
     again: tuple[str, ...] = ()
     if cuts:
@@ -178,10 +178,10 @@ def _whole_plan(program: Program, priceable: Priceable, cluster: ClusterSpec) ->
 def priceable_of(
     program: Program, cluster: ClusterSpec, degrees: Degrees, engine: Engine, plan: Plan | None = None
 ) -> Priceable:
-    """A program under a plan's labels, or those that the labeller chooses, with its works; kept for the next time.
+    """A program with its works, under a plan's labels or the labeller's choice. The result is kept for the next call.
 
-    autopar's own engine runs the labels as they are, its stages where they are cut. Of any other, data-parallel ranks
-    share nothing but sums of gradients, and stages are equal unless a plan cuts them.
+    autopar's own engine runs the labels and the cuts as they are. Under any other engine, data-parallel ranks share
+    only sums of gradients, and stages are equal unless a plan cuts them.
     """
     text = "" if plan is None else json.dumps(plan.to_dict()["blocks"])
     cuts, regather = ((), True) if plan is None else (plan.cuts, plan.regather)
@@ -235,7 +235,7 @@ def _check_parallel(cluster: ClusterSpec, cp: int, ep: int) -> None:
 
 
 def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None) -> Degrees:
-    """Degrees for a program that is captured already: its micro-batch is the program's, unless the wish has one."""
+    """Degrees for a captured program. The micro-batch is the program's, unless the wish names one."""
     given = dict(wish or {})
     if given.get("micro_batch") is None and global_batch is None:
         dp = resolve_degrees({**given, "micro_batch": 2}, world).dp

@@ -58,8 +58,10 @@ def capture_for(
     *,
     training: bool = True,
 ) -> Program:
-    """The program at the global micro-batch of `degrees`. Raises `PlanError` where accumulation would change the loss
-    and `degrees` do not accept that."""
+    """The program at the global micro-batch of `degrees`.
+
+    Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
+    """
     from autopar.capture.export.export import input_names
     from autopar.capture.program import batch_and_sequence, capture_program
 
@@ -74,7 +76,7 @@ def capture_for(
 def program_for(captured: "Capture", degrees: Degrees) -> Program:
     """The program of a captured model at the global micro-batch of `degrees`, which name the micro-batch.
 
-    Raises `PlanError` as `capture_for` does, and `CaptureError` where another capture is needed and fails.
+    Raises `PlanError` as `capture_for` does, and `CaptureError` if another capture is needed and fails.
     """
     if degrees.micro_batch is None:
         raise PlanError("the degrees name no micro_batch, so that the global micro-batch is not known")
@@ -105,11 +107,12 @@ def label_plan(
     labelled: Labelled | None = None,
     regather: bool = True,
 ) -> Plan:
-    """The plan that the labeller finds for a program whose parameters may be `held` already, in stages of a pipeline
-    where `stage_of` says so, or with `cuts` or labels that are decided already. Without `regather` gathered values are
-    kept for the backward pass.
+    """The labeller's plan for a program.
 
-    Raises `PlanError` where a degree does not divide the model, `InfeasibleError` where the plan cannot fit a device.
+    `held` are parameters that are held already, and `stage_of` the pipeline stages that hold them. Cuts and labels may
+    be given as well. Without `regather`, gathered values are kept for the backward pass.
+
+    Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the plan cannot fit a device.
     """
     degrees, analysis, found = labelled or choose_labels(program, cluster, degrees, held=held, regather=regather)
     cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of, cuts)
@@ -162,13 +165,14 @@ def choose_labels(
     regather: bool = True,
     known: "Known | None" = None,
 ) -> Labelled:
-    """Labels, with the degrees and axes that they are for: `tp` becomes two mesh dimensions where heads want it.
+    """Labels with their degrees and axes.
 
-    `regather` is that of the plan, `known` what earlier labellings of the same program have left.
+    The degree `tp` becomes two mesh dimensions if only a factor of it divides the heads. `regather` is the plan's
+    field. `known` holds the results of earlier labellings of the same program.
 
-    Raises `PlanError` where a degree does not divide the model, and `InfeasibleError` where the solver finds nothing.
+    Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the solver finds no labels.
     """
-    from autopar.search.labels.solve import LabelOptions, label  # not needed where labels are kept
+    from autopar.search.labels.solve import LabelOptions, label  # not needed if labels are kept
     from autopar.search.labels.tensor_dims import tensor_dims
 
     analysis = analyse(program, degrees.mesh)
@@ -240,8 +244,10 @@ def coverage(
 
 
 def _as_held(how: "ParameterPlacement", dims: Dims) -> tuple[Type, ...]:
-    """The types of a held parameter, whose dimensions another analysis may cut into other axes; invariant where those
-    do not have the axis that is split."""
+    """The types of a held parameter under another analysis, which may cut dimensions into other axes.
+
+    A type is invariant if the analysis does not have the split axis.
+    """
     types = []
     for kind in how.types:
         position = kind.position
@@ -257,8 +263,10 @@ def _as_held(how: "ParameterPlacement", dims: Dims) -> tuple[Type, ...]:
 
 
 def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:
-    """Refuse a plan made for another model, shape, batch of one rank or world size. Raises `PlanError` naming what
-    differs."""
+    """Refuse a plan made for another model, shape, batch of one rank or world size.
+
+    Raises `PlanError` naming the differences.
+    """
     if plan.degrees.world_size != world_size:
         raise PlanError(
             f"the plan is for {plan.degrees.world_size} ranks, this job has {world_size}; start it with "

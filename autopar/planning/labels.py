@@ -1,6 +1,7 @@
-"""Labels of a search: one choice per tensor degree, which prices candidates and goes into the plan that wins.
+"""Labels of a search: one choice per tensor degree prices the candidates and goes into the best plan.
 
-What was priced is what runs: a plan's labels are not chosen anew for its own micro-batch and data-parallel degree.
+The plan runs with the labels that it was priced with. They are not chosen anew for its own micro-batch and
+data-parallel degree.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
 
 
 class SearchLabels:
-    """Labels for tensor degrees, each chosen when it is first asked for, and what blocks cost under them."""
+    """Labels for tensor degrees, each chosen at its first use, and the block costs under them."""
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class SearchLabels:
         self.kept: dict[int, Chosen] = {}
         self.known: Known | None = None
         self.blocks: list[_Block] = []
-        self.runs: tuple[Mapping[str, NodeRun], ...] | None = None  # of blocks under autograd, whatever their labels
+        self.runs: tuple[Mapping[str, NodeRun], ...] | None = None  # of blocks under autograd, for any labels
 
     def works(self, tp: int) -> ProgramWorks:
-        """What blocks cost. Raises `PlanError` where the degree does not divide the model, and `InfeasibleError`."""
+        """The block costs. Raises `PlanError` if the degree does not divide the model, and `InfeasibleError`."""
         if tp not in self.chosen:
             wanted = replace(self.wanted, tp=tp)
             how = AGAIN if self.regather else CHOSEN_FOR_KEPT
@@ -62,8 +63,7 @@ class SearchLabels:
         return self.chosen[tp][2]
 
     def works_kept(self, tp: int) -> ProgramWorks:
-        """What blocks cost with the labels of `works` where gathered values are kept, not gathered again. Raises
-        likewise."""
+        """The block costs under the labels of `works` if gathered values are kept. Raises the same errors."""
         if not self.works(tp).regathers:
             return replace(self.works(tp), regather=False)
         if tp not in self.kept:
@@ -100,8 +100,8 @@ class SearchLabels:
         return degrees, found, merged_works(self.program, works, found.blocks, found.mesh, regather=self.regather)
 
     def _blocks(self, found: Labelling, analysis: Analysis) -> "list[_Block]":
-        """The program's blocks under labels, those of another degree where that has labelled them likewise."""
-        from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of  # not where works are kept
+        """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
+        from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of  # unused if works are kept
 
         if self.runs is None:
             self.runs = block_runs(self.program, analysis)
@@ -117,7 +117,7 @@ class SearchLabels:
         return blocks
 
     def hold(self, chosen: int, tp: int) -> bool:
-        """Whether the labels of a tensor degree are legal for another one too, and split axes into even parts there."""
+        """Whether the labels of one tensor degree are legal for another degree too, and split axes evenly there."""
         self.works(chosen)
         degrees, found, _ = self.chosen[chosen]
         if degrees.tp_dims is not None:
@@ -130,8 +130,10 @@ class SearchLabels:
         return all(size % tp == 0 for size in _split_sizes(self.program, analysis, found.blocks, degrees.mesh))
 
     def of(self, program: Program, degrees: Degrees) -> Labelled | None:
-        """The labels of a tensor degree for another batch of the program; None where its blocks are not those of the
-        search."""
+        """The labels of a tensor degree for another batch of the program.
+
+        None if its blocks differ from the searched blocks.
+        """
         self.works(degrees.tp)
         searched, found, _ = self.chosen[degrees.tp]
         own = replace(degrees, tp_dims=searched.tp_dims)
@@ -159,7 +161,10 @@ class _Block:
     work: "SymbolicWork"
 
     def is_under(self, labels: BlockLabels, mesh: Mesh) -> bool:
-        """Whether it is the same under labels on a mesh: degrees are symbols, but with two tensor dimensions."""
+        """Whether the block is the same under these labels on this mesh.
+
+        Degrees are symbols, except with two tensor dimensions.
+        """
         alike = self.mesh.names == mesh.names and _is_split(self.mesh) == _is_split(mesh)
         return (self.mesh == mesh or (alike and len(mesh.names) == 2)) and self.flow.labels == labels
 
@@ -180,7 +185,7 @@ def _split_sizes(program: Program, analysis: Analysis, blocks: Sequence[BlockLab
 
 
 def _on(mesh: Mesh, labels: BlockLabels) -> BlockLabels:
-    """Labels where mesh dimensions of one rank split nothing."""
+    """The labels without the splits of mesh dimensions that have one rank on `mesh`."""
     is_split = _is_split(mesh)
     return replace(
         labels,

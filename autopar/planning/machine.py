@@ -1,4 +1,4 @@
-"""What candidates are priced on: the cluster as a machine under a profile and a precision, with autopar's engine."""
+"""The machine that prices candidates: the cluster under a profile and a precision, with autopar's engine."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ ENGINE = "autopar"
 
 
 def machine_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: str) -> Machine:
-    """Raises `InputError` where the precision is unknown or the cluster's devices do not have it."""
+    """The cluster as a machine. Raises `InputError` if the precision is unknown or the devices do not have it."""
     return cluster_machine(cluster, engine_named(ENGINE), mechanisms(), precision=precision, profile=profile)
 
 
@@ -28,8 +28,10 @@ def machinery_of(
     recompute_blocks: int | tuple[int, ...] | None = None,
     cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":
-    """The machine of `machine_of` with engine, constants and decisions that candidates are priced with; raises
-    likewise."""
+    """The machine of `machine_of` with the engine, constants and decisions that price candidates.
+
+    Raises the same errors.
+    """
     from autopar.search.bounds.lower_bounds import Machinery
 
     return Machinery(

@@ -1,4 +1,4 @@
-"""`PlanOptions`: what a user may ask of a plan and of its search, declared once for the library and every command.
+"""`PlanOptions`: the options of a plan and of its search, declared once for the library and every command.
 
 Inside a search the same request is `autopar.search.space.constraints.Constraints`, checked for a model and a cluster.
 This module does not import torch.
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from autopar.cost_model.machine.profile import DeviceProfile
 
 _NOT_DEGREES = ("global_batch", "seq_len")
-_DIMENSIONS = {"dp": "dp_shard"}  # an option, and the dimension of the search that has another name
+_DIMENSIONS = {"dp": "dp_shard"}  # an option, and the search dimension with another name
 TOP = 5  # plans that a search explains beside the best
-TRIALS = 80  # of Optuna, where a pipeline is among the best: enough for all variations of most searches
+TRIALS = 80  # of Optuna, if a pipeline is among the best plans; enough for all variations of most searches
 
 
 def _option(help_text: str) -> Any:
@@ -104,7 +104,7 @@ class PlanOptions:
         return resolve_degrees(self.wish(), world_size, global_batch=self.global_batch)
 
     def check(self) -> None:
-        """Raises `PlanError` with every value that is none."""
+        """Raise `PlanError` with every illegal value."""
         problems = [
             Problem(path=flag(name), value=value, rule="must be a whole number of at least 1")
             for name, value in self.given().items()
@@ -118,7 +118,7 @@ class PlanOptions:
             raise PlanError("the options cannot be used", problems)
 
     def narrowing(self) -> tuple[Values, Values]:
-        """The values that are fixed and those that are forbidden, by dimension; the option ``tp=8`` fixes tp = 8.
+        """The fixed and the forbidden values by dimension. The option ``tp=8`` fixes tp = 8.
 
         Raises:
             InputError: A word or a value is unknown, or an option and `fix` name the same dimension.
@@ -173,7 +173,7 @@ class PlanOptions:
             _check_divisors(fixed, num_devices)
 
     def refuse_beside_plan(self) -> None:
-        """A plan file has decided all of this already. Raises `InputError` naming the options."""
+        """Refuse options beside a plan file, which decides all of them. Raises `InputError` naming the options."""
         if self.given():
             names = ", ".join(flag(name) for name in self.given())
             raise InputError(f"{names}: --plan has decided this already; leave out either the options or --plan")

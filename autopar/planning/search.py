@@ -1,7 +1,8 @@
 """`autopar.plan`: from a model and a cluster to the best plan and why it is the best.
 
-The model is captured once without memory. Its blocks are labelled for every tensor degree that could be the best, all
-degrees are searched (`autopar.search.driver.search`), and what wins is labelled at its own micro-batch, as it will run.
+The model is captured once without memory. Its blocks are labelled for every tensor degree that could be the best. All
+degrees are searched (`autopar.search.driver.search`). The best plan gets its labels at its own micro-batch, as it will
+run.
 """
 
 import json
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
 
 _MOST_PRICED = 400
-MOST_SECONDS_FOR_HELP = 30.0  # of looking for what would make a plan fit
+MOST_SECONDS_FOR_HELP = 30.0  # of the search for changes with which a plan fits
 
 
 def plan(
@@ -82,23 +83,23 @@ def plan(
         model: A module, on meta or with weights.
         cluster: A `ClusterSpec`, or its name or file: ``"64xh100"``, ``"cluster.yaml"``.
         example_inputs: A dict or tuple of tensors; their shapes count, but not their batch.
-        global_batch: Sequences of one step, of all ranks.
-        local_batch: Those of each data-parallel rank instead; values of plans are then of one sequence.
-        objective: What is made small: "time", "memory", or "cost" and "energy", also on fewer devices.
+        global_batch: Sequences of one step on all ranks.
+        local_batch: Sequences on each data-parallel rank instead. Time, cost and energy are then per sequence.
+        objective: "time", "memory", "cost" or "energy". The last two may use fewer devices.
         loss_fn: A function of (output, target), if the model returns no loss.
         fix: The values that a word of `Plan.degrees` must have, one or several: ``{"tp": (4, 8)}``.
         forbid: The values that a word must not have.
-        top: How many other plans are explained.
-        trials: How many variations of stage cuts Optuna tries, if a pipeline is among the best plans.
+        top: The number of other plans to explain.
+        trials: The number of variations of stage cuts that Optuna tries, if a pipeline is among the best plans.
         seed: The seed of Optuna's sampler.
-        timeout_s: Seconds after which the search ends with the best plan so far and its gap.
+        timeout_s: Seconds until the search ends with the best plan so far and its gap.
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) that keeps the trials, and that
             several processes may share.
         what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
         precision: Of products: "bf16", "fp16", "fp8" or "fp32"; by default the module's dtype.
         name: The model's name in the result; by default its class.
-        on_progress: Gets a line about each step.
+        on_progress: A function that receives a text before each part of the work.
 
     Returns:
         The best plan, the plans next to it, and the proof. `SearchResult.plan` is None if no plan fits.
@@ -145,7 +146,7 @@ def search_captured(
     on_progress: Callable[[str], None],
     labels_folder: Path | None = None,
 ) -> SearchResult:
-    """Search for a captured model; what `plan` does once it has captured. Labels are kept in `labels_folder`."""
+    """The part of `plan` after the capture. Labels are kept in `labels_folder`."""
     started = time.monotonic()
     asked.check_search(cluster.num_devices)
     program = program_for(captured, LABELLED)
@@ -245,7 +246,7 @@ def _as_it_runs(
 
 
 def _for_report(result: SearchResult, base: Base, program: Program, decided: Plan) -> SearchResult:
-    """The result with what only a report draws."""
+    """The result with the data that only a report draws."""
     from autopar.report.block_graph import block_graph
 
     return replace(result, what_if=what_if(base), block=block_graph(program, decided))
@@ -302,8 +303,11 @@ def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
 
 
 def _priced_baselines(found: Searched, labels: SearchLabels) -> Iterator[tuple[int, Priced, int]]:
-    """Baselines that the model can be split for, by their candidates; and of which tensor degree the labels are where
-    none were chosen for a baseline's own, as its bound is too far from the best."""
+    """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels.
+
+    A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if
+    they are legal; 0 means that nothing is borrowed.
+    """
     split = min((tp for tp in found.labelled if tp > 1), default=0)
     for index in (one.index for one in found.baselines):
         tp = int(found.candidates.tp[index])

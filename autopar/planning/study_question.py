@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def question_of(
     asked: PlanOptions, program: "Program", cluster: "ClusterSpec", on: "Machinery", name: str
 ) -> dict[str, str | int]:
-    """Everything that prices and candidates depend on."""
+    """All inputs of prices and candidates."""
     about = question_about(asked, cluster, on.machine, on.precision, name)
     return about | {"engine": on.engine.name, "fingerprint": program.fingerprint, "sequence": program.sequence or 1}
 
@@ -27,13 +27,13 @@ def question_of(
 def question_about(
     asked: PlanOptions, cluster: "ClusterSpec", machine: "Machine", precision: str, name: str
 ) -> dict[str, str | int]:
-    """The part of `question_of` that can be said without the program."""
+    """The part of `question_of` that does not need the program."""
     fix, forbid = asked.narrowing()
 
     def words(given: Mapping[str, tuple[int | str, ...]]) -> str:
         return json.dumps({word: sorted(map(str, values)) for word, values in given.items()}, sort_keys=True)
 
-    profile = repr(replace(machine, assumptions=()))  # those of a profile's age change from day to day
+    profile = repr(replace(machine, assumptions=()))  # assumptions about a profile's age change from day to day
     return {
         "autopar": __version__,
         "model": name,

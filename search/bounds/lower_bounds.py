@@ -57,7 +57,7 @@ NO_SHARE = 2.0  # of the blocks: recomputing all of them is not enough
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machinery:
-    """What candidates are priced on, and what of them is decided already, and beyond what runs."""
+    """The machine and the engine that price candidates, and the decisions that all candidates share."""
 
     machine: Machine
     engine: Engine
@@ -142,7 +142,10 @@ def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
 
 
 def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
-    """Price candidates whose labels `works` are for; of a mesh with one tensor dimension, at any tensor degree."""
+    """Price candidates under the labels of `works`.
+
+    Labels of a mesh with one tensor dimension serve any tensor degree.
+    """
     layouts = layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
     family = family_at(works, layouts, on.mechanisms)
     basis = basis_of(works, on)
@@ -174,7 +177,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     )
     least = np.broadcast_to(memory.share, layouts.pp.shape)
     share = _of_whole_blocks(least, run)
-    if isinstance(on.recompute_blocks, tuple):  # what stages of their own hold is known when they are priced
+    if isinstance(on.recompute_blocks, tuple):  # the memory of these stages is known when they are priced
         share = np.zeros(len(found))
     elif on.recompute_blocks is not None:
         asked = np.minimum(on.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
@@ -185,7 +188,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     by_stage = (1 - memory.mean_share) * steps[0].seconds + memory.mean_share * steps[1].seconds
     legal = np.isfinite(cuts[0].largest) & on.allows(works, layouts)
     can = (share <= 1) & legal
-    if on.cuts is not None:  # bounds are of the cuts that make the slowest stage fastest
+    if on.cuts is not None:  # the bounds assume the cuts that make the slowest stage fastest
         mixed = np.zeros(len(found))
     return Screened(
         seconds=np.where(can, mixed, np.inf),

@@ -1,14 +1,13 @@
 """The least memory of many candidates at once, and how many blocks must be recomputed for them to fit.
 
-Memory is counted on the first and on the last pipeline rank. The formulas are those of
-`autopar.cost_model.pipeline.stages`, the cuts those of `autopar.search.bounds.uniform_partition`. A rank holds the
+Memory is counted on the first and on the last pipeline rank. `autopar.cost_model.pipeline.stages` has the formulas,
+`autopar.search.bounds.uniform_partition` the cuts. A rank holds the
 state of its parameters, the weights that ZeRO 3 gathers, the activations of the micro-batches in flight, and the
 logits.
 
 Recomputation of a fraction of the blocks saves the same fraction of the activations. It adds the values of one block
 while this block is computed again. A rank with several stages holds more micro-batches of one stage than of another. If
-the order of passes does not say of which, the bound assumes the smallest stage. The chosen plan is counted again on its
-own stages.
+the order of passes leaves this stage open, the bound assumes the smallest one. The chosen plan is counted again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,10 +34,10 @@ from autopar.ir.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from autopar.search.bounds.pipeline import IS_V
 from autopar.search.bounds.uniform_partition import EvenCuts
 
-MOST_SHARE = 2.0  # of the blocks that a rank would have to recompute: as if it had fewer and others more
-MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # how near to the first rank a rank is
-# what a rank holds of a model, by the names of `autopar.cost_model.memory.formula`; activations with what recomputation
-# of a block needs
+MOST_SHARE = 2.0  # largest share of a rank's blocks; above 1 the rank would give blocks to others
+MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # the first rank's weight in a mean with the last
+# the parts of a rank's memory, by the names of `autopar.cost_model.memory.formula`; the activations include the block
+# that is being recomputed
 PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "activations")
 
 
@@ -48,7 +47,7 @@ class MemoryBounds:
 
     Memory is the bytes of the fullest rank, without recomputation and with recomputation of all blocks. `state` is the
     part of the first figure that is parameters, gradients, optimizer state and gathered weights. `share` is the least
-    fraction of the blocks to recompute; above 1 the candidate never fits. `mean_share` estimates this fraction if every
+    fraction of the blocks to recompute. Above 1 the candidate never fits. `mean_share` estimates this fraction if every
     rank chooses its own number of blocks. `largest` is a position in `PARTS`: the largest part of the fullest rank.
     """
 
@@ -81,7 +80,7 @@ def memory_bounds(
     found: list[tuple[Floats, Floats, Floats]] = []
     states: list[dict[str, Floats]] = []
     owned = [_own(schedule, layouts, cuts, is_last) for is_last in (False, True)]
-    # a rank without a repeated block computes nothing again, and may be the fullest
+    # a rank without a repeated block recomputes nothing, and may be the fullest
     working = np.where((owned[0][0] > 0) & (owned[1][0] > 0), saved, 0.0)
     for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
         parts = _state(family, shape, layouts, engine, blocks, ends)

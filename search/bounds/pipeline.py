@@ -1,7 +1,7 @@
 """Lower bounds of a pipelined step for many candidates at once, tight enough to rank them.
 
-A step is at least as long as the time of any rank. This time has three parts: the wait for the first micro-batch, the
-rank's own passes with the messages that it waits for, and the way of the last micro-batch back to the first rank.
+A step is at least as long as the time of any rank. The rank first waits for the first micro-batch. Then it runs its own
+passes and waits for messages. Last, the last micro-batch goes back to the first rank.
 
     all        one micro-batch goes through every stage and back, after or before all others in the first stage
     in loops   the last rank waits for the forward passes of the stages before it; if backward passes are whole, the

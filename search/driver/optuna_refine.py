@@ -92,8 +92,8 @@ def refine(
     Candidates with a name come first, as they are. `prefetch` gets the next variations, because pricing several
     together is cheaper.
 
-    A study at a `place` continues with its earlier trials and with the candidates that it was made with. `index_of`
-    finds the candidates that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
+    A study at a `place` continues with its earlier trials and with the candidates that it was made with. The function
+    `index_of` finds the candidates that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
     """
     study, choices = _study(place, starts)
     found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)

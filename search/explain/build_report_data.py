@@ -159,11 +159,11 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
     """
     screened, candidates = found.screened, found.candidates
     seconds = raised_seconds(found)
-    has_bound = np.isfinite(seconds)  # the others may be of a tensor degree without labels, of which nothing is known
+    has_bound = np.isfinite(seconds)  # the other candidates may have a tensor degree without labels
     share, whole, again = (x[has_bound] for x in (screened.share, screened.without_bytes, screened.recomputed_bytes))
     needed = np.full(len(seconds), np.inf)
     needed[has_bound] = (1 - share) * whole + share * again
-    needed = np.minimum(needed, _capacities(found))  # as many blocks are recomputed as let it fit
+    needed = np.minimum(needed, _capacities(found))  # enough blocks are recomputed to fit
     is_exact = np.zeros(len(seconds), dtype=bool)
     for index, one in found.exact.items():
         seconds[index] = one.seconds if one.fits else np.inf

@@ -1,4 +1,4 @@
-"""The Pareto front of a search: plans that no other beats in step time, memory and number of devices together.
+"""The Pareto front of a search: plans that no other plan beats in step time, memory and devices together.
 
 The front has the exactly priced plans that no priced plan beats. It also has the screened candidates whose lower bounds
 no priced plan and no other bound beats. A screened candidate is two points: with the least recomputation that fits, and
@@ -16,7 +16,7 @@ from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal
 from autopar.search.result.result import FrontPoint, degrees_in_plain
 
-MOST_BOUNDS = 60  # screened points of the front that are told, spread evenly over it
+MOST_BOUNDS = 60  # reported screened points of the front, spread evenly over it
 
 
 def front_of(found: Searched) -> tuple[FrontPoint, ...]:
@@ -49,7 +49,7 @@ def not_beaten(points: Floats) -> NDArray[np.int64]:
     [1, 0]
     """
     kept: list[int] = []
-    # by the fewest devices first, so that a row can only be beaten by those before it
+    # fewest devices first, so that only an earlier row can beat a row
     counts = np.unique(points[:, 2]) if len(points) else ()
     for count in counts:
         mine = np.flatnonzero(points[:, 2] == count)

@@ -82,7 +82,7 @@ def what_if(base: Base, factors: Sequence[float] = FACTORS) -> tuple[Curve, ...]
     return tuple(found)
 
 
-# ---- what changes ----
+# ---- the changes ----
 
 
 def _devices(base: Base, factor: float) -> _Changed | None:
@@ -94,7 +94,7 @@ def _devices(base: Base, factor: float) -> _Changed | None:
         cluster = part_of(cluster, int(count))
     elif factor > 1:
         if cluster.inter_host is None:
-            return None  # one host: nobody said what would link it to others
+            return None  # one host: its links to other hosts are unknown
         groups = tuple(replace(group, num_hosts=int(group.num_hosts * factor)) for group in cluster.groups)
         cluster = replace(cluster, name=f"{count:g} devices like {cluster.name}", groups=groups)
     on = base.part.on if factor == 1 else base.machinery(cluster)
@@ -144,7 +144,7 @@ def _changed(
     )
 
 
-# ---- what it makes of a step ----
+# ---- the step after a change ----
 
 
 def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
@@ -218,7 +218,7 @@ def _bound(base: Base, changed: _Changed) -> float | None:
 def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
     """Block costs for tensor degree 1, and one set for all other degrees.
 
-    The set is that of the plan's own degree, or of the smallest degree above 1.
+    The set has the labels of the plan's own degree, or of the smallest degree above 1.
     """
     yield (1,), base.works_of(1)
     own = base.best.degrees.tp

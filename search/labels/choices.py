@@ -20,7 +20,7 @@ from autopar.ir.sharding import DATA, Dims, I, Mesh, R, S, Type, chunk
 from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variants
 
 NodeKey = tuple[int, str]  # (block, node)
-MAX_PADDED = 1.25  # a padded axis over its own size; beyond, most of what a rank computes may be padding
+MAX_PADDED = 1.25  # a padded axis over its own size; beyond, a rank may compute mostly padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class BoundaryClass:
 
     `free` marks outputs that no block uses. Training drops them, so every type is right. `shared` marks values that
     several calls read at one port, such as an encoder's output in every decoder layer. One conversion for all calls is
-    better than one per call, so sequence parallelism does not ask for a shard.
+    better than one per call. Therefore sequence parallelism does not ask for a shard of them.
     """
 
     name: str

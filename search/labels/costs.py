@@ -37,10 +37,10 @@ from autopar.search.labels.network import FloatArray, IntArray, Network, Solutio
 from autopar.search.labels.prices import Prices
 
 PER_COLLECTIVE = 1e-3  # in units of the largest all-reduce
-SENT_TOGETHER = 0.5  # of it less where a neighbouring mesh dimension converts likewise
+SENT_TOGETHER = 0.5  # of it less if a neighbouring mesh dimension has the same conversion
 PER_MOVE = 1e-4
 PER_RANK = 1e-5
-GATHERED_BATCH = 1.0  # gathering along the batch undoes data parallelism; only what has no other way does it
+GATHERED_BATCH = 1.0  # gathering along the batch undoes data parallelism, and is the last resort
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class DimProblem:
         chosen = {key: self.space.variants[key][solution.choices[at]] for key, at in self.operators.items()}
         types = {name: self.space.types[name][solution.choices[at]] for name, at in self.classes.items()}
         for (block, node), name in self.boundary.results.items():
-            if self.boundary.classes[name].free:  # dropped in training: leaves as it is, but never partial
+            if self.boundary.classes[name].free:  # training drops it: no conversion, but never partial
                 made = chosen[block, node].output
                 types[name] = I if made.kind == "P" else made
         space = self.space

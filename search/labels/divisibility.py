@@ -1,12 +1,12 @@
-"""Degrees that do not divide an axis: which operators are computed whole on every rank, and what that costs.
+"""Degrees that do not divide an axis: the operators that every rank computes whole, and their price.
 
 The labeller solves a mesh dimension once as if the degree divided every axis (the relaxed optimum). If that splits an
 axis which the degree does not divide, it solves again with legal splits only (the true optimum). An operator that only
 the relaxed optimum splits is computed whole on every rank. Any operator may be: the three colour channels of a
 picture, the heads of an attention, a vocabulary. The plan notes it with its price (`_notes_on_axis`).
 
-A degree is refused if the true optimum splits no product and no table at all, or if a data-parallel batch or a
-required sequence cannot be cut.
+A degree is refused if the true optimum splits no product and no table. It is also refused if it does not divide a
+data-parallel batch or a required sequence.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def sequence_problems(program: Program, name: str, degree: int) -> list[Problem]
 
 
 def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
-    """The legal degrees next to `degree`, with those that padding allows: ``nearest legal degrees 2 and 4``."""
+    """The legal degrees next to `degree`, also with padding: ``nearest legal degrees 2 and 4``."""
     legal = [d for d in range(1, size + 1) if size % d == 0 or (padded and is_paddable(size, d))]
     below = [d for d in legal if d < degree][-1:]
     above = [d for d in legal if d > degree][:1]
@@ -70,7 +70,7 @@ def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
 def indivisible(analysis: Analysis, solved: Solved, paddable: frozenset[int]) -> dict[int, list[NodeKey]]:
     """Axes that a relaxed labelling splits although the degree does not divide them, and the operators that do.
 
-    Paddable axes are none, but where an operator adds padding to data.
+    Paddable axes are left out unless an operator adds padding to data.
     """
     found: dict[int, list[NodeKey]] = {}
     for (block, node), variant in solved.variants.items():
@@ -96,7 +96,7 @@ def _uneven_axes_of_types(boundary: Boundary, solved: Solved) -> Iterator[tuple[
 
 
 def padding_notes(program: Program, analysis: Analysis, boundary: Boundary, solved: Solved) -> list[str]:
-    """What is padded: ``tp=4: transformer.wte.weight: 50257 rows are held as 4 × 12565``."""
+    """The padded parameters: ``tp=4: transformer.wte.weight: 50257 rows are held as 4 × 12565``."""
     notes = []
     for axis, size in dict(_uneven_axes_of_types(boundary, solved)).items():
         holder, unit = _holder(program, boundary, axis), _unit(analysis, axis)
@@ -108,7 +108,7 @@ def padding_notes(program: Program, analysis: Analysis, boundary: Boundary, solv
 
 
 def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
-    """How much work an operator is: FLOP of a product, or what the elements of a table of tokens would attract."""
+    """The work of an operator: the FLOP of a product, or 2 × elements × tokens of an embedding table."""
     block, node = key
     bound, call = analysis.bounds[block][node], analysis.calls[block][node]
     if bound.rule.flops is not None:
@@ -121,9 +121,9 @@ def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a mesh dimension's labels lose to axes that its degree does not divide."""
+    """The loss of a mesh dimension's labels by axes that its degree does not divide."""
 
-    splits_nothing: bool  # no product and no table is split, though the model has some
+    splits_nothing: bool  # the model has products or tables, and none is split
     problems: list[Problem]  # why nothing is split
     notes: list[str]  # the operators that are computed whole, and their price
     added_work: float  # of a rank, relative to its even share of the model's products

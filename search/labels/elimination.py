@@ -14,8 +14,8 @@ import numpy as np
 
 from autopar.search.labels.network import BoolArray, FloatArray, IntArray, Network, Solution, Value
 
-MOST_ENTRIES = 2**24  # of all tables of an elimination: a second
-LARGEST_OF_A_VALUE = 2**16  # entries of a table over a value's source and all its users; beyond, it is taken apart
+MOST_ENTRIES = 2**24  # of all tables of an elimination, which take about a second
+LARGEST_OF_A_VALUE = 2**16  # entries of the table of a value's source and users; a larger table is taken apart
 Table = tuple[tuple[int, ...], FloatArray]  # variables and the cost of their choices
 
 

@@ -4,8 +4,8 @@
 
     Σ_v x[n,v] = 1                        every variable n has one choice v
     use(u,i,τ) ≤ source(u,τ) + Σ_σ z[u,σ,τ]    use i of value u in type τ is met or converted
-    z[u,σ,τ] ≤ source(u,σ)                a conversion starts at the type the value has
-    use(u,i,k) ≤ w[u,k] + Σ_σ z[u,σ,τ]    what is kept, once per form k, but what is gathered again
+    z[u,σ,τ] ≤ source(u,σ)                a conversion starts at the type of the value
+    use(u,i,k) ≤ w[u,k] + Σ_σ z[u,σ,τ]    a value is kept once per form k, or gathered again
 
 `source(u,τ)` is the sum of the choices of u's source that make τ. x is binary; with it integral, z and w are so by
 themselves.

@@ -4,7 +4,7 @@ The degree is given, so the question is how to split, not whether. Three prices 
 worth splitting. For models of ordinary size they change nothing.
 
 * Latency counts as if the largest value between blocks had at least `REFERENCE_BYTES`. A two-layer test model then gets
-  the labels of the same model at full width.
+the labels of the same model at full width.
 * Arithmetic counts at least `BALANCE` times the seconds of sending a product's activations. Otherwise a slow link or a
   narrow model would leave everything whole.
 * A parameter's state costs `MEMORY_WEIGHT` times the arithmetic of its elements. This shadow price of memory depends on

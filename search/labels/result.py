@@ -1,4 +1,4 @@
-"""What a search for labels found; `autopar.search.labels.solve` says how."""
+"""The result of the labeller (`autopar.search.labels.solve`)."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from autopar.ir.sharding import Mesh
 class Labelling:
     """Labels of every distinct block, and how good they are.
 
-    `objective` (in units of the largest all-reduce between blocks, at the reference workload) and `size` (choices and
-    values) are per mesh dimension solved; `gap` is the largest relative gap to a proven bound; `notes` say what stayed
-    whole and how prices were scaled.
+    `objective` and `size` have an entry for each solved mesh dimension. The objective's unit is the largest all-reduce
+    between blocks, at the reference workload. A size is the numbers of choices and of values. `gap` is the largest
+    relative gap to a proven bound. `notes` name the operators that stay whole and the scale of the prices.
     """
 
     mesh: Mesh

@@ -1,11 +1,12 @@
 """The labeller: how to split a program over a mesh whose degrees are given.
 
-`label` solves one network of choices per mesh dimension of size > 1 over the *folded* program: each distinct block
-once, costs times its number of calls, so the size of the problem does not depend on the number of layers. Mesh
-dimensions are solved in turn, `dp` first. They never compete for an axis (`autopar.search.labels.choices`), so solving
-them in turn is exact but for one thing: an earlier dimension does not know how much a later one will shrink a value.
+`label` solves one network of choices per mesh dimension of size > 1. The network covers the *folded* program: each
+distinct block occurs once, with its costs times its number of calls. Therefore the number of layers does not change the
+size of the problem. Mesh dimensions are solved in turn, `dp` first. They never compete for an axis
+(`autopar.search.labels.choices`). Solving them in turn is therefore exact, with one exception: an earlier dimension
+does not know how much a later one will shrink a value.
 
-`check` verifies a labelling without looking at how it was found.
+`check` verifies a labelling independently of the solver.
 """
 
 import time
@@ -38,9 +39,12 @@ from autopar.search.labels.result import Labelling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelOptions:
-    """`hidden_axes`: also split the residual stream's hidden axes. `regather`: gathered values are gathered again in
-    backward instead of kept. `pinned` gives parameters that are held already their types, one per mesh dimension.
-    `time_limit_s` bounds HiGHS on a mesh dimension that needs it."""
+    """Options of `label`.
+
+    With `hidden_axes` the residual stream's hidden axes may be split too. With `regather` the backward pass gathers
+    values again instead of keeping them. `pinned` gives the types of parameters that are held already, one per mesh
+    dimension. `time_limit_s` bounds HiGHS on a mesh dimension that needs it.
+    """
 
     hidden_axes: bool = False
     regather: bool = True
@@ -52,8 +56,10 @@ _Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension,
 
 
 class Known:
-    """What one labelling of a program leaves for the next, on another mesh: boundaries by analysis, and turns of mesh
-    dimensions that come first by all that they depend on."""
+    """Results that one labelling of a program leaves for the next, on another mesh.
+
+    They are the boundaries of an analysis, and the solved first mesh dimensions by all their inputs.
+    """
 
     def __init__(self) -> None:
         self.boundaries: dict[Analysis, Boundary] = {}
@@ -75,12 +81,13 @@ def label(
     options: LabelOptions | None = None,
     known: Known | None = None,
 ) -> Labelling:
-    """The best labels on the mesh of `degrees` (or on `mesh`, for which `analysis` was refined). `known` is what
-    earlier labellings of the same program have left.
+    """The best labels on the mesh of `degrees`, or on `mesh`, for which `analysis` was refined.
 
-    An operator that a degree does not divide is computed whole, and noted. Raises `PlanError`, naming every axis, if
-    nothing would be split, or if a batch or a required sequence cannot be, and `InfeasibleError` if the solver finds
-    no labels in time.
+    `known` holds the results of earlier labellings of the same program. An operator that a degree does not divide is
+    computed whole, and noted.
+
+    Raises `PlanError`, naming every axis, if nothing would be split, or if a batch or a required sequence cannot be
+    split. Raises `InfeasibleError` if the solver finds no labels in time.
     """
     started = time.perf_counter()
     mesh, options = mesh or degrees.mesh, options or LabelOptions()
@@ -97,11 +104,11 @@ def label(
     gap = added_work = 0.0
     for index in _order(mesh):
         if problems and mesh.names[index] == DATA:
-            continue  # reported below, with what else does not divide
+            continue  # reported below, with the other indivisible axes
         turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options, known)
         found, solution, size_of, verdict = turn.settle()
         if verdict.splits_nothing and mesh.names[index] != DATA and not options.hidden_axes:
-            # a plain sequence of layers has a block for each of them, so that every width is a hidden axis
+            # a plain sequence of layers has a block for each layer, so every width is a hidden axis
             everywhere = replace(options, hidden_axes=True)
             turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, everywhere, known)
             found, solution, size_of, verdict = turn.settle()
@@ -158,7 +165,7 @@ class _Turn:
         )
 
     def settle(self) -> tuple[Solved, Solution, tuple[int, int], legal.Verdict]:
-        """The best legal labels, and what they lose to axes that the degree does not divide."""
+        """The best legal labels, and their loss by axes that the degree does not divide."""
         program, analysis, boundary = self.program, self.analysis, self.boundary
         found, solution, size = self._solve(relaxed=True)
         relaxed = found

@@ -3,8 +3,8 @@
 With grouped queries, the heads are a product of key heads and queries per key head. `tp` may divide the product without
 dividing the key heads. Then the first mesh dimension splits the key heads, the second the queries of one key head. Keys
 and values are split by the first and replicated on the second. (Ainslie et al. 2023, "GQA", section 2.2, copies them
-whole to each rank.) Other heads are split by the first dimension alone: 12 heads over 8 ranks are 4 × 3 heads, each on
-two ranks. Widths and vocabularies are split by both.
+whole to each rank.) Other heads are split by the first dimension alone. For example, 12 heads over 8 ranks are 4 × 3
+heads, each on two ranks. Widths and vocabularies are split by both.
 """
 
 from collections.abc import Iterator

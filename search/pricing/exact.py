@@ -45,9 +45,11 @@ AS_IT_IS, BY_STAGE = Cut(), Cut(by_stage=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits. `pipelines` are
-    seconds of its pipeline without recomputation and, if it recomputes, with all of it; none with one stage. `regather`
-    is that of its plan."""
+    """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits.
+
+    `pipelines` are the seconds of its pipeline without recomputation and, if it recomputes, with full recomputation. A
+    plan with one stage has none.
+    """
 
     degrees: Degrees
     cuts: tuple[int, ...]
@@ -294,7 +296,7 @@ class Prepared:
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
         for k, seconds in self._in_parts(plans).items():
             of_pipelines[next(at for at, one in enumerate(ones) if one[0] == k)] = seconds
-        # of every plan the first and the last of its steps, which may be one
+        # the first and the last step of every plan, which may be the same
         first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
         last = np.append(first[1:], len(ones)) - 1
         share = np.array([plan.share for plan in plans])
@@ -327,8 +329,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """A candidate with its stages, and what it recomputes: in `blocks` of every stage at most, `share` of all blocks
-    where that is between none and all in every stage."""
+    """A candidate with its stages and its recomputation.
+
+    Every stage recomputes at most `blocks` blocks. `share` is the recomputed fraction of all blocks, if stages
+    recompute some of their blocks.
+    """
 
     index: int
     degrees: Degrees
@@ -369,6 +374,6 @@ def _step(like: StepSeconds, values: Floats) -> StepSeconds:
 
 
 def pricing_of(works: ProgramWorks, plan: Priced, cluster: ClusterSpec, on: Machinery) -> Pricing:
-    """A priced plan's question, for what a report asks beside its price."""
+    """The pricing of a plan, for the figures that a report needs beside its price."""
     question = Question(cluster=cluster, degrees=plan.degrees, engine=on.engine, precision=on.precision, cuts=plan.cuts)
     return Pricing(works, question, on.machine, on.mechanisms, on.precision)

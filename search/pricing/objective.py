@@ -1,7 +1,6 @@
 """The objective of a search: the value of a plan, and a lower bound of the value for every candidate.
 
-    time      seconds of a step
-    cost      seconds · US dollars a second of the devices used
+    time      seconds of a step cost      seconds · US dollars a second of the devices used
     energy    seconds · watts of the devices used (not those of hosts, switches and cooling)
     memory    bytes of the fullest rank, as little as recomputation can make it
 
@@ -100,7 +99,7 @@ def goal_of(
         raise InputError(f"unknown objective {objective[:80]!r}; {did_you_mean(objective, tuple(UNITS))}")
     _weight(objective, cluster)
     counts = device_counts(cluster) if objective in ON_FEWER_DEVICES else (cluster.num_devices,)
-    # parts with the same links and devices share what they are priced on, which is how screening takes them together
+    # parts with the same links and devices share one machinery, so that screening takes them together
     known: list[Machinery] = []
     parts = {}
     for part in (part_of(cluster, count) for count in counts):

@@ -27,8 +27,8 @@ from autopar.search.pricing.stage_partition import partition_with
 class CallCosts:
     """Costs of every call in its place, per micro-batch.
 
-    They are the seconds of the call, the seconds of its recomputation, the bytes of its parameters' state, the bytes
-    that it saves for the backward pass, and the part of the saved bytes that recomputation avoids.
+    Seconds are of the call and of its recomputation. Bytes are of its parameters' state and of its saved activations.
+    `freed_bytes` is the part of the saved bytes that recomputation avoids.
     """
 
     seconds: Floats
@@ -89,7 +89,7 @@ def cuts_by_stage(
     can_be_alone = [bool(role) for role in calls]
     parts, seconds = len(stages.roles), costs.seconds.tolist()
     found = partition_with(seconds, parts, more, max(1, min(longest, len(calls))), can_be_alone=can_be_alone)
-    if found is None or slowest(found) > most:  # what does not fit elsewhere may make a part longer
+    if found is None or slowest(found) > most:  # elements that do not fit elsewhere may make a part longer
         found = partition_with(seconds, parts, more, len(calls), can_be_alone=can_be_alone)
     return found
 

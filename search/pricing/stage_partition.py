@@ -1,4 +1,4 @@
-"""Where a program is cut into pipeline stages: the exact partition of its calls that makes the slowest stage fastest.
+"""Cuts of a program into pipeline stages: the exact partition of its calls that makes the slowest stage fastest.
 
 A weight is the seconds of one call on one rank for one micro-batch, forward and backward, under the labels. Dynamic
 programming splits n contiguous calls into p stages so that the largest sum is smallest, in O(p·n²) (Bellman's recursion
@@ -27,8 +27,10 @@ from autopar.ir.stages import ancestors, main_calls, sources_of, stages_of
 def choose_cuts(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
 ) -> tuple[int, ...]:
-    """The main calls before which the program is cut. Raises `PlanError` where there are more stages than calls that
-    can make one."""
+    """The main calls before which the program is cut.
+
+    Raises `PlanError` if there are more stages than calls that can make one.
+    """
     if degrees.cut_at is not None:
         return cuts_at(program, degrees.cut_at)
     seconds = block_seconds(program, analysis, labels, degrees, cluster)
@@ -66,7 +68,7 @@ def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bo
     return _partition(tuple(weights), parts, tuple(can_be_alone or [True] * len(weights)))
 
 
-# seconds that the parts of a position, from some elements up to others, take beside their weights
+# seconds beside the weights, for the parts at a position from some elements up to others
 More = Callable[[int, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
 
 
@@ -83,7 +85,7 @@ def partition_with(
     return None if starts is None else _cuts_of(starts, len(weights))
 
 
-@lru_cache(maxsize=256)  # candidates that differ in data parallelism alone are cut alike
+@lru_cache(maxsize=256)  # candidates that differ only in data parallelism have the same cuts
 def _partition(weights: tuple[float, ...], parts: int, can_be_alone: tuple[bool, ...]) -> tuple[int, ...]:
     count = len(weights)
     anchors = np.concatenate([[0], np.cumsum(can_be_alone)])
@@ -135,7 +137,7 @@ def _starts(
     worst, even, firsts = np.empty_like(part), np.empty_like(part), stops * longest
     for position in range(1, parts):
         left = parts - 1 - position
-        # where the part may end: those behind it take what is left, one element each at least
+        # ends of the part: every later part takes from one to `longest` of the remaining elements
         ends = slice(max(position + 1, count - longest * left), max(count - left, 0) + 1)
         froms, whole, of_part = inside[ends], worst[ends], part[ends]
         if more is not None:
@@ -172,8 +174,8 @@ def cuts_at(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
 def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[int, ...]:
     """Cuts that leave every parameter where it is held: `stage_of` names the stages that hold it.
 
-    For a model captured again in eval mode or for another shape. A call without parameters stays with the one before.
-    Raises `PlanError` where the calls do not follow the stages.
+    They are for a model captured again in eval mode or for another shape. A call without parameters stays with the call
+    before it. Raises `PlanError` if the calls do not follow the stages.
     """
     found, stage = [], 0
     for k, index in enumerate(main_calls(program)):

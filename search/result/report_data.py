@@ -114,7 +114,7 @@ class Term:
 class Rates:
     """The rates of the best plan.
 
-    Model and hardware FLOP utilisation are those of `autopar.cost_model.estimate`. Dollars are per 10^9 tokens, if the
+    `autopar.cost_model.estimate` defines model and hardware FLOP utilisation. Dollars are per 10^9 tokens, if the
     cluster has a price.
     """
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 # objectives, and the units of their values
 UNITS: Mapping[str, str] = {"time": "s", "cost": "USD", "energy": "J", "memory": "B"}
 OBJECTIVES = tuple(UNITS)
-ON_FEWER_DEVICES = ("cost", "energy")  # which are not known to be best on all devices
+ON_FEWER_DEVICES = ("cost", "energy")  # objectives that may be better on fewer devices
 KIND, VERSION = "autopar search result", 1
-_SAME = 5e-4  # of a value: what differs by less is told as equal, as it is in percent with one digit
+_SAME = 5e-4  # of a value: smaller differences count as equal, because percentages have one digit
 PARTS: Mapping[str, str] = {
     **COMPUTE,
     **{name: f"{dim} collectives: {what}" for name, (dim, what) in COLLECTIVES.items()},
@@ -49,10 +49,10 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPoint:
-    """A plan that no other beats in step time, bytes of its fullest rank and devices together.
+    """A plan that no other plan beats in step time, bytes of its fullest rank and devices together.
 
-    Unlike a `Contender` it may be a candidate that was not priced: its figures are lower bounds unless it `is_exact`,
-    and it has no parts and no reason.
+    Unlike a `Contender` it may be a candidate that was not priced. Its figures are lower bounds unless it `is_exact`.
+    It has no parts and no reason.
     """
 
     degrees: Mapping[str, Any] = field(hash=False)
@@ -82,7 +82,7 @@ class Closest:
 
     degrees: Mapping[str, Any] = field(hash=False)
     needed_bytes: float  # of the fullest rank
-    missing_bytes: float  # by which that is more than a device has
+    missing_bytes: float  # over the capacity of a device
     remedy: str  # changes with which a plan fits, the cheapest first
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # bytes that sum to `needed_bytes`
 
@@ -101,7 +101,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What `autopar.plan` found: the best plan, the plans next to it and why they are worse, and the proof.
+    """The result of `autopar.plan`: the best plan, the plans next to it and why they are worse, and the proof.
 
     Values are of the `objective`, in `unit`: seconds, US dollars, joules or bytes. `to_dict` and `from_dict` write and
     read it as JSON.
@@ -134,10 +134,10 @@ class SearchResult:
     is_proven: bool  # whether no candidate is better than the best one; plans of `trials` may be
     counted: Counted
     closest: Closest | None  # if no plan fits: the plan that needs least memory
-    seconds: float  # that the search took
+    seconds: float  # duration of the search
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
-    front: tuple[FrontPoint, ...] = ()  # plans that no other beats in time, memory and devices together
+    front: tuple[FrontPoint, ...] = ()  # plans that no other plan beats in time, memory and devices together
     trials: tuple[Trial, ...] = ()  # variations of stage cuts, and of blocks that each stage recomputes
     # how much each parameter of trials decides, as parts of 1
     importance: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -212,7 +212,7 @@ class SearchResult:
 
 
 def _plain(value: Any) -> Any:
-    """As `asdict` has it, with lists for tuples and without copies of what it holds."""
+    """The value as `asdict` has it, with lists for tuples and without copies."""
     if isinstance(value, (tuple, list)):
         return [_plain(one) for one in value]
     if isinstance(value, Mapping):
@@ -223,13 +223,13 @@ def _plain(value: Any) -> Any:
 
 
 def degrees_in_plain(degrees: "Degrees", cuts: tuple[int, ...], *, regather: bool = True) -> dict[str, Any]:
-    """Degrees as they stand in JSON; `regather` stands there where it is off."""
+    """Degrees as they stand in JSON. `regather` is only written if it is off."""
     found = {name: value for name, value in asdict(degrees).items() if value is not None}
     return found | {"cuts": list(cuts)} | ({} if regather else {"regather": False})
 
 
 def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """What takes most more of a step than in the best plan."""
+    """The part of a step that exceeds the best plan's by most seconds."""
     more = {name: other[name] - best.get(name, 0.0) for name in other}
     name = max(more, key=lambda one: more[one])
     less = min(more, key=lambda one: more[one])
@@ -238,7 +238,7 @@ def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:
 
 
 def why_fuller(best: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """What takes most more of a rank's memory than in the best plan."""
+    """The part of a rank's memory that exceeds the best plan's by most bytes."""
     more = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in MEMORY if name != "cache"}
     name = max(more, key=lambda one: more[one])
     return f"{MEMORY[name]}: {more[name] / 1e9:.2f} GB more"

@@ -25,7 +25,7 @@ class Baseline:
 
 
 def baselines(found: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
-    """Those that the space has, each with its smallest micro-batch."""
+    """The baselines that the space has, each with its smallest micro-batch."""
     whole = (found.num_devices == cluster.num_devices) & (found.order == 0)
     per_host = min(group.devices_per_host for group in cluster.groups)
     sharded = (found.dp_replicate == 1) & (found.pp == 1) & (found.zero == 3)

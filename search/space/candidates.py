@@ -3,10 +3,10 @@
     devices      = pp · tp · dp_shard · dp_replicate
     global batch = dp_shard · dp_replicate · micro-batch · micro-batches
 
-Any number of devices is legal, not powers of two only, and fewer than there are where the objective asks for it.
-Combinations that run the same are listed once: one data-parallel rank has no ZeRO stage, ZeRO 0 no shards, a plan
-without a pipeline no schedule, and ranks lie in another order than the default only where that can be faster. What
-recomputation a candidate needs follows from its memory, so that it is no dimension here
+Any number of devices is legal, not only powers of two. Some objectives also allow fewer devices than the cluster has.
+Combinations that run the same are listed once. One data-parallel rank has no ZeRO stage, ZeRO 0 has no shards, and a
+plan without a pipeline has no schedule. Ranks lie in another order than the default only if that can be faster.
+Recomputation is no dimension of the space, because it follows from a candidate's memory
 (`autopar.search.bounds.lower_bounds`).
 """
 
@@ -25,7 +25,7 @@ from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHE
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import BY_COLUMN
 
-MOST_VIRTUAL = 8  # stages of one rank; more than that send more than they save
+MOST_VIRTUAL = 8  # stages of one rank; more stages send more than they save
 MOST_TENSOR_RANKS = 64
 ZERO = (0, 1, 2, 3)
 
@@ -66,12 +66,12 @@ class Candidates:
         return Candidates(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
     def text(self, index: int) -> str:
-        """One candidate in words that no other has: ``tp=2 pp=4 ... schedule=1f1b virtual=1``."""
+        """The unique text of a candidate: ``tp=2 pp=4 ... schedule=1f1b virtual=1``."""
         values = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
         return " ".join(f"{name}={BY_COLUMN[name].value_at(value)}" for name, value in values.items())
 
     def index_of(self, text: str) -> int:
-        """The candidate whose text it is. Raises `InputError` where there is none."""
+        """The candidate with this text. Raises `InputError` if there is none."""
         found = next((index for index in range(len(self)) if self.text(index) == text), None)
         if found is None:
             raise InputError(f"no candidate of this search is {text!r}; the study is of another space, name a new one")
@@ -126,9 +126,11 @@ def _product(tp: Integers, pp: Integers, shards: Integers, splits: Integers, ord
 
 
 def _orders_of_ranks(constraints: Constraints, tp: int, pp: int, dp: int) -> Iterator[int]:
-    """Positions in `ORDERS`: the first that is allowed, and those that may be faster. The default has data-parallel
-    ranks nearest to each other, so that another one can only gain by messages between stages that stay in a host.
-    Context ranks have the default only."""
+    """Positions in `ORDERS`: the first allowed order, and the orders that may be faster.
+
+    In the default order, data-parallel ranks are nearest to each other. Another order can only gain if it keeps the
+    messages between stages inside a host. Context ranks have the default only.
+    """
     allowed = [position for position, order in enumerate(ORDERS) if constraints.allows("order", order)]
     if pp == 1 or dp == 1 or constraints.context > 1:
         allowed = [position for position in allowed if position == 0]
@@ -194,12 +196,12 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def tensor_degrees(*counts: int) -> tuple[int, ...]:
-    """Those of numbers of devices."""
+    """The tensor degrees that divide one of several numbers of devices."""
     return tuple(sorted({tp for count in counts for tp in divisors(count) if tp <= MOST_TENSOR_RANKS}))
 
 
 def constraints_on(constraints: Constraints, num_devices: int) -> Constraints:
-    """The same constraints on another number of devices, with the same tensor degrees and powers of two."""
+    """The same constraints on another number of devices. Tensor degrees are the same ones and powers of two."""
     powers = {2**exponent for exponent in range(MOST_TENSOR_RANKS.bit_length())}
     known = {tp for tp in powers.union(constraints.tensor_degrees) if tp <= MOST_TENSOR_RANKS}
     degrees = {tp for tp in known if num_devices % tp == 0}
@@ -207,7 +209,7 @@ def constraints_on(constraints: Constraints, num_devices: int) -> Constraints:
 
 
 def what_would_be_legal(constraints: Constraints) -> str:
-    """The smallest change that leaves candidates: a wish less, or a batch that can be split."""
+    """The smallest change that leaves candidates: one wish fewer, or a batch that can be split."""
     for text, fewer in constraints.without_one():
         count = len(candidates(fewer))
         if count:

@@ -1,7 +1,7 @@
 """The constraints of a search: the values that the user fixed or forbade, and the limits of the model and the cluster.
 
-`autopar.planning.options.PlanOptions` is what the user asked for; `Constraints` is the same request, checked, for one
-model on one cluster. Some words of ``fix`` are dimensions of the space (`WORDS`); the others (`PINS`) hold for every
+`autopar.planning.options.PlanOptions` is the user's request. `Constraints` is the same request, checked for one model
+on one cluster. Some words of ``fix`` are dimensions of the space (`WORDS`). The other words (`PINS`) hold for every
 plan of the search. This module does not import numpy.
 """
 

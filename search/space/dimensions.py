@@ -29,7 +29,7 @@ class Dimension:
     of_degrees: Callable[[Degrees], Any] | None = None  # the value of a plan; None: the field called `word`
 
     def problem(self, path: str, value: Any) -> Problem | None:
-        """What is wrong with a value that a user gave; None if nothing is."""
+        """The problem of a user's value. None if the value is legal."""
         if self.names:
             rule = f"must be one of {', '.join(self.names)}"
             return None if value in self.names else Problem(path=path, value=value, rule=rule)
@@ -47,7 +47,7 @@ class Dimension:
         return self.names[position] if self.names else position
 
     def fields_of_degrees(self, position: int, *, has_pipeline: bool) -> Mapping[str, Any]:
-        """What an element of the column is in the degrees of a plan."""
+        """The fields of `Degrees` for an element of the column."""
         if self.to_degrees is not None:
             return self.to_degrees(position, has_pipeline)
         return {self.word: self.value_at(position)}
@@ -58,7 +58,7 @@ class Dimension:
 
 
 def _micro_batches(count: int, has_pipeline: bool) -> Mapping[str, int]:
-    """Those of a pipeline run in its schedule; without one they are accumulated."""
+    """A pipeline's schedule runs the micro-batches. Without a pipeline they are accumulated."""
     return {"accumulate": 1, "micro_batches": count} if has_pipeline else {"accumulate": count, "micro_batches": 1}
 
 

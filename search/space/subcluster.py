@@ -1,8 +1,8 @@
 """A part of a cluster: its first hosts, or some devices of one of them, as a cluster of its own.
 
-Objectives other than time may be better on fewer devices. A part of several hosts has the links between them, one host
-has none, and hosts under one leaf switch have no spine. Without a switch inside a host, devices are linked pair by
-pair: k of n devices have (k-1)/(n-1) of a device's bandwidth among themselves.
+Objectives other than time may be better on fewer devices. A part of several hosts has the links between them. A part of
+one host has no such links, and hosts under one leaf switch have no spine. Without a switch inside a host, devices are
+linked pair by pair. Then k of n devices have (k-1)/(n-1) of a device's bandwidth among themselves.
 """
 
 from collections.abc import Iterator
