@@ -1,4 +1,4 @@
-"""The checks of a model under degrees: equivalence, random labels, types, and who sums each gradient."""
+"""The checks of a model under degrees: equivalence, random labels, types, and sums of gradients."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -142,7 +142,7 @@ def check_types(
         loss_fn: A function of (output, target), if the model returns no loss.
 
     Returns:
-        What was checked, and the calls whose types the checker took as declared.
+        The counts of checked operators and conversions, and the calls whose types the checker took as declared.
 
     Raises:
         VerificationError: The checker refuses a block. The message names the operator.

@@ -1,4 +1,4 @@
-"""One-process equivalence: a model split over ranks must compute what one device computes, in float64.
+"""One-process equivalence: a model split over ranks must compute the values of one device, in float64.
 
 All ranks run in this process, so a check needs neither a GPU nor a process group.
 """

@@ -1,13 +1,13 @@
-"""Check 3: who sums the gradient of each parameter over each mesh dimension, exactly once.
+"""Check 3: each parameter's gradient is summed exactly once over each mesh dimension.
 
 On a mesh dimension a parameter's own gradient is
 
-* a shard (stored ``S``): each rank has all of its part, nobody sums;
-* invariant (stored ``I``): equal on all ranks, because every use is invariant or passes through a conversion whose
-  backward makes it so (an all-reduce for ``I -> R``, an all-gather for ``I -> S``): that operator sums;
-* partial (stored ``R``): nothing in the block sums, so exactly one of the deferred sum and ZeRO has to.
+* a shard (stored ``S``). Each rank has its whole part, and nobody sums.
+* invariant (stored ``I``). The gradient is equal on all ranks. Every use is invariant, or the backward pass of its
+  conversion sums (an all-reduce for ``I -> R``, an all-gather for ``I -> S``).
+* partial (stored ``R``). Nothing in the block sums. Either the deferred sum or ZeRO must sum, and never both.
 
-The table is read off the generated graphs, use by use, not off the labels that made them.
+The table is read from the generated graphs, use by use, not from the labels that made them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import LocalGraph
 
-# what enters a parameter through the backward of a conversion from the type it is stored in
+# the type of the gradient that a use returns, by the type in which the use takes the value
 COTANGENT_OF = {"I": "I", "R": "partial", "S": "S", "P": "I"}
 
 
@@ -47,8 +47,8 @@ def gradient_table(
 ) -> tuple[GradientRow, ...]:
     """The row of every trainable parameter and every mesh dimension of degree > 1.
 
-    Raises `VerificationError` where a gradient would be summed twice or not at all, naming parameter and mesh
-    dimension. `zero` is the plan's ZeRO stage, which sums over `dp` from stage 1 on.
+    Raises `VerificationError` if a gradient would be summed twice or not at all. The message names parameter and mesh
+    dimension. The plan's ZeRO stage is `zero`, and ZeRO sums over `dp` from stage 1 on.
     """
     types = _stored(program, generated)
     rows: list[GradientRow] = []
@@ -89,7 +89,7 @@ def _row(
     stored: Type,
     zero: int,
 ) -> tuple[GradientRow, str]:
-    """The row of one parameter and mesh dimension, and what is wrong with it, "" for nothing."""
+    """The row of one parameter and mesh dimension, and its problem, "" if it has none."""
     uses = _uses(program, generated, name, index, mesh_dim)
     arriving = {cotangent for cotangent, _ in uses}
     operators = sorted({operator for _, operator in uses if operator})
@@ -120,7 +120,7 @@ def _row(
 def _uses(
     program: Program, generated: Sequence[LocalGraph], name: str, index: int, mesh_dim: str
 ) -> list[tuple[str, str]]:
-    """Per use of a parameter: the type of the gradient it returns, and the conversion that made it so."""
+    """For each use of a parameter, the type of the returned gradient, and the conversion that sums it."""
     found: list[tuple[str, str]] = []
     for block in {call.block for call in program.calls if name in call.arguments}:
         for call in program.uses_of_block(block):
@@ -133,7 +133,7 @@ def _uses(
 
 
 def _returns(node: fx.Node, index: int, mesh_dim: str) -> list[tuple[str, str]]:
-    """What the uses of a value return on a mesh dimension, conversions on other mesh dimensions passed through."""
+    """The gradient types of a value's uses on a mesh dimension. Conversions on other mesh dimensions are skipped."""
     found: list[tuple[str, str]] = []
     for user in node.users:
         conversion = conversion_of(user.target)
@@ -157,7 +157,7 @@ def _returns(node: fx.Node, index: int, mesh_dim: str) -> list[tuple[str, str]]:
 
 
 def _operand_types(node: fx.Node, user: fx.Node) -> list[tuple[Type, ...]]:
-    """The types in which a call takes a value, one per place where it stands; what it holds where none are kept."""
+    """The types in which a call takes a value, one per operand. The value's own type if the call has no such types."""
     operands = [a for a in _flat(user.args) if isinstance(a, fx.Node) and "types" in a.meta]
     kept: Sequence[tuple[Type, ...]] = user.meta.get("operand_types", ())
     if len(kept) != len(operands):

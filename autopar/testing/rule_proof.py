@@ -1,9 +1,11 @@
 """Prove a rule on one call: run the operator whole and in shards, and compare outputs and gradients.
 
-What a type means is all that is assumed. An operand S is this rank's part of an axis and its gradient is that part;
-R is the same on all ranks and its gradient is the sum over them; P is a sum over ranks and each rank's gradient is
-the whole one. An output S is put together from parts and its cotangent is cut likewise, P is summed and every rank
-has the whole cotangent, I is the same on all ranks.
+The proof assumes only the meaning of the types. An operand S is this rank's part of an axis, and its gradient is that
+part. An operand R is the same on all ranks, and its gradient is the sum over the ranks. An operand P is a sum over
+ranks, and each rank's gradient is the whole gradient.
+
+An output S is put together from parts, and its cotangent is cut likewise. An output P is summed, and every rank has the
+whole cotangent. An output I is the same on all ranks.
 """
 
 import random
@@ -36,9 +38,10 @@ class Disproved(VerificationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleProof:
-    """What was proved of an operator's rule: `splits` counts splits per factor, `whole` factors are never split.
+    """The proved splits of an operator's rule.
 
-    `backward` says whether gradients were compared: not where no operand's gradient is defined.
+    `splits` counts the splits of each factor. Factors in `whole` are never split. `backward` says whether gradients
+    were compared. It is off if no operand has a defined gradient.
     """
 
     operator: str
@@ -146,7 +149,7 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
 
 
 def bind_factors(rule: Rule, rng: random.Random | None) -> Bound:
-    """Give every factor its axes: one, or with `rng` two where its size is composite and the draw says so."""
+    """Give every factor one axis. With `rng`, a factor of composite size may be drawn to have two."""
     fresh = count()
     factors = {f: tuple((next(fresh), size) for size in (_axes(n, rng) if rng else [n])) for f, n in rule.sizes.items()}
 
@@ -167,9 +170,9 @@ def _axes(size: int, rng: random.Random) -> list[int]:
 
 
 def prove(sample: OperatorSample, rule: Rule, rng: random.Random) -> Proved:
-    """Prove every variant of a rule for one call; the factors and axes split. Raises `Disproved`.
+    """Prove every variant of a rule for one call, and return the split factors and axes. Raises `Disproved`.
 
-    Factors are bound to one axis each, then to products of two, of which the inner one is split as well.
+    Every factor first has one axis, then two. The inner axis of two is split as well.
     """
     proved: set[tuple[str, int]] = set()
     single = bind_factors(rule, None)
@@ -206,7 +209,7 @@ def _pairs(
 
 
 def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Variant], degrees: Sequence[int]) -> bool:
-    """Prove one variant per mesh dimension together; False where a runtime function is emitted."""
+    """Prove one variant per mesh dimension together. False if a runtime function is emitted."""
     call, rule = sample.call, bound.rule
     split: dict[str, tuple[tuple[str, int], ...]] = {}
     for m, (variant, degree) in enumerate(zip(variants, degrees, strict=True)):
@@ -238,7 +241,7 @@ def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Varian
     where = f"{call.target} {[v.label for v in variants]} over {list(degrees)}"
     try:
         outputs = [run_steps(steps, [of_operand[r] for of_operand in leaves]) for r in ranks]
-    except Exception as error:  # whatever the operator raises, it did not raise it on the whole
+    except Exception as error:  # the operator did not raise this error on the whole
         raise Disproved(f"{where}: the operator does not take its shards: {type(error).__name__}: {error}") from error
     for output in outputs:
         if tuple(output.shape) != local.output_shape or output.dtype is not reference.dtype:
@@ -288,14 +291,17 @@ def _gradients(leaves: Sequence[torch.Tensor], output: torch.Tensor, cotangent: 
 
 
 def _flows_back(kind: Type) -> Type:
-    """The type of a cotangent: that of a partial value is the same on all ranks."""
+    """The type of a cotangent. The cotangent of a partial value is the same on all ranks."""
     return Type("R") if kind.kind == "P" else kind
 
 
 def _drawn_shards(
     value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, *, zeros: bool
 ) -> list[torch.Tensor]:
-    """The shards of all ranks, in rank order. Partial values get random summands; `zeros` says what pads the shards."""
+    """The shards of all ranks, in rank order. Partial values get random summands.
+
+    With `zeros`, zeros pad the shards.
+    """
     partial_dims = [i for i, kind in enumerate(types) if kind.kind == "P"]
     whole_types = [Type("R") if kind.kind == "P" else kind for kind in types]
     summands: dict[tuple[int, ...], torch.Tensor] = {(): value}

@@ -1,16 +1,16 @@
 """Check 1: the `spmd_types` checker in global mode over generated blocks, at the real degrees of a plan.
 
 Every operator of a generated graph runs on one rank's shapes under a fake process group. The checker derives its types,
-which must equal the plan's types. Every conversion of `autopar.lowering.conversions` is
-replaced by its `spmd_types` counterpart, whose source type must be exactly that of its operand. What global mode
-cannot follow passes through `local_map` regions with declared types, which the report lists and counts:
+which must equal the plan's types. Every conversion of `autopar.lowering.conversions` is replaced by its `spmd_types`
+counterpart. The operand must have exactly the counterpart's source type. Global mode cannot follow some calls. They
+pass through `local_map` regions with declared types, which the report lists and counts:
 
 * views and strided pieces of a sharded value: merged dimensions with an inner shard, packed projections;
 * operators rewritten for a split axis: vocabulary-parallel look-up and loss, means corrected by a divisor;
 * attention whose split heads share one head of keys, which broadcasts.
 
-Global mode names tensor dimensions, not axes within one. ``S(0.1)`` is ``S(0)`` to it; which of the two it is, and
-the order of concatenation within a region, is for one-process equivalence to prove.
+Global mode names tensor dimensions, not the axes within a dimension. It takes ``S(0.1)`` for ``S(0)``. One-process
+equivalence proves the split axis, and the order of concatenation within a region.
 """
 
 import operator
@@ -56,7 +56,7 @@ _VIEWS = {
     aten.constant_pad_nd.default,
 }
 CREATES = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
-# linear operators that the checker does not know to be so
+# linear operators that the checker does not know as linear
 LINEAR_UNKNOWN = {aten.to.dtype, aten.embedding.default, aten.constant_pad_nd.default, aten.slice.Tensor}
 LINEAR_UNKNOWN |= {aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.index.Tensor}
 LINEAR_UNKNOWN |= {aten.scaled_dot_product_attention.default, aten.tril.default, aten.triu.default}
@@ -77,7 +77,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeReport:
-    """What was checked: operators whose types the checker derived, conversions, and regions."""
+    """The counts of derived operators and of conversions, and the regions with declared types."""
 
     mesh: Mesh
     num_operators: int
@@ -225,7 +225,7 @@ class _Checker:
         return found
 
     def expect(self, x: torch.Tensor, types: _Types, what: str) -> None:
-        """What the checker derived must be what is declared; without a cotangent I and R are one."""
+        """Refuse derived types that differ from the declared ones. Without a cotangent, I and R are the same."""
         for axis, (kind, dim), wanted in zip(self.axes, self.derived(x), types, strict=True):
             if not kind or (kind == wanted.kind and dim == wanted.dim):
                 continue
@@ -302,7 +302,7 @@ class _Checker:
         return out
 
     def causal(self, query: torch.Tensor) -> None:
-        """The checker follows attention without a mask only; under a causal one queries are whole, too."""
+        """Refuse split queries under a causal mask. The checker itself only follows attention without a mask."""
         if any(kind == "S" and dim == query.dim() - 2 for kind, dim in self.derived(query)):
             raise VerificationError("causal attention whose queries are split: each rank's mask would begin at 0")
 
@@ -343,13 +343,13 @@ class _Checker:
         return out
 
     def typed(self, index: int, have: tuple[str, int], flows: bool, wanted: Type) -> Type:
-        """`wanted`, but where it differs only as I from R for a value without a cotangent what the checker has."""
+        """The declared type. For a value without a cotangent, the checker's choice of I or R replaces it."""
         if have[0] in ("I", "R") and wanted.kind in ("I", "R") and not flows:
             return Type("I") if have[0] == "I" else Type("R")
         return wanted
 
     def outer(self, x: torch.Tensor, index: int) -> bool:
-        """Whether a mesh dimension splits a dimension of which another one splits an inner axis."""
+        """Whether a mesh dimension splits a dimension, and another mesh dimension splits an inner axis of it."""
         group = self.spmd.normalize_axis(self.axes[index].group)
         entries = self.spmd.get_partition_spec(x) or ()
         return any(isinstance(e, tuple) and group in e and e[-1] != group for e in entries)
@@ -377,7 +377,7 @@ class _Checker:
     # --- regions -------------------------------------------------------------------------------------------------
 
     def region_reason(self, node: fx.Node, tensors: Sequence[torch.Tensor], types: _Types) -> str:
-        """Why global mode cannot follow a call, "" where it can."""
+        """The reason why global mode cannot follow a call, "" if it can."""
         if not tensors:
             return ""
         if node.target in REWRITES.values():

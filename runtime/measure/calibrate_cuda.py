@@ -1,4 +1,4 @@
-"""What calibration does otherwise on a GPU: waiting, TF32, 8-bit products, kernels without their launch."""
+"""The GPU parts of calibration: waiting, TF32, 8-bit products, kernels without their launch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ def num_units(device: torch.device) -> int:
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """What products are measured in, the most wanted first."""
+    """The dtypes in which products are measured, the most wanted first."""
     if device.type == "cpu":
         return ("float32", "bfloat16", "float64")
     if torch.version.hip is not None:
@@ -38,7 +38,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def products_in(name: str) -> Iterator[None]:
-    """Let products of float32 use TF32 units, or not, whatever is set outside."""
+    """Decide whether products of float32 use TF32 units, and restore the setting of before at the end."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -50,13 +50,13 @@ def products_in(name: str) -> Iterator[None]:
 def float8_product(m: int, n: int, k: int, device: torch.device) -> Runnable:
     """A product of 8-bit operands with one scale for each, into bfloat16, as training does it."""
     a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
-    b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()  # the units want the second by columns
+    b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()  # the units need the second operand by columns
     one, whole = torch.ones((), device=device), F.ScalingType.TensorWise
     return lambda: F.scaled_mm(a, b, one, whole, one, whole, output_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def graph_replay(action: Runnable, device: torch.device) -> Runnable:
-    """The kernels of an action from a CUDA graph: what the device needs for them when no host launches them."""
+    """A function that replays the kernels of an action from a CUDA graph, without launches by the host."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):  # memory of the first runs must not belong to the graph
@@ -72,7 +72,7 @@ def graph_replay(action: Runnable, device: torch.device) -> Runnable:
 def reserve_bytes(device: torch.device) -> int:
     """Memory of the device that is in use and not torch's tensors: context, libraries, communication buffers.
 
-    Whatever other processes have there counts too, so a shared device gives too much.
+    The memory of other processes counts too, so a shared device gives too much.
     """
     if device.type == "cpu":
         return 0

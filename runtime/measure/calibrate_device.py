@@ -28,8 +28,8 @@ from autopar.runtime.measure.calibrate_cuda import (
 )
 
 FEWEST_ROUNDS, MOST_ROUNDS, MOST_REPEATS = 3, 9, 2000
-LATE = 2.0  # times the budget
-# rows are tokens, columns and inner sizes those of small models on CPU and of real ones on GPUs
+LATE = 2.0  # times the budget; then a measurement ends early
+# rows are tokens; columns and inner sizes are of small models on CPU and of real models on GPUs
 _ROWS = {"cpu": (16, 64, 200, 1024), "cuda": (512, 2048, 8192)}
 COLUMNS_AND_INNER = {
     "cpu": ((64, 64), (256, 64), (64, 256), (300, 100), (256, 256), (1024, 256), (256, 1024), (1024, 1024)),
@@ -45,15 +45,15 @@ MEMORY_BYTES = {
     "cpu": (2**14, 2**16, 2**18, 2**20, 2**22, 2**24),
     "cuda": (2**26, 2**27, 2**28, 2**29, 2**30),  # more than caches hold
 }
-_OPERATORS = 100  # of one chain of tiny ones
+_OPERATORS = 100  # tiny ones in one chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How ranks keep step: `largest` gives the largest value of all ranks, `meet` waits for them.
+    """Functions that keep ranks in step: `largest` gives the largest value of all ranks, `meet` waits for them.
 
-    With `ranks_per_core`, at least 1, processor time counts, multiplied by it. It is for CPU ranks of one thread.
-    Without it the wall clock counts.
+    With `ranks_per_core`, at least 1, processor time counts, multiplied by this number. It is for CPU ranks of one
+    thread. Without it the wall clock counts.
     """
 
     largest: Callable[[float], float] = lambda value: value
@@ -61,7 +61,7 @@ class Pace:
     ranks_per_core: float | None = None
 
     def timed(self, action: Runnable, device: torch.device, repeats: int, *, waits: bool) -> tuple[float, float]:
-        """Seconds on the wall, and those that count."""
+        """Seconds on the wall clock, and the seconds of the clock that counts."""
         synchronize(device)
         start, used = time.perf_counter(), time.thread_time()
         for _ in range(repeats):
@@ -73,7 +73,7 @@ class Pace:
 
 
 def device_works(device_type: str, dtypes: tuple[str, ...]) -> dict[str, list[Work]]:
-    """What to measure on a device by the name of its group, in a group the quickest first."""
+    """The measurements of a device by the name of their group. Every group has the quickest first."""
     groups: dict[str, list[Work]] = {"launches": list(_launches(device_type)), "memory": list(_memory(device_type))}
     for index, dtype in enumerate(dtypes):
         groups[f"products {dtype}"] = _ordered(_products(device_type, dtype, every=1 if index == 0 else 2))
@@ -96,7 +96,7 @@ def _work(part: Part, name: str, amount: float, **numbers: float) -> Work:
 def _products(device_type: str, dtype: str, *, every: int) -> Iterator[Work]:
     shapes = [(m, n, k) for m in _ROWS[device_type] for n, k in COLUMNS_AND_INNER[device_type]]
     for m, n, k in shapes[::every]:
-        if dtype != "float8" or (n % 16 == 0 and k % 16 == 0):  # what 8-bit units take
+        if dtype != "float8" or (n % 16 == 0 and k % 16 == 0):  # 8-bit units need multiples of 16
             yield _work("matmul", dtype, 2.0 * m * n * k, count=1, m=m, n=n, k=k)
 
 
@@ -126,7 +126,7 @@ def _memory(device_type: str) -> Iterator[Work]:
 
 
 def _launches(device_type: str) -> Iterator[Work]:
-    """The device's part, of operators alone on a CPU and of a replayed graph on a GPU, and the host's in training."""
+    """The device's part of a launch, and the host's part in training. A CPU runs operators, a GPU replays a graph."""
     yield _work("launch", "device", _OPERATORS, trains=0)
     yield _work("launch", "host", 2.0 * _OPERATORS, trains=1)
 
@@ -195,12 +195,13 @@ def _chain(device: torch.device, *, trains: bool) -> Runnable:
 
 
 def seconds_of(action: Runnable, device: torch.device, pace: Pace, budget_s: float, *, waits: bool = True) -> float:
-    """Median seconds of an action over rounds that all ranks begin together, in about `budget_s` after one to warm up.
+    """Median seconds of an action over rounds that all ranks begin together. Collective.
 
-    `waits=False` measures what the host spends: the device is waited for between rounds only. Collective.
+    The rounds take about `budget_s` after a warm-up. `waits=False` measures the time of the host, which then waits for
+    the device only between rounds.
     """
     once = pace.largest(pace.timed(action, device, 1, waits=waits)[0])
-    if once < budget_s / 2:  # the first run loads kernels and memory; where it was long it is all there is time for
+    if once < budget_s / 2:  # the first run loads kernels and memory; after a long one there is no time for others
         once = pace.largest(min(pace.timed(action, device, 1, waits=waits)[0] for _ in range(2)))
     round_s = budget_s / (MOST_ROUNDS + 1)
     most = MOST_REPEATS if waits else 1  # so that the queue of launches does not fill up
@@ -212,13 +213,13 @@ def seconds_of(action: Runnable, device: torch.device, pace: Pace, budget_s: flo
         wall, seconds = pace.timed(action, device, repeats, waits=waits)
         found.append(seconds / repeats)
         spent_s = pace.largest(spent_s + wall)
-        if spent_s > LATE * budget_s and len(found) >= FEWEST_ROUNDS:  # others are at work on this machine
+        if spent_s > LATE * budget_s and len(found) >= FEWEST_ROUNDS:  # other processes use this machine
             break
     return median(found)
 
 
 def measure(work: Work, device: torch.device, pace: Pace, budget_s: float) -> float:
-    """Seconds of a work on this rank. Collective where the pace is."""
+    """Seconds of a work on this rank. Collective if the pace is."""
     with products_in(work.name), torch.no_grad() if work.numbers.get("trains", 0) == 0 else torch.enable_grad():
         return seconds_of(
             prepared(work, device), device, pace, budget_s, waits=work.name != "host" or device.type == "cpu"

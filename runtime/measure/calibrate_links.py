@@ -24,7 +24,7 @@ OVERLAP_BYTES, OVERLAP_SIZE, OVERLAP_PRODUCTS = {"cpu": 2**22, "cuda": 2**28}, {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """A way to part the ranks: each group's ranks, and over how many hosts a group lies."""
+    """A partition of the ranks: each group's ranks, and the number of hosts of a group."""
 
     name: str
     ranks: tuple[tuple[int, ...], ...]
@@ -36,11 +36,11 @@ class Groups:
 
 
 def link_groups(hosts: Sequence[str]) -> list[Groups]:
-    """Which groups to measure when rank r is on `hosts[r]`. Hosts with unlike numbers of ranks count as one each.
+    """The groups to measure if rank r is on `hosts[r]`. Empty if hosts have different numbers of ranks.
 
-    >>> [(g.name, g.ranks) for g in groups_of("aaaa")]
+    >>> [(g.name, g.ranks) for g in link_groups("aaaa")]
     [('2 ranks of a host', ((0, 1), (2, 3))), ('4 ranks of a host', ((0, 1, 2, 3),))]
-    >>> [(g.name, g.ranks) for g in groups_of("ab")]
+    >>> [(g.name, g.ranks) for g in link_groups("ab")]
     [('2 hosts', ((0, 1),))]
     """
     places: dict[str, list[int]] = {}
@@ -75,7 +75,7 @@ def overlap_works() -> list[Work]:
 
 
 def join_group(groups: Groups) -> dist.ProcessGroup:
-    """This rank's group. Collective over all ranks, also over those of other groups."""
+    """This rank's group. Collective over all ranks, also over the ranks of other groups."""
     own = None
     for ranks in groups.ranks:
         made = dist.new_group(list(ranks))
@@ -96,7 +96,7 @@ def prepared_collective(work: Work, group: dist.ProcessGroup, device: torch.devi
         return lambda: _c10d.wait_tensor(_c10d.all_gather_into_tensor(part, ranks, name))
     if work.name == "reduce_scatter":
         return lambda: _c10d.wait_tensor(_c10d.reduce_scatter_tensor(whole, "sum", ranks, name))
-    if work.name == "all_to_all":  # each holds a part of the whole and sends a part of that to each
+    if work.name == "all_to_all":  # each rank holds a part of the whole and sends a part of that to each rank
         sizes = [max(1, part.numel() // ranks)] * ranks
         held = torch.zeros(sum(sizes), device=device)
         return lambda: _c10d.wait_tensor(_c10d.all_to_all_single(held, sizes, sizes, name))

@@ -20,21 +20,21 @@ from autopar.lowering import functions
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 
 Parts = list[torch.Tensor]  # one tensor for each rank of a mesh dimension
-_DTYPES = {torch.float64: 512, torch.float32: 512, torch.bfloat16: 2}  # and how large integers are drawn
+_DTYPES = {torch.float64: 512, torch.float32: 512, torch.bfloat16: 2}  # and the bound of the drawn integers
 FSDP_TOLERANCE = 1e-12  # of float64, relative to the largest value
 WIDTH, STEPS, RATE = 16, 2, 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What was compared, the largest difference on this rank, and which is allowed."""
+    """The name of a comparison, the largest difference on this rank, and the allowed difference."""
 
     name: str
     error: float
     tolerance: float = 0.0
 
 
-# What a primitive makes of every rank's tensor, computed by one rank. Arguments: parts, dim, to.
+# The result of a primitive on every rank's tensor, computed by one rank. Arguments: parts, dim, to.
 
 Reference = Callable[[Parts, int, int], Parts]
 
@@ -75,10 +75,10 @@ def _all_to_all(parts: Parts, dim: int, to: int) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionCase:
-    """One conversion: the name of its function, and what one rank computes that both passes should yield.
+    """One conversion: the name of its function, and the correct results of both passes, computed by one rank.
 
-    The rows are written down here a second time on purpose: `doctor` does not read the table that it checks
-    (`autopar.lowering.conversions`). `num_dims` is how many tensor dimensions the function takes.
+    The rows repeat a table on purpose, because `doctor` must not read the table that it checks
+    (`autopar.lowering.conversions`). The function takes `num_dims` tensor dimensions.
     """
 
     name: str
@@ -115,7 +115,7 @@ def world_mesh(device_type: str) -> RankMesh:
 
 
 def groups_to_check(world: RankMesh) -> dict[str, MeshDim]:
-    """By what they are: all ranks, and where their number is even also neighbours and every second rank. Collective."""
+    """Groups by name: all ranks, and of an even number also neighbours and every second rank. Collective."""
     found = {"all ranks": world.dims["all"]}
     world_size = dist.get_world_size()
     if world_size > 2 and world_size % 2 == 0:
@@ -164,7 +164,7 @@ def _one(
 
 
 def _apart(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
-    """The largest difference; infinite where there is nothing, or another shape."""
+    """The largest difference. It is infinite if a tensor is missing or has another shape."""
     if found is None or found.shape != wanted.shape:
         return float("inf")
     difference = (found.detach().to("cpu", torch.float64) - wanted).abs().max()

@@ -1,4 +1,4 @@
-"""Speeds that `autopar doctor` measures on every rank at the same time: the device's own, and those of links.
+"""Speeds that `autopar doctor` measures on every rank at the same time: device speeds and link speeds.
 
 Each round begins together on all ranks. A rank's figure is the figure of its median round. `autopar.commands.doctor`
 compares the figures. A measurement repeats its work until a round takes `ROUND_S`.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autopar.runtime.measure.calibrate_device import Pace
 
 ROUNDS, ROUND_S, MOST_REPEATS = 7, 0.02, 1000
-MATMUL_DTYPES = ("float64", "float32", "bfloat16", "float16")  # torch multiplies these without more being said
+MATMUL_DTYPES = ("float64", "float32", "bfloat16", "float16")  # torch multiplies these without further arguments
 MATMUL_SIZE = {"cpu": 256, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**25, "cuda": 2**30}
 MESSAGE_BYTES = {"cpu": (8, 2**16, 2**22), "cuda": (8, 2**20, 2**28)}  # the first for latency, the last for bandwidth
@@ -36,7 +36,7 @@ class SpeedMeasurement:
 
 
 def device_speeds(device: torch.device, dtypes: Iterable[str]) -> Iterator[SpeedMeasurement]:
-    """Matrix products in the given dtypes, of those that torch multiplies, and copies of memory. Collective."""
+    """Matrix products in the given dtypes of `MATMUL_DTYPES`, and copies of memory. Collective."""
     for name in (name for name in MATMUL_DTYPES if name in dtypes):
         is_emulated = name in ("bfloat16", "float16") if device.type == "cpu" else name == "float64"
         size = MATMUL_SIZE[device.type] // (4 if is_emulated else 1)  # slow units, or none

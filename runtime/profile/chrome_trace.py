@@ -1,7 +1,7 @@
 """Slices of all ranks as one document in the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
 
-A rank is a process, a track a thread. Slices of one thread must nest; what overlaps otherwise, such as collectives that
-run at once, gets a second thread of the same name. Arrows lead from a message's send to its receive.
+A rank is a process, a track a thread. Slices of one thread must nest. Slices that only overlap, such as concurrent
+collectives, get a second thread of the same name. Arrows lead from a message's send to its receive.
 """
 
 import json
@@ -16,11 +16,11 @@ from autopar.files.atomic import write_text
 from autopar.runtime.profile.timeline import COMPUTE, HOST, MESSAGES, Slice
 
 _Json = dict[str, Any]
-_SLACK_US = 0.01  # what rounding may move an end by
+_SLACK_US = 0.01  # rounding may move an end by this much
 
 
 def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[str, Any]) -> _Json:
-    """The document of all ranks, each with its name; times begin with the first slice of any."""
+    """The document of all ranks, each with its name. Times begin with the first slice of any rank."""
     start = min((one.start_us for _, slices in ranks for one in slices), default=0.0)
     events: list[_Json] = []
     ends: dict[tuple[Any, ...], list[_Json]] = {}
@@ -42,8 +42,8 @@ def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[st
 
 
 def nested_tracks(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
-    """Slices by track, in the order in which tracks are shown; a track in as many parts as it takes for all to nest."""
-    found: list[tuple[str, list[Slice], list[float]]] = []  # track, slices, ends of those that are open
+    """Slices by track, in the order of display. A track is cut into parts whose slices nest."""
+    found: list[tuple[str, list[Slice], list[float]]] = []  # track, slices, ends of open slices
     for one in sorted(slices, key=lambda s: (_order(s.track), s.start_us, -s.duration_us)):
         for lane in found:
             open_ends = lane[2]
@@ -65,7 +65,7 @@ def _order(track: str) -> tuple[int, str]:
 
 
 def _message(rank_label: str, one: Slice) -> tuple[Any, ...]:
-    """What a send and its receive have in common: both stages, pass and micro-batch, and the coordinates but pp's."""
+    """The common key of a send and its receive: both stages, pass, micro-batch, and all coordinates except pp."""
     others = tuple(part for part in _coordinates(rank_label) if part[0] != "pp")
     details = one.details
     return (details["from_stage"], details["to_stage"], details["micro_batch"], others)
@@ -94,7 +94,7 @@ def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> _Json:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackTime:
-    """How many slices a track of a rank has, for how long at least one of them runs, and from when to when."""
+    """The number of slices on a track of a rank, the time during which one runs, and the first start and last end."""
 
     rank: str
     track: str
@@ -105,7 +105,7 @@ class TrackTime:
 
 
 def track_times(document: Mapping[str, Any]) -> list[TrackTime]:
-    """What is on the tracks of a trace."""
+    """The times of the tracks of a trace."""
     names: dict[tuple[str, int], str] = {}
     slices: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for event in document["traceEvents"]:
@@ -134,12 +134,12 @@ def track_times(document: Mapping[str, Any]) -> list[TrackTime]:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise `InputError` where a file cannot be written, before ranks work for it."""
+    """Raise `InputError` if a file cannot be written, before ranks work for it."""
     target = Path(path)
     if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
         raise InputError(f"{target} cannot be written: name a file in a folder that exists and that you may write to")
 
 
 def write_whole(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Write a document as JSON, whole or not at all. Raises `InputError` where it cannot be written."""
+    """Write a document as JSON, whole or not at all. Raises `InputError` if it cannot be written."""
     write_text(path, json.dumps(document, separators=(",", ":")) + "\n")

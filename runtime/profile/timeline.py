@@ -1,17 +1,17 @@
-"""One rank's step as slices on tracks, from what torch's profiler recorded. Pure: no process group, no profiler.
+"""One rank's step as slices on tracks, from a record of torch's profiler. Pure: no process group, no profiler.
 
     compute              passes of stages (``0F1``: stage 0, forward, micro-batch 1, as torch prints actions), and in
                          them the calls of blocks by module path
     <mesh dimension>     its collectives: kind and bytes
     point-to-point       messages between stages
-    host                 with a GPU only: what the host did to launch the compute
+    host                 with a GPU only: the host's work to launch the compute
 
 A block's backward pass has no range of its own in the profile. Autograd numbers the nodes of the forward pass, and the
 profiler shows the numbers in both passes. Nodes numbered inside a block's forward range belong to this block.
 
-With a GPU, slices are the spans of the kernels that were launched inside a host range, and collectives are NCCL's
-kernels, which name their process group. On the host, the profile does not say which group a collective belongs to;
-`LoggedCollective` does, written down in the same order in a step before (`autopar.runtime.distributed.collective_log`).
+With a GPU, a slice spans the kernels that were launched inside a host range. Collectives are NCCL's kernels, which name
+their process group. On the host, the profile does not name the group of a collective. A log of the step before has the
+groups in the same order (`LoggedCollective` of `autopar.runtime.distributed.collective_log`).
 """
 
 import re
@@ -98,7 +98,7 @@ def _slice(track: str, name: str, event: Event, **details: Any) -> Slice:
 
 
 def _actions(events: Iterable[Event], micro_batches: int) -> list[Slice]:
-    """The passes and messages that torch's pipeline ran; a schedule that runs again goes on counting micro-batches."""
+    """The passes and messages of torch's pipeline. A schedule that runs again goes on counting micro-batches."""
     found, times = [], dict[str, int]()
     for event in events:
         match = _ACTION.fullmatch(event["name"]) if event.get("cat") == "user_annotation" else None
@@ -114,7 +114,7 @@ def _actions(events: Iterable[Event], micro_batches: int) -> list[Slice]:
 
 
 def _blocks(events: Sequence[Event], actions: Sequence[Slice]) -> list[Slice]:
-    """Calls of blocks: forward and recomputed ones as they were marked, backward ones by the numbers of autograd."""
+    """Calls of blocks. Forward and recomputed calls have marked ranges. Autograd's numbers give the backward calls."""
     forward, again, seen = list[tuple[Slice, Any]](), list[tuple[Slice, Any]](), set[tuple[str, ...]]()
     for event in events:
         match = _RANGE.fullmatch(event["name"]) if event.get("cat") == "user_annotation" else None
@@ -145,10 +145,10 @@ def _blocks(events: Sequence[Event], actions: Sequence[Slice]) -> list[Slice]:
 
 
 def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> Callable[[int | None], int | None]:
-    """From the number of an autograd node to the index of the forward range in which it was made.
+    """A function from the number of an autograd node to the index of the forward range that made the node.
 
-    An operator shows the number that the next node will get; so a range has those from what its first operator shows
-    up to what the first operator after it does.
+    An operator shows the number of the next node. A range therefore begins with the number of its first operator. It
+    ends before the number of the first operator after it.
     """
     starts: dict[Any, tuple[list[float], list[int]]] = {}
     for event in events:
@@ -157,7 +157,7 @@ def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> C
             times, numbers = starts.setdefault(event["tid"], ([], []))
             times.append(float(event["ts"]))
             numbers.append(int(number))
-    firsts: list[tuple[int, int, int]] = []  # first number, the one after the last, index of the range
+    firsts: list[tuple[int, int, int]] = []  # first number, number after the last, index of the range
     for index, (one, tid) in enumerate(forward):
         times, numbers = starts.get(tid, ([], []))
         at, after = bisect_left(times, one.start_us), bisect_left(times, one.end_us)
@@ -174,7 +174,7 @@ def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> C
 
 
 def _passes(blocks: Sequence[Slice]) -> list[Slice]:
-    """Without a pipeline's own ranges: from the first to the last block of a pass of a micro-batch."""
+    """Passes of a step without pipeline ranges: from the first to the last block of a micro-batch's pass."""
     groups: dict[tuple[int, str, int], list[Slice]] = {}
     for one in blocks:
         kind = "B" if one.details["pass"] == "recompute" else one.details["pass"]
@@ -191,7 +191,7 @@ def _passes(blocks: Sequence[Slice]) -> list[Slice]:
 def _communication(
     events: Sequence[Event], sent: Sequence[LoggedCollective]
 ) -> list[tuple[Event, LoggedCollective | None]]:
-    """The calls of the profile, each with what was written down of it: in the same order, or of none."""
+    """The calls of the profile, each with its entry in the log. No call has one if the orders differ."""
     calls = outermost(events)
     agree = [str(e["name"]) for e in calls] == [one.operator for one in sent]
     return list(zip(calls, sent, strict=True)) if agree else [(event, None) for event in calls]
@@ -200,8 +200,10 @@ def _communication(
 def _collectives(
     calls: Sequence[tuple[Event, LoggedCollective | None]], events: Sequence[Event], tracks: Mapping[str, str]
 ) -> list[Slice]:
-    """Collectives on the host: gloo's own events, where there are any, say from when to when it worked on one; else one
-    is as long as its call."""
+    """Collectives on the host.
+
+    gloo's own event gives the time of a collective. Without such an event, a collective is as long as its call.
+    """
     works = [e for e in events if str(e["name"]).startswith("gloo:")]
     found = []
     for event, own in calls:
@@ -231,7 +233,7 @@ def outermost(events: Sequence[Event]) -> list[Event]:
 
 
 def _work_of(event: Event, kind: str, works: list[Event]) -> Event | None:
-    """gloo's own event of a call: the first that starts after it, is of its kind, and has not been taken."""
+    """gloo's own event of a call: the first unused event of its kind that starts after the call."""
     names = ("gloo:all_reduce", "gloo:reduce_scatter") if kind == "reduce-scatter" else (_gloo_name(kind),)
     for index, work in enumerate(works):
         if float(work["ts"]) >= float(event["ts"]) and str(work["name"]).startswith(names):
@@ -244,7 +246,7 @@ def _gloo_name(kind: str) -> str:
 
 
 def _received(message: Slice, events: Sequence[Event]) -> Slice:
-    """A receive on the host lasts from when it was posted until the data is there; a send, as long as its call."""
+    """A message on the host. A receive lasts from its call until the data is there, a send as long as its call."""
     if "RECV" not in message.name:
         return message
     ends = [
@@ -300,7 +302,7 @@ class _Device:
         return _span(host, [e for e in self._inside(host) if _is_nccl(e)]) or [host]
 
     def collectives(self, tracks: Mapping[str, str]) -> list[Slice]:
-        """NCCL's kernels but messages; they name their process group."""
+        """NCCL's kernels without messages. They name their process group."""
         found = []
         for event in self.kernels:
             arguments = event["args"]

@@ -75,7 +75,7 @@ def trace_step(
 
 
 def _profiled(step: Callable[[], object], device: torch.device) -> Any:
-    """What the profiler writes of a step, which all ranks begin together."""
+    """The profile of a step, which all ranks begin together."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     dist.barrier()
     with profile(activities=activities) as recorded:
@@ -89,7 +89,7 @@ def _profiled(step: Callable[[], object], device: torch.device) -> Any:
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:
-    """Run something on rank 0; its `InputError` is raised on all ranks. Collective."""
+    """Run an action on rank 0. Its `InputError` is raised on all ranks. Collective."""
     error_text = ""
     if dist.get_rank() == 0:
         try:
@@ -104,8 +104,8 @@ def _on_first_rank(action: Callable[[], None]) -> None:
 def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
     """The track of each process group that a step uses, by the group's name: its mesh dimension.
 
-    Groups of some stages, over which tied parameters are summed, count as pp; those of all ranks are for what ranks
-    agree on before a step.
+    Groups of some stages, over which tied parameters are summed, count as pp. Groups of all ranks have a track of their
+    own: in them, ranks agree on values before a step.
     """
     replicate, shard = mesh.device_mesh["dp_replicate"], mesh.device_mesh["dp_shard"]
     both = replicate.size() > 1

@@ -1,9 +1,11 @@
 """The error measure of equivalence (design section 5).
 
-The error of a tensor is ‖difference‖ / max(‖reference‖, floor), with floor = f × RMS over all gradients × √numel, so
-that gradients that are zero in exact arithmetic (attention key biases) do not count rounding as error. In float64 f is
-1e-6. Rounding of some machine epsilons must stay below tolerance × floor, which makes f about 4.5 · epsilon / tolerance
-in every dtype.
+The error of a tensor is ‖difference‖ / max(‖reference‖, floor), with floor = f × RMS over all gradients × √numel. Some
+gradients are zero in exact arithmetic, such as gradients of attention key biases. The floor keeps their rounding from
+counting as error.
+
+In float64 f is 1e-6. Rounding of some machine epsilons must stay below tolerance × floor. This makes f about 4.5 ·
+epsilon / tolerance in every dtype.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +21,7 @@ FLOORS = {torch.float64: 1e-6, torch.float32: 2.5e-3, torch.bfloat16: 0.7}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """The worst error of one quantity, where it is, and what is allowed."""
+    """The worst error of one quantity, its place, and the allowed error."""
 
     name: str
     max_error: float
@@ -55,7 +57,7 @@ def floor_fraction(*tensors: torch.Tensor) -> float:
 
 
 def error(found: torch.Tensor, reference: torch.Tensor, scale: float) -> float:
-    """Relative error of a tensor; infinite where shapes differ, NaN where values are."""
+    """Relative error of a tensor. It is infinite if shapes differ, and NaN if a value is NaN."""
     if found.shape != reference.shape:
         return float("inf")
     if not reference.numel():
@@ -86,7 +88,7 @@ def weight_error(
 
 
 def worst(name: str, errors: Mapping[str, float], tolerance: float) -> Quantity:
-    """The worst entry of a mapping from where to error; NaN counts as worst."""
+    """The worst entry of a mapping from place to error. NaN counts as worst."""
     if not errors:
         return Quantity(name=name, max_error=0.0, where="", tolerance=tolerance)
     where = max(errors, key=lambda k: (errors[k] != errors[k], errors[k]))

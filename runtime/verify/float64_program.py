@@ -1,8 +1,8 @@
 """Promotion: a program whose own casts to lower precision become float64, for verification.
 
-transformers' norms, rotary tables and routers cast to float32 whatever the model's dtype, which would drown an
-equivalence of 1e-9. Both sides of a verification run the promoted program; the promoted reference is compared with the
-unmodified model once, at float32 tolerance.
+transformers' norms, rotary tables and routers cast to float32 under any dtype of the model. Their rounding would drown
+an equivalence of 1e-9. Both sides of a verification run the promoted program. The promoted reference is compared with
+the unmodified model once, at float32 tolerance.
 """
 
 from dataclasses import replace

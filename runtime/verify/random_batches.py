@@ -31,7 +31,7 @@ def random_batches(program: Program, degrees: Degrees, steps: int, seed: int) ->
 
 
 def notes_on_inputs(program: Program) -> tuple[str, ...]:
-    """What is drawn for the integer inputs that no operator bounds, one sentence for each."""
+    """The drawn values of integer inputs that no operator bounds, one sentence for each input."""
     notes = []
     for info in program.inputs:
         found = input_ranges(program).get(info.name)

@@ -28,7 +28,7 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was compared, the worst error of each quantity, and whether all are within tolerance."""
+    """The compared quantities with their worst errors, and whether all are within tolerance."""
 
     world_size: int
     plan: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Report:
 
 @dataclass(slots=True)
 class Steps:
-    """What a run of several steps leaves: everything that is compared."""
+    """The results of several steps: all compared values."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     norms: list[torch.Tensor] = field(default_factory=list)
@@ -110,7 +110,7 @@ def reference_steps(
             state = {name: values[update].detach() for name, update in program.updates.items()}
         complete_gradients(program, parameters)
         if step == 0:
-            if program.updates:  # the model's outputs are those of evaluation
+            if program.updates:  # the outputs are computed in evaluation mode
                 values = {**parameters, **before, **constants, **pieces[-1], **_given(program, values)}
                 run_calls(main, lambda _, c: evaluating[c.block], values, lambda c: c.results)
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
@@ -126,7 +126,7 @@ def reference_steps(
 
 
 def _given(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the main phase gets from the phase before it."""
+    """The values that the main phase gets from the phase before it."""
     return {program.denominator: values[program.denominator]} if program.denominator else {}
 
 
@@ -156,7 +156,7 @@ def _whole(value: Any) -> torch.Tensor:
 def parallel_steps(
     program: Program, plan: Plan, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]]
 ) -> Steps:
-    """The same steps under a plan on the ranks of the initialised world; everything made whole on every rank."""
+    """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors."""
     mesh = training_mesh(plan.degrees, "cpu")
     model = ParallelModel(program, plan, mesh, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -181,7 +181,7 @@ def parallel_steps(
 
 
 def merge_stages(parts: Sequence[Steps]) -> Steps:
-    """What the ranks of a pipeline found, together. Raises `VerificationError` where two found something else."""
+    """The results of all ranks of a pipeline, together. Raises `VerificationError` if two ranks differ."""
     found = parts[0]
     for part in parts[1:]:
         for kind in ("gradients", "outputs", "weights", "buffers"):
@@ -198,7 +198,7 @@ def merge_stages(parts: Sequence[Steps]) -> Steps:
 def compare_steps(
     reference: Steps, found: Steps, tolerance: float, steps: int
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """Quantities by the error measure, and notes on what was compared by reach."""
+    """Quantities by the error measure, and notes on the weights that were compared by reach."""
     scale = rms(reference.gradients.values())
     losses = {
         f"step {i}": error(b, a, 0.0) for i, (a, b) in enumerate(zip(reference.losses, found.losses, strict=True))
