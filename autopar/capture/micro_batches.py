@@ -1,9 +1,14 @@
-"""Whether a program may be run in micro-batches: the batch axis must be parallel at every node up to sums.
+"""Whether a program may run in micro-batches: up to sums, every node must treat samples of the batch independently.
 
-Every value has a status with respect to the batch: ``free`` (does not depend on it), ``constant`` (a table that may
-depend on the batch size), ``batch`` (has the batch axis), ``sum`` (a sum over the batch) or ``mean``. Splitting the
-batch in time is exact where the loss is a sum, divided by a denominator that is summed over micro-batches first, or a
-mean, which is then divided by their number.
+Every value has one of these statuses:
+
+- ``free``: the value does not depend on the batch.
+- ``constant``: a table that may depend on the batch size.
+- ``batch``: the value has the batch axis.
+- ``sum`` or ``mean``: the value is a sum or mean over the batch.
+
+Micro-batches are exact if the loss is a sum or a mean. A sum may be divided by a denominator, which is first summed
+over all micro-batches. A mean is divided by the number of micro-batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +28,7 @@ class _Mixes(Exception):
 
 
 def is_mean(call: Call) -> bool:
-    """Whether an operator averages over what it reduces."""
+    """Whether an operator reduces its input to a mean."""
     schema = call.target._schema
     if schema.name == "aten::mean":
         return True
@@ -34,7 +39,7 @@ def is_mean(call: Call) -> bool:
 
 
 def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Literal["sum", "mean"], str | None]:
-    """How losses of micro-batches make the loss of the batch, and why they do not (None: they do)."""
+    """The way to join the losses of micro-batches, and the reason why this is wrong (None if it is right)."""
     statuses: dict[str, Status] = {info.name: "free" for info in program.inputs}
     statuses.update({info.name: "batch" for info in program.inputs if info.batch_dim is not None})
     statuses.update(dict.fromkeys(program.constants.results, "constant"))
@@ -99,7 +104,7 @@ def _has(spec: Spec, factors: Sequence[str]) -> bool:
 
 
 def _after_reduction(bound: Bound, operands: Sequence[Status], where: str) -> Status:
-    """Only what is linear in a sum over the batch may follow it; sums and means do not mix."""
+    """The status after a sum or mean over the batch. Only linear operators may follow it; sums and means do not mix."""
     reduced: Mapping[int, Status] = {k: s for k, s in enumerate(operands) if s in ("sum", "mean")}
     kinds = set(reduced.values())
     if len(kinds) > 1 or "batch" in operands or (kinds == {"sum"} and "constant" in operands):

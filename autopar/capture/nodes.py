@@ -1,4 +1,4 @@
-"""Typed access to fx nodes: torch types an argument as a wide union and a target as a function or a string."""
+"""Typed access to fx nodes: PyTorch types an argument as a wide union, and a target as a function or a string."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +25,12 @@ def int_arg(node: fx.Node, index: int) -> int:
 
 
 def value(node: Any) -> Any:
-    """What export traced a node to: a tensor on meta, several, or None."""
+    """The traced value of a node: a tensor on meta, several tensors, or None."""
     return node.meta.get("val")
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of an ATen call by its name in the schema, its default where it is not given."""
+    """An argument of an ATen call by its name in the schema, or its default if the call does not give it."""
     for index, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if declared.name == name:
             given = node.args[index] if index < len(node.args) and not declared.kwarg_only else None
@@ -39,7 +39,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def compute(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new call that stands where `like` stood in the model, with the value that it yields."""
+    """A new call with its computed value, and with the metadata (such as the module) of `like`."""
     values = fx.map_arg((args, kwargs), value)
     with torch.no_grad():
         result = target(*values[0], **values[1])
@@ -49,7 +49,7 @@ def compute(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: A
 
 
 def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """What a graph returns; its output must be a flat sequence of nodes."""
+    """The nodes that a graph returns. Its output must be a flat sequence of nodes."""
     values: Any = graph.output_node().args[0]
     assert all(isinstance(value, fx.Node) for value in values), values
     return tuple(values)
@@ -62,13 +62,13 @@ def function(node: fx.Node) -> Callable[..., Any]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Name of the function that a node calls, for ATen operators without overload."""
+    """The name of the function that a node calls. The name of an ATen operator has no overload."""
     target = function(node)
     return str(target._opname if hasattr(target, "_opname") else target.__name__)
 
 
 def value_infos(program: Program) -> dict[str, TensorInfo]:
-    """Shapes and dtypes of the values that leave a program's blocks, by name."""
+    """The shapes and dtypes of the values that leave a program's blocks, by name."""
     found: dict[str, TensorInfo] = {}
     for call in program.calls:
         block = program.blocks[call.block]

@@ -1,4 +1,4 @@
-"""`capture_program`: module and example inputs to a folded, analysed `Program`."""
+"""`capture_program`: from a module and example inputs to a folded, analysed `Program`."""
 
 import contextlib
 import functools
@@ -83,11 +83,11 @@ def capture_program(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Twice:
-    """A model captured at the sizes asked for and at small ones; `small` is None where the two graphs differ.
+    """A model captured at the requested sizes and at small sizes. `small` is None if the two graphs differ.
 
-    `sizes` and `small_sizes` have no sequence where the length does not vary. `causal` names the attention whose mask
-    was found to be causal, `masks_remain` says whether other attention has one. `notes` are those of `program` that do
-    not depend on sizes.
+    `sizes` and `small_sizes` have no sequence if the length does not vary. `causal` names the attention nodes with a
+    causal mask. `masks_remain` is true if attention has any other mask. `notes` are the notes of `program` that do not
+    depend on sizes.
     """
 
     program: Program
@@ -107,7 +107,7 @@ def capture_twice(
     loss_fn: LossFunction | None = None,
     training: bool = True,
 ) -> Twice:
-    """What `capture_program` captures, the second capture with it."""
+    """The capture of `capture_program`, and the second capture at small sizes."""
     named = input_names(model, example_inputs, loss_fn)
     if not named:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
@@ -155,13 +155,13 @@ def with_same_sequence(
     loss_fn: LossFunction | None = None,
     training: bool = True,
 ) -> Twice:
-    """The first of two captures beside another, third one, at the small batch and the first's sequence length."""
+    """The first capture with a new second one, at the small batch and the first capture's sequence length."""
     named = input_names(model, example_inputs, loss_fn)
     sizes = batch_and_sequence(named)
     at = twice.small_sizes.batch, twice.sizes.sequence
     inputs = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *at))
     flat, _ = _first_capture(model, inputs, loss_fn, training)
-    make_causal(flat.graph, twice.causal)  # what the small masks have shown
+    make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
     third = fold_program(model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
@@ -171,7 +171,7 @@ def with_same_sequence(
 def _inputs_at(
     named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], at: tuple[int, int | None], sequence_varies: bool
 ) -> tuple[InputInfo, ...]:
-    """The inputs in a capture of other sizes."""
+    """The inputs of a capture at other sizes."""
     return tuple(
         InputInfo(
             name=name,
@@ -191,7 +191,7 @@ ARITHMETIC = ("add", "sub", "mul", "div", "pow", "rsub")
 
 
 def mark_batch_literals(graph: fx.Graph, small: fx.Graph) -> None:
-    """Mark arithmetic whose numbers differ between two captures: they depend on the batch size or sequence length."""
+    """Mark arithmetic nodes whose numbers differ between two captures, because they depend on the sizes."""
     for node, twin in zip(graph.nodes, small.nodes, strict=True):
         if node.op == "call_function" and operator_name(node) in ARITHMETIC:
             numbers = [[a for a in n.args if isinstance(a, (int, float))] for n in (node, twin)]
@@ -199,22 +199,22 @@ def mark_batch_literals(graph: fx.Graph, small: fx.Graph) -> None:
 
 
 def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
-    """Batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens, embedded or not)."""
+    """The batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens or embeddings)."""
     first = next((t for t in named.values() if t.dim()), None)
     if first is None:
         raise CaptureError("example_inputs hold only scalars; the batch is read from dimension 0 of the first input")
     tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
-    tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture tells whether it varies
+    tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture shows if it varies
     return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
 
 
 def _small_sizes(
     named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], batch: int
 ) -> tuple[int, int | None]:
-    """Batch and sequence length of the second capture: sizes that no dimension of an input has.
+    """The batch and sequence length of the second capture. No dimension of an input has these sizes.
 
-    Batch and sequence change neither in one proportion nor by equal amounts, so that their multiples are told apart,
-    and the batch by more than one, as much else does.
+    The two sizes change in different proportions and by different amounts, so that their multiples differ too. The
+    batch changes by more than one, because many other numbers change by one.
     """
     taken = {size for t in named.values() for size in t.shape} | {batch - 1, batch, batch + 1}
     small = next(n for n in (3, 5, 7, 2, *range(4, 100)) if n not in taken)
@@ -241,7 +241,7 @@ def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequenc
 def _first_capture(
     model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool
 ) -> tuple[Flat, tuple[Stack, ...]]:
-    """A capture of the whole model; where only some of the layers were exported for it, with the stacks of these."""
+    """A capture of the whole model. If only some layers were exported for it, their stacks come with it."""
     stacks = watched_stacks(model, inputs, loss_fn, training=training)
     if stacks:
         flat = None
@@ -275,7 +275,7 @@ def _small_capture(
     loss_fn: LossFunction | None,
     training: bool,
 ) -> tuple[Flat | None, bool]:
-    """The second capture at small sizes, and whether the sequence length may vary; None where the graph differs."""
+    """The second capture at small sizes, and whether the sequence length may vary. None if the graph differs."""
     stacks = stacks or layers_to_take_out(model, flat, lambda: _captured(model, big, loss_fn, training))
     for sequence in (small[1], sizes[1]):
         shapes = (small[0], sequence)
@@ -291,7 +291,7 @@ def _small_capture(
 
 
 def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
-    """Constants, denominator, blocks and axes of a normalised graph."""
+    """The program of a normalised graph: its constants, denominator, blocks and axes."""
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
     constants = constant_nodes(flat.graph, kinds)
@@ -309,7 +309,7 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
     den_nodes = [n for n in closure([denominator]) if n in set(main)] if denominator is not None else []
     needed_elsewhere = _needed(main, denominator, every)
     segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
-    for node in main:  # what only the denominator uses is no use of the main program's values
+    for node in main:  # nodes for the denominator alone do not count as users of main values
         node.meta["main"] = node in needed_elsewhere
     if den_nodes:
         segments.insert(0, folding.Segment("denominator", den_nodes))
@@ -344,7 +344,7 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
 
 
 def _needed(main: list[fx.Node], denominator: fx.Node | None, results: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes that the outputs need when the denominator is given from outside."""
+    """The nodes that the outputs need if the denominator is given from outside."""
     found: set[fx.Node] = set()
     stack = [n for n in results if n is not denominator]
     while stack:
@@ -363,7 +363,7 @@ def _fold_with_denominator(
     used_later: set[fx.Node],
     has_denominator: bool,
 ) -> tuple[tuple[Block, ...], tuple[CallSite, ...]]:
-    """Fold; the denominator's block keeps only the denominator as output, since it runs in a phase of its own."""
+    """Fold the segments. The denominator's block returns only the denominator, because it runs in its own phase."""
     if not has_denominator:
         return folding.fold(segments, role_of, names, used_later)
     first_blocks, first_calls = folding.fold(segments[:1], role_of, names, set())
@@ -382,7 +382,7 @@ def _fold_with_denominator(
 
 
 def denominator_of(loss: fx.Node, role_of: Mapping[fx.Node, Role]) -> fx.Node | None:
-    """The divisor of the loss if it depends on inputs and constants alone."""
+    """The divisor of the loss, if it is computed from inputs and constants alone and is no constant. Otherwise None."""
     if loss.target is not aten.div.Tensor or not isinstance(loss.args[1], fx.Node):
         return None
     divisor = loss.args[1]
@@ -392,7 +392,7 @@ def denominator_of(loss: fx.Node, role_of: Mapping[fx.Node, Role]) -> fx.Node | 
 
 
 def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Constants:
-    """A graph from buffers to the constants that blocks use."""
+    """A graph that computes the constants of the blocks from buffers."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     buffers: list[str] = []
@@ -412,7 +412,7 @@ def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Cons
 
 
 def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, ParameterInfo]:
-    """Parameters by first name in the model's order, pieces in place of those that are packed unequally."""
+    """The parameters by first name, in the model's order. Pieces replace the unequally packed parameters."""
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     found: dict[str, Any] = {}

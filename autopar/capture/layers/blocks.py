@@ -1,4 +1,4 @@
-"""Folding: a flat graph becomes distinct blocks and the calls of them that make up the model."""
+"""Folding of a flat graph into distinct blocks and the calls of these blocks."""
 
 import hashlib
 import keyword
@@ -17,7 +17,7 @@ INDEXED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward made this node, "" for the model itself."""
+    """The path of the module whose forward made this node; "" for the model itself."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -27,7 +27,7 @@ def module_path(node: fx.Node) -> str:
 
 @dataclass(slots=True)
 class Segment:
-    """A run of nodes of one block instance, and what it exchanges with the rest."""
+    """Consecutive nodes of one block instance, with the inputs and outputs of the instance."""
 
     path: str
     nodes: list[fx.Node]
@@ -38,7 +38,7 @@ class Segment:
 
 
 def repeated_prefixes(nodes: Sequence[fx.Node]) -> set[str]:
-    """Prefixes such as ``model.layers`` under which at least two numbered children stand, outermost only."""
+    """The outermost prefixes, such as ``model.layers``, that have at least two numbered children."""
     children: dict[str, set[str]] = defaultdict(set)
     for path in {module_path(n) for n in nodes}:
         match = INDEXED.match(path)
@@ -48,7 +48,7 @@ def repeated_prefixes(nodes: Sequence[fx.Node]) -> set[str]:
 
 
 def cut_into_segments(nodes: Sequence[fx.Node]) -> list[Segment]:
-    """Consecutive nodes of the same numbered module form a segment; the rest lies between."""
+    """Consecutive nodes of the same numbered module form a segment, and so do the nodes between such modules."""
     prefixes = repeated_prefixes(nodes)
     segments: list[Segment] = []
     for node in nodes:
@@ -61,7 +61,7 @@ def cut_into_segments(nodes: Sequence[fx.Node]) -> list[Segment]:
 
 
 def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[fx.Node]) -> None:
-    """Fill in externals, outputs, floats and the skeleton by which equal blocks are told."""
+    """Fill in the externals, outputs, floats and skeleton of a segment. Segments of one skeleton are one block."""
     inside = {node: index for index, node in enumerate(segment.nodes)}
     external: dict[fx.Node, int] = {}
     lines: list[str] = []
@@ -97,7 +97,7 @@ def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[
 
 
 def lifted_floats(segments: Sequence[Segment]) -> set[int]:
-    """Positions of float literals that differ between otherwise equal segments."""
+    """The positions of float literals that differ between otherwise equal segments."""
     first = segments[0].floats
     return {i for i, value in enumerate(first) for s in segments[1:] if repr(s.floats[i]) != repr(value)}
 
@@ -105,7 +105,7 @@ def lifted_floats(segments: Sequence[Segment]) -> set[int]:
 def build_block(
     segment: Segment, name: str, role_of: Mapping[fx.Node, Role], names: Mapping[fx.Node, str], lifted: set[int]
 ) -> Block:
-    """The block of a segment: its own graph with one placeholder per external value and lifted scalar."""
+    """The block of a segment: its own graph, with one placeholder per external value and per lifted scalar."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     ports: list[Port] = []
@@ -155,12 +155,12 @@ def build_block(
 
 
 def signature_of(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str]) -> str:
-    """Hash of all that a block computes: operators, literals, shapes, dtypes, and the roles of its ports."""
+    """The hash of a block's computation: operators, literals, shapes, dtypes, and the roles of its ports."""
     return hashlib.sha256(block_text(graph, ports, outputs).encode()).hexdigest()
 
 
 def block_text(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str], *, with_floats: bool = True) -> str:
-    """A block as text that no name of a value is part of; without floats, blocks of one skeleton have one text."""
+    """A block as text without names of values. Without floats, blocks with the same skeleton have the same text."""
     roles = {port.name: port.role for port in ports}
     values: dict[fx.Node, str] = {}
     lines: list[str] = []
@@ -216,7 +216,7 @@ def _port_name(name: str, role: Role, path: str, taken: Counter[str]) -> str:
 def fold(
     segments: Sequence[Segment], role_of: Mapping[fx.Node, Role], names: dict[fx.Node, str], used_later: set[fx.Node]
 ) -> tuple[tuple[Block, ...], tuple[CallSite, ...]]:
-    """Distinct blocks and the calls, in order; `names` gets a name for every value that crosses segments."""
+    """The distinct blocks and the calls, in order. `names` gets a name for every value that crosses segments."""
     groups: dict[str, list[Segment]] = defaultdict(list)
     for segment in segments:
         describe(segment, role_of, used_later)

@@ -1,12 +1,15 @@
-"""The second capture of a deep model, made of its distinct layers alone: what a layer does is captured once.
+"""The second capture of a deep model, made with few of its layers: each distinct layer is captured once.
 
-A capture at other sizes tells what of a graph depends on them. Layers of a stack (children of a module, numbered from
-0) whose operators, literals and shapes are equal in the first capture, and whose modules are of one class with equal
-attributes but for the number of the layer, do the same at other sizes too. So the model is captured there with the last
-layers taken out, down to the first of each kind, and its graph is written out for all layers (`_Writing`): the first
-capture's structure with the numbers of the second. That taking them out changes nothing else is tried at the sizes of
-the first capture, where the graph written out must be the one that is known. Where anything does not fit together, the
-whole model is to be captured.
+A stack is a module whose children are layers, numbered from 0. Two layers of a stack compute the same at all sizes if
+they meet two conditions. Their operators, literals and shapes are equal in the first capture. Their modules have one
+class and equal attributes, except for the layer's number.
+
+The second capture is at other sizes. It shows which numbers of the graph depend on sizes. It runs without the last
+layers of each stack, and keeps the first layer of each kind. `_Writing` then writes the graph of all layers, with the
+structure of the first capture and the numbers of the second.
+
+A capture with few layers at the first sizes comes before, as a check: the graph written from it must equal the first
+capture. If any check fails, the whole model must be captured.
 """
 
 import contextlib
@@ -28,8 +31,11 @@ Layer = tuple[str, int]  # the path of a stack and a layer's number in it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A stack of layers: `like[n]` is a layer that layer n is equal to; `kept` are those in front to keep, of which the
-    last `period` is repeated where it is given."""
+    """A stack of layers. `like[n]` is the number of a layer that layer n is equal to.
+
+    A capture with fewer layers keeps the first `kept` layers. A `period` other than 0 means that the last `period` of
+    the kept layers repeat until the end of the stack.
+    """
 
     path: str
     like: tuple[int, ...]
@@ -38,15 +44,18 @@ class Stack:
 
 
 class _Differs(Exception):
-    """A capture with fewer layers is not the first one without these layers."""
+    """A capture with fewer layers differs from the first capture in more than these layers."""
 
 
 def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
-    """The stacks of a captured model of which less than half has to be kept, since it is captured twice."""
+    """The stacks of a captured model that need less than half of their layers.
+
+    The model with fewer layers is captured twice, so more layers would save no time.
+    """
     layers, modules = nodes_of_layers(flat.graph), dict(model.named_modules())
     found = []
     for path in dict.fromkeys(stack for stack, _ in layers):
-        own = modules[path]._modules if path in modules else {}  # a module conv1 is no layer of a stack
+        own = modules[path]._modules if path in modules else {}  # the number in a name such as conv1 is no layer
         names = [str(n) for n in range(len(own))]
         if list(own) != names or any((path, n) not in layers for n in range(len(own))):
             continue
@@ -63,7 +72,7 @@ def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
 
 @contextlib.contextmanager
 def without_layers(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
-    """The model without the last layers of its stacks, which are put back."""
+    """The model without the last layers of its stacks. The context restores them at its end."""
     whole = {stack.path: dict(model.get_submodule(stack.path)._modules) for stack in stacks}
     try:
         for stack in stacks:
@@ -77,8 +86,10 @@ def without_layers(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
 
 
 def layers_to_take_out(model: nn.Module, flat: Flat, captured: Callable[[], Flat]) -> tuple[Stack, ...]:
-    """The stacks that can be captured with fewer layers; `captured` captures the model as it is, at the sizes of
-    `flat`."""
+    """The stacks that can be captured with fewer layers.
+
+    `captured` captures the model with its present layers, at the sizes of `flat`.
+    """
     stacks = repeated_layers(model, flat)
     found = with_fewer_layers(model, flat, stacks, captured)
     if found is None or _text([*found.graph.nodes], "") != _text([*flat.graph.nodes], ""):
@@ -89,7 +100,10 @@ def layers_to_take_out(model: nn.Module, flat: Flat, captured: Callable[[], Flat
 def with_fewer_layers(
     model: nn.Module, flat: Flat, stacks: Sequence[Stack], captured: Callable[[], Flat]
 ) -> Flat | None:
-    """What `captured` would give for the whole model, from a capture with fewer layers; None where there is none."""
+    """The capture of the whole model, written from a capture with fewer layers. None if this fails.
+
+    `captured` captures the model with its present layers, at the sizes of the result.
+    """
     if not stacks:
         return None
     with contextlib.suppress(CaptureError, _Differs), without_layers(model, stacks):
@@ -112,7 +126,7 @@ def _layer_of(node: fx.Node) -> Layer | None:
 
 
 def _text(nodes: Sequence[fx.Node], path: str) -> str:
-    """What a layer computes; what comes from outside it is told by its shape alone."""
+    """A layer's computation as text. A value from outside the layer appears as its shape and dtype alone."""
     inside = {node: f"%{index}" for index, node in enumerate(nodes)}
 
     def text(value: Any) -> str:
@@ -130,7 +144,10 @@ def _text(nodes: Sequence[fx.Node], path: str) -> str:
 
 
 def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
-    """Whether two values are equal as attributes of layers of these numbers, in which a layer may have its own."""
+    """Whether two attributes of layers with these numbers are equal.
+
+    Integers are also equal if each is its layer's number, or this number plus one.
+    """
     if a is b:
         return True
     if type(a) is not type(b):
@@ -151,7 +168,10 @@ def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
 
 
 class _Writing:
-    """One graph being written out. `twin` is the node of `fewer` that a node of `flat` is, or is like."""
+    """The writing of one graph. `twin` maps a node of `flat` to the same node of `fewer`, or to an equal layer's node.
+
+    "Ours" means `flat` and "theirs" means `fewer`.
+    """
 
     def __init__(self, flat: Flat, fewer: Flat, stacks: Sequence[Stack]) -> None:
         self.flat, self.fewer = flat, fewer
@@ -180,13 +200,13 @@ class _Writing:
         )
 
     def dropped(self, node: fx.Node) -> Stack | None:
-        """The stack of a node whose layer was taken out."""
+        """The stack of a node in a removed layer. None for other nodes."""
         path, number = self.layer.get(node, ("", 0))
         stack = self.stacks.get(path)
         return None if stack is None or number < stack.kept else stack
 
     def pair_placeholders(self) -> None:
-        """Those that are not there must be state of layers that were taken out."""
+        """Pair the placeholders. A placeholder without a twin must be a parameter or buffer of a removed layer."""
         theirs = {(n.name, *self.fewer.placeholders[n.name]): n for n in _placeholders(self.fewer)}
         gone = tuple(f"{s.path}.{n}.".lstrip(".") for s in self.stacks.values() for n in range(s.kept, len(s.like)))
         for node in _placeholders(self.flat):
@@ -200,7 +220,7 @@ class _Writing:
         _demand(self.flat.outputs == self.fewer.outputs and set(self.fewer.updates) <= set(self.flat.updates))
 
     def pair_kept(self) -> None:
-        """Nodes of what is kept are those of `fewer`, one by one; a node of another layer is like one of them."""
+        """Pair each kept node with the node of `fewer` in the same place, and removed layers with their like layers."""
         ours = [n for n in self.flat.graph.nodes if n.op not in ("placeholder", "output") and not self.dropped(n)]
         theirs = [n for n in self.fewer.graph.nodes if n.op not in ("placeholder", "output")]
         _demand(len(ours) == len(theirs))
@@ -216,7 +236,7 @@ class _Writing:
     def node(self, node: fx.Node) -> fx.Node:
         """The node at the other sizes."""
         other = self.twin.get(node)
-        if other is None:  # state of a layer that was taken out, which has one size
+        if other is None:  # a parameter or buffer of a removed layer has the same shape at all sizes
             new = self.graph.create_node(node.op, node.target, name=node.name)
             new.meta = dict(node.meta)
         else:
@@ -233,7 +253,7 @@ class _Writing:
         return new
 
     def merged(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
-        """An argument: nodes of our structure, numbers of theirs."""
+        """An argument of a written node: its nodes are ours, its numbers are theirs."""
         _demand(type(ours) is type(theirs))
         if isinstance(ours, fx.Node):
             self.check(ours, theirs, node)
@@ -241,12 +261,16 @@ class _Writing:
         if isinstance(ours, (list, tuple)):
             _demand(len(ours) == len(theirs))
             return type(ours)([self.merged(a, b, node) for a, b in zip(ours, theirs, strict=True)])
-        _demand(not isinstance(ours, (slice, dict)))  # in which nodes could stand
+        _demand(not isinstance(ours, (slice, dict)))  # they could hold nodes
         return theirs
 
     def check(self, ours: fx.Node, theirs: fx.Node, node: fx.Node) -> None:
-        """An operand of ours is what theirs is: the same node, or for the last layer of a stack the last that is kept;
-        in a layer that was taken out, one of the same type."""
+        """Check that our operand of `node` corresponds to their operand.
+
+        Both must have the same shape and dtype. This is enough if `node` is in a removed layer. Otherwise the two
+        operands must be twins. If our operand is in a removed layer, it must be in the last layer of its stack. Their
+        operand must then have the same position in the last kept layer.
+        """
         _demand(self.new[ours].meta.get("info") == theirs.meta.get("info"))
         if self.dropped(node):
             return

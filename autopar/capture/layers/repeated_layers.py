@@ -1,11 +1,13 @@
-"""The export of a deep model, written from one of the same model with fewer layers.
+"""The export of a deep model, written from an export of the same model with fewer layers.
 
-Which layers may be left out is known before (`autopar.capture.layers.watched_layers`): those that repeat the last
-period of those that are kept, of which there are two. A node of a repeated layer is that of the layer it is like; what
-it takes from its own layer and from the one before is theirs, parameters are those of its own modules, all else is the
-same. Names are those that an export of the whole model gives: they are numbered in the order of the nodes, so that
-from one period to the next all numbers of a name grow by the same count. Where the two periods do not show this,
-nothing is written.
+`autopar.capture.layers.watched_layers` finds the layers that may be left out. The kept layers end with two equal
+periods, and the layers left out repeat the last period. The nodes of a repeated layer are copies of the nodes of its
+like layer. Operands from the like layer, or from the layer before it, become the copies' operands at the same distance.
+Parameters and buffers become the state of the repeated layer. All other operands stay the same.
+
+The copies have the names that an export of the whole model gives. An export numbers names in the order of the nodes, so
+the numbers of a name grow by the same count from one period to the next. If the two periods do not show this, nothing
+is written.
 """
 
 import re
@@ -19,16 +21,18 @@ from autopar.capture.flat_graph import Flat
 from autopar.capture.layers.fewer_layers import Layer, Stack, nodes_of_layers
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
-WRAPPED = "model."  # the path of the captured model in what is exported
+WRAPPED = "model."  # the path of the captured model in the exported module
 
 
 class _Differs(Exception):
-    """The layers that are kept do not show how to go on."""
+    """The two periods of the kept layers do not repeat regularly."""
 
 
 def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
-    """The capture of a whole model from that of one with the kept layers of `stacks`, neither of them normalised; None
-    where they cannot be repeated."""
+    """The capture of a whole model, written from a capture with the kept layers of `stacks`.
+
+    Both captures are not normalised. None if the layers cannot be repeated.
+    """
     if fewer.updates:
         return None
     try:
@@ -38,8 +42,11 @@ def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
 
 
 class _Repeating:
-    """One graph being written. `new` holds the nodes that stand for those of `fewer`, `copies` those of other layers
-    by stack, layer and position."""
+    """The writing of one graph.
+
+    `new` maps the nodes of `fewer` to written nodes. `copies` has the nodes of repeated layers by stack, layer and
+    position.
+    """
 
     def __init__(self, fewer: Flat, stacks: Sequence[Stack]) -> None:
         self.fewer = fewer
@@ -74,7 +81,7 @@ class _Repeating:
         return replace(self.fewer, graph=self.graph, placeholders=self.placeholders)
 
     def growth(self, stack: Stack) -> dict[str, int]:
-        """By how much the number of each name grows from one period to the next."""
+        """The growth of each name's number from one period to the next."""
         found: dict[str, int] = {}
         for n in range(stack.kept - stack.period, stack.kept):
             nodes, before = self.layers.get((stack.path, n), []), self.layers.get((stack.path, n - stack.period), [])
@@ -86,7 +93,7 @@ class _Repeating:
         return found
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two nodes do the same in their layers."""
+        """Whether two nodes compute the same in their layers."""
         if (a.op, a.target, list(a.kwargs)) != (b.op, b.target, list(b.kwargs)) or a.op != "call_function":
             return False
         return self.text(a) == self.text(b)
@@ -108,7 +115,7 @@ class _Repeating:
         return f"{text(node.args)}{text([*node.kwargs.values()])}"
 
     def own_state(self, node: fx.Node, layer: Layer) -> str | None:
-        """The name of a parameter or buffer of a layer, seen from the layer."""
+        """The name of a parameter or buffer inside its layer. None for other nodes and for other layers' state."""
         kind, name = self.fewer.placeholders.get(node.name, ("", "")) if node.op == "placeholder" else ("", "")
         own = f"{layer[0]}.{layer[1]}."
         return name.removeprefix(own) if kind in ("parameter", "buffer") and name.startswith(own) else None
@@ -123,7 +130,7 @@ class _Repeating:
         return made
 
     def state_of_copies(self, done: Sequence[fx.Node], rest: Sequence[fx.Node]) -> None:
-        """After the last of the parameters, or buffers, of the kept layers come those of the repeated ones."""
+        """Add the repeated layers' parameters after the last kept layer's parameters; likewise the buffers."""
         kind, _ = self.fewer.placeholders.get(done[-1].name, ("", ""))
         for stack in self.stacks.values():
             last = (stack.path, stack.kept - 1)
@@ -142,9 +149,10 @@ class _Repeating:
         return self.fewer.placeholders.get(node.name, ("", ""))[0] == kind and self.own_state(node, layer) is not None
 
     def taken(self, value: fx.Node, layer: Layer | None, ahead: int = 0) -> fx.Node:
-        """What a node of a kept layer, or of none, takes; or its copy in the layer that is so many `ahead`.
+        """The written operand for the operand `value` of a node in a kept `layer`, or in no layer.
 
-        What is in no layer of the stack sees the last layer of the whole model where it sees the last one kept.
+        With `ahead`, the operand is for the node's copy in a later layer, this many layers ahead. A node outside a
+        stack that reads the stack's last kept layer reads the last layer of the whole model instead.
         """
         path, n, k = self.place.get(value, ("", 0, 0))
         stack = self.stacks.get(path)
@@ -157,11 +165,11 @@ class _Repeating:
         return self.new[value]
 
     def at(self, path: str, n: int, k: int) -> fx.Node:
-        """A node of a layer of the whole model."""
+        """The written node at position `k` of a layer of the whole model."""
         return self.copies.get((path, n, k)) or self.new[self.layers[path, n][k]]
 
     def repeat(self, stack: Stack) -> None:
-        """The layers that were left out."""
+        """Write the layers that were left out."""
         path, grows = stack.path, self.grows[stack.path]
         for n in range(stack.kept, len(stack.like)):
             like = stack.like[n]
@@ -187,7 +195,7 @@ class _Repeating:
 
 
 def _moved(modules: Mapping[str, tuple[str, Any]], old: str, new: str) -> dict[str, tuple[str, Any]]:
-    """A stack of modules around a node, in another layer."""
+    """A node's stack of modules, moved to another layer."""
     at, there = WRAPPED + old, WRAPPED + new
     return {
         key: (there + path.removeprefix(at) if path == at or path.startswith(f"{at}.") else path, kind)

@@ -1,12 +1,12 @@
-"""Which layers of a deep model do the same, found without an export: the model is run on meta and its calls watched.
+"""Equal layers of a deep model, found without an export: the model runs on meta, and its calls are watched.
 
-A run records no graph, so that it takes a small part of the seconds of an export. Each call of a torch function is
-written as text: the function, its arguments and the shapes that it returns. A tensor is named by the call that made it,
-which is one of the same layer, of the layer before, of another one or of none, or by its name in the model, seen from
-the layer. Layers whose texts are equal, and whose modules are (`autopar.capture.layers.fewer_layers`), do the same.
+A run records no graph, so it takes a small part of the time of an export. Each call of a torch function is written as
+text: the function, its arguments and the shapes of its results. A tensor that a call made has the name of this call,
+relative to the current layer. Any other tensor has its name in the model, relative to the current layer. Two layers are
+equal if their texts are equal and their modules are alike (`autopar.capture.layers.fewer_layers`).
 
-From some layer on the layers of a stack must repeat with a period. Two periods of them are kept, and the model is run
-again without the rest: what the whole model does must be what this one does, with the last period repeated.
+From some layer on, the layers of a stack must repeat with a period. Two periods are kept, and the model runs again
+without the other layers. These calls, with the last period repeated, must equal the calls of the whole model.
 """
 
 from collections import defaultdict
@@ -21,18 +21,18 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.export.export import Inputs, LossFunction, input_names, run_on_meta
 from autopar.capture.layers.fewer_layers import Layer, Stack, alike, without_layers
 
-Calls = Mapping[Layer | None, Sequence[str]]  # of each layer, and under None of what is in no layer
+Calls = Mapping[Layer | None, Sequence[str]]  # the calls in each layer; None has the calls in no layer
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout)
 
 
 class _Unknown(Exception):
-    """What a call is given cannot be told from what another one is."""
+    """The calls of two runs cannot be compared: an argument has no text form, or layers are called out of order."""
 
 
 def watched_stacks(
     model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, *, training: bool
 ) -> tuple[Stack, ...]:
-    """The stacks that an export needs less than half of the layers of; only of a model that lies on meta."""
+    """The stacks for which an export needs less than half of the layers. Empty unless the model is on meta."""
     tensors = [*model.parameters(), *model.buffers()]
     lengths = _stacks(model)
     if not lengths or not tensors or not all(tensor.is_meta for tensor in tensors):
@@ -52,13 +52,13 @@ def watched_stacks(
             return ()
         with without_layers(model, stacks):
             fewer = calls()
-    except Exception:  # whatever a model does on meta outside of an export
+    except Exception:  # a model may raise anything if it runs on meta outside of an export
         return ()
     return stacks if whole == _repeated(fewer, stacks) else ()
 
 
 def _stacks(model: nn.Module, among: Mapping[str, int] | None = None) -> dict[str, int]:
-    """The numbers of layers of stacks that lie in no other stack."""
+    """The number of layers of each stack that is in no other stack."""
     found: dict[str, int] = {}
     for path, module in model.named_modules():
         names = list(module._modules)
@@ -70,7 +70,7 @@ def _stacks(model: nn.Module, among: Mapping[str, int] | None = None) -> dict[st
 
 
 def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | None:
-    """The first layers to keep, so that the last period of them can be repeated up to the last layer."""
+    """A stack with the fewest first layers whose last period repeats up to the last layer. None if none repeats."""
     if any((path, n) not in calls for n in range(length)):
         return None
     own, kinds = module._modules, list[int]()
@@ -79,7 +79,7 @@ def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | N
         kinds.append(next((m for m in firsts if alike(own[str(m)], own[str(n)], (m, n))), n))
     choices = []
     for period in range(1, length // 4 + 1):
-        differ = (n for n in range(1, length - period) if kinds[n] != kinds[n + period])  # layer 0 has none before it
+        differ = (n for n in range(1, length - period) if kinds[n] != kinds[n + period])  # layer 0 has no predecessor
         kept = max(differ, default=0) + 1 + 2 * period
         kept += (length - kept) % period
         if 2 * kept < length:
@@ -92,7 +92,7 @@ def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | N
 
 
 def _repeated(fewer: Calls, stacks: Sequence[Stack]) -> Calls:
-    """The calls of the whole model if layers that were taken out do what those do that they are like."""
+    """The calls of the whole model, if each removed layer makes the same calls as its like layer."""
     found = dict(fewer)
     for stack in stacks:
         for n in range(stack.kept, len(stack.like)):
@@ -101,7 +101,7 @@ def _repeated(fewer: Calls, stacks: Sequence[Stack]) -> Calls:
 
 
 class _Watch(TorchFunctionMode):
-    """Writes down the calls of one run. Tensors are kept alive, since they are told by their identity."""
+    """Writes the calls of one run as text. It keeps the tensors alive, because their `id` identifies them."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], stacks: Mapping[str, int]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = f"{func!r}({self.text(args)};{self.text(kwargs)})"
         out = func(*args, **(kwargs or {}))
-        reads_attribute = getattr(func, "__name__", "") == "__get__"  # what a shape is read for is seen later
+        reads_attribute = getattr(func, "__name__", "") == "__get__"  # later calls show the use of a shape
         if isinstance(out, torch.Tensor) or not reads_attribute:
             own = self.calls[self.layer]
             own.append(f"{given}->{self.result(out, str(len(own)))}")
@@ -125,7 +125,7 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def layers(self) -> Iterator[None]:
-        """Layers say when they are called, each of them once, in their order."""
+        """A context whose hooks report the current layer. Each layer must be called once, in order."""
         with ExitStack() as hooks:
             for path, length in self.stacks.items():
                 for n in range(length):
@@ -151,7 +151,7 @@ class _Watch(TorchFunctionMode):
         self.layer = None
 
     def result(self, value: Any, place: str) -> str:
-        """What a call returns; its tensors are known by that call from now on."""
+        """The result of a call as text. From now on, its tensors have the name of this call."""
         if isinstance(value, torch.Tensor):
             self.alive.append(value)
             self.made[id(value)] = (self.layer, place)
@@ -161,7 +161,7 @@ class _Watch(TorchFunctionMode):
         return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
 
     def text(self, value: Any) -> str:
-        """An argument, tensors by where they are from."""
+        """An argument as text. A tensor appears as its source."""
         if isinstance(value, torch.Tensor):
             return self.source(value)
         if isinstance(value, _PLAIN):
@@ -177,7 +177,7 @@ class _Watch(TorchFunctionMode):
         raise _Unknown(type(value))
 
     def source(self, tensor: torch.Tensor) -> str:
-        """The call that made a tensor, or its name, as the layer sees it that is being called."""
+        """The call that made a tensor, or the tensor's name, relative to the current layer."""
         if id(tensor) not in self.made:
             name = self.named[id(tensor)]
             here = "" if self.layer is None else f"{self.layer[0]}.{self.layer[1]}."

@@ -1,7 +1,7 @@
-"""Batch norm in training, in ordinary operators: mean, variance, normalise, and running statistics as new values.
+"""Batch norm in training as ordinary operators: mean, variance, normalisation, and new running statistics.
 
-Mean and variance over the batch are reductions like any other, so that a batch split over ranks keeps the statistics
-of the whole batch, forward and backward.
+Mean and variance over the batch become ordinary reductions. So a batch that is split over ranks keeps the statistics of
+the whole batch, forward and backward.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ Changed = list[tuple[fx.Node, fx.Node]]
 
 
 def replace_batch_norm(graph: fx.Graph, node: fx.Node) -> Changed:
-    """Rewrite a batch norm (or instance norm) in training; buffers and their new values."""
+    """Rewrite a batch norm (or instance norm) in training. Returns the changed buffers with their new values."""
     if node.target is aten.batch_norm.default and argument(node, "training"):
         return _replace(graph, node, over_batch=True)
     if node.target is aten.instance_norm.default and argument(node, "use_input_stats"):
@@ -41,7 +41,7 @@ def _replace(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> Changed:
 
 
 def _spell(graph: fx.Graph, node: fx.Node) -> None:
-    """The forms that export's decomposition makes; new statistics are outputs 3 and 4."""
+    """Rewrite the forms that export's decomposition makes. Their outputs 3 and 4 are the new statistics."""
     outputs = {int(user.args[1]): user for user in list(node.users)}  # type: ignore[arg-type]
     assert not {1, 2} & {k for k, user in outputs.items() if user.users}, node
     with graph.inserting_before(node):
@@ -59,7 +59,7 @@ def _spell(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Node]]:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` and the new running mean and variance, if there are any."""
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, and the new running mean and variance if they exist."""
 
     def new(target: Any, *args: Any) -> fx.Node:
         return compute(graph, node, target, *args)
@@ -74,7 +74,7 @@ def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.
     recorded = [argument(node, name) if has_running else None for name in ("running_mean", "running_var")]
 
     def statistic(of: Any, running: Any) -> tuple[fx.Node, fx.Node]:
-        """A mean over the batch, and what takes its place in evaluation."""
+        """A mean over the batch, and the statistic to use: this mean in training, `running` in evaluation."""
         own = new(aten.mean.dim, of, over, True)
         if running is None:
             return own, own

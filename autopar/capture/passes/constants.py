@@ -1,9 +1,10 @@
-"""Constant subgraphs: what depends on no input and no parameter is taken out and evaluated once.
+"""Constant subgraphs: nodes that depend on no input and no parameter are taken out and evaluated once.
 
-Masks are recognised by value at the small size of the second capture: a causal mask becomes ``is_causal=True``, so
-that no rank ever holds a sequence × sequence tensor and flash kernels stay usable. A number in the mask's own code that
-is too large to matter at the small size but not at the real one, such as the width of a sliding window, is a reason to
-look at the real size too; where that is too large to look at, the mask stays.
+Masks are recognised by their values at the small size of the second capture. A causal mask becomes ``is_causal=True``.
+Then no rank holds a sequence × sequence tensor, and flash kernels stay usable.
+
+A mask's code may hold a number that takes effect only at the real size, such as the width of a sliding window. Such a
+mask is also evaluated at its real size. If it is too large to evaluate, the mask stays.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -21,7 +22,7 @@ MAX_EVALUATED = 8192**2  # elements of a mask that is evaluated at its real size
 
 
 def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
-    """Nodes that depend on buffers and literals alone, in graph order. `kinds` maps placeholder names to kinds."""
+    """The nodes that depend on buffers and literals alone, in graph order. `kinds` maps placeholder names to kinds."""
     constant: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -40,7 +41,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def closure(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes and everything they depend on, in graph order."""
+    """The nodes and all their direct and indirect operands, in graph order."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -52,12 +53,12 @@ def closure(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def on_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Arguments of a creating operator with its captured device replaced."""
+    """The keyword arguments of a creating operator with another device."""
     return {k: (device if k == "device" else v) for k, v in kwargs.items() if k != "pin_memory"}
 
 
 def evaluate(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Tensor:
-    """Value of a constant node on a device; `leaf` gives placeholders and attributes."""
+    """The value of a constant node on a device. `leaf` gives the values of placeholders and attributes."""
     values: dict[fx.Node, Any] = {}
     for node in closure([wanted]):
         if node.op in ("placeholder", "get_attr"):
@@ -70,7 +71,7 @@ def evaluate(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Tensor:
 
 
 def is_causal_mask(mask: torch.Tensor) -> bool:
-    """Whether a mask over (..., query, key) allows exactly the keys not after the query."""
+    """Whether a mask over (..., query, key) allows exactly the keys up to the query's position."""
     rows, columns = mask.shape[-2:]
     if rows != columns or rows < 2:
         return False
@@ -82,9 +83,10 @@ def is_causal_mask(mask: torch.Tensor) -> bool:
 
 
 def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> frozenset[str]:
-    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; returns whose, by name.
+    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs.
 
-    `small` is the same graph captured at a small size. Masks that need a value that is not at hand stay.
+    `small` is the same graph captured at a small size. A mask that depends on a placeholder stays, because its value is
+    not known. Returns the names of the changed attention nodes.
     """
     twins = dict(zip(graph.nodes, small.nodes, strict=True))
     known: dict[fx.Node, bool] = {}
@@ -105,7 +107,7 @@ def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: L
 
 
 def make_causal(graph: fx.Graph, names: Container[str]) -> None:
-    """Give attention of these names ``is_causal=True`` in place of a mask."""
+    """Give the attention nodes with these names ``is_causal=True`` in place of a mask."""
     for node in graph.nodes:
         if node.name in names:
             dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
@@ -114,7 +116,7 @@ def make_causal(graph: fx.Graph, names: Container[str]) -> None:
 
 
 def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
-    """Whether the code of a mask has a number that is no size and first matters beyond the small size."""
+    """Whether a mask's code has a number, equal in both captures, that takes effect only beyond the small size."""
     large, small = _rows(mask), _rows(twin)
     pairs = zip(closure([mask]), closure([twin]), strict=True)
     numbers = (pair for a, b in pairs for pair in zip(_numbers(a), _numbers(b), strict=True))
@@ -122,7 +124,7 @@ def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
 
 
 def is_causal_at_full_size(mask: fx.Node, leaf: Leaf) -> bool:
-    """Whether a mask is causal at its real size; False where it is too large to evaluate, or needs a value of meta."""
+    """Whether a mask is causal at its real size. False if it is too large to evaluate, or depends on a meta tensor."""
     leaves = [leaf(node) for node in closure([mask]) if node.op == "get_attr"]
     if _rows(mask) ** 2 > MAX_EVALUATED or any(value.is_meta for value in leaves):
         return False
@@ -149,7 +151,7 @@ def _numbers(node: fx.Node) -> list[float]:
 
 
 def attention_mask(node: fx.Node) -> fx.Node | None:
-    """The mask operand of an attention node, None for other nodes and for attention without one."""
+    """The mask operand of an attention node. None for other nodes, and for attention without a mask."""
     if node.target is not _SDPA:
         return None
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -157,7 +159,7 @@ def attention_mask(node: fx.Node) -> fx.Node | None:
 
 
 def merge_equal(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Common subexpressions among constant nodes become one: every layer asks for the same rotary table."""
+    """Merge equal constant nodes into one node. For example, every layer computes the same rotary table."""
     seen: dict[Any, fx.Node] = {}
     for node in nodes:
         if node.op != "call_function":

@@ -1,4 +1,4 @@
-"""What mixtures of experts compute with, spelled so that rules know it and every device runs it.
+"""The operators of mixtures of experts, in a form that the rules know and every device runs.
 
 Tokens are sorted by expert, counted by a histogram, and multiplied in groups (`autopar.rules.grouped_product`).
 """
@@ -17,7 +17,7 @@ FALLBACK = "transformers.grouped_mm_fallback.default"
 
 
 def one_grouped_product(graph: fx.Graph) -> None:
-    """torch's product of rows in groups, and what transformers has in its place, become `GROUPED_MM`."""
+    """Replace PyTorch's grouped product of rows, and its fallback in transformers, by `GROUPED_MM`."""
     for node in list(graph.nodes):
         torchs = node.op == "call_function" and node.target is aten._grouped_mm.default
         if not torchs and str(node.target) != FALLBACK:
@@ -31,7 +31,7 @@ def one_grouped_product(graph: fx.Graph) -> None:
 
 
 def histogram_of_integers(graph: fx.Graph) -> None:
-    """``histc(x, n, 0, n - 1)`` counts how often each of n numbers occurs; it has no integer kernel on a CPU."""
+    """Replace ``histc(x, n, 0, n - 1)``, which counts each of n numbers and has no integer kernel on a CPU."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.histc.default:
             continue

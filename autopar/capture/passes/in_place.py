@@ -1,4 +1,4 @@
-"""In-place operators become functional; buffers that forward changes become state with a new value each."""
+"""In-place operators become functional. Each buffer that the forward pass changes becomes state with a new value."""
 
 import operator
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.fu
 def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -> bool:
     """Whether a graph holds in-place operators that only export's own decomposition makes functional.
 
-    Those are operators on views, on values with views that are used later, inside regions, and without a functional
-    twin. `changeable` are the placeholders that may be changed.
+    Such an operator changes a view or a value whose views are used later, lies in a region, or has no functional twin.
+    An operator that changes a placeholder outside `changeable` also needs decomposition.
     """
     if any(_is_aliased(node) for node in module.graph.nodes if _in_place(node)):
         return True
@@ -30,9 +30,10 @@ def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -
 
 
 def functionalise(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.Node]:
-    """Make in-place operators and batch norm's statistics functional; the last value of every buffer changed.
+    """Make in-place operators and the statistics of batch norm functional.
 
-    `buffers` maps placeholders to names. Raises `CaptureError` where an operator changes what others see.
+    `buffers` maps placeholders to names. Returns the last value of every changed buffer. Raises `CaptureError` if an
+    operator changes a value that others see.
     """
     last: dict[str, fx.Node] = {}
     holds: dict[fx.Node, str] = {n: buffers[n.name] for n in graph.nodes if n.op == "placeholder" and n.name in buffers}
@@ -66,7 +67,7 @@ def _first(node: fx.Node) -> Any:
 
 
 def _functional_twin(node: fx.Node) -> Any:
-    """The functional operator of an in-place one, None if there is none."""
+    """The functional form of an in-place operator. None if there is none."""
     if node.target in FILLS:
         return FILLS[node.target]
     schema = node.target._schema  # type: ignore[union-attr]
@@ -77,7 +78,7 @@ def _functional_twin(node: fx.Node) -> Any:
 
 
 def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Replace an in-place operator; the new value has the shape and dtype of the one it replaces."""
+    """Replace an in-place operator. The new value has the shape and dtype of the old value."""
     target, twin = _first(node), _functional_twin(node)
     if twin is None or _is_aliased(node):
         where = list((node.meta.get("nn_module_stack") or {"": ("the model", "")}).values())[-1][0]
@@ -98,7 +99,7 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _fitted(graph: fx.Graph, node: fx.Node, source: Any, like: torch.Tensor) -> fx.Node:
-    """`source` in the shape and dtype of a tensor; always a new node."""
+    """`source` in the shape and dtype of the tensor `like`. The result is always a new node."""
     if value(source).dtype != like.dtype:
         source = compute(graph, node, aten.to.dtype, source, like.dtype)
     if value(source).shape != like.shape:
@@ -110,7 +111,7 @@ def _fitted(graph: fx.Graph, node: fx.Node, source: Any, like: torch.Tensor) -> 
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """`copy`, `fill` and `index_put` by a mask in ordinary operators."""
+    """Replace `copy`, `fill`, and `index_put` with a mask, by ordinary operators."""
     for node in list(graph.nodes):
         if node.target in (aten.copy.default, aten.fill.Tensor):
             with graph.inserting_before(node):
@@ -122,7 +123,7 @@ def drop_copies(graph: fx.Graph) -> None:
 
 
 def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
-    """`x[mask] = number` is a choice per element."""
+    """Replace `x[mask] = number` by `where`."""
     x, source, indices = _first(node), node.args[2], list(cast("list[Any]", node.args[1]))
     mask, *others = indices
     if others or not isinstance(mask, fx.Node) or value(mask).dtype is not torch.bool or value(source).numel() != 1:
@@ -153,7 +154,7 @@ def _is_view(node: Any) -> bool:
 
 
 def _is_aliased(node: fx.Node) -> bool:
-    """Whether an in-place operator changes a value that is seen under another name, or has no functional twin."""
+    """Whether an in-place operator has no functional twin, or changes a value that is seen under another name."""
     target = _first(node)
     if not isinstance(target, fx.Node) or _functional_twin(node) is None or _is_view(target):
         return True

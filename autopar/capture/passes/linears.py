@@ -9,7 +9,7 @@ TRANSPOSES = {aten.t.default, aten.numpy_T.default}
 
 
 def matmul_to_linear(graph: fx.Graph) -> None:
-    """``x @ w.T`` and ``x @ w.T + b`` of a weight (out, in) and a bias (out,), both given from outside."""
+    """Replace ``x @ w.T`` and ``x @ w.T + b``. The weight (out, in) and the bias (out,) must be placeholders."""
     for node in list(graph.nodes):
         if node.target not in (aten.matmul.default, aten.mm.default):
             continue
@@ -27,7 +27,7 @@ def matmul_to_linear(graph: fx.Graph) -> None:
 
 
 def _with_bias(node: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """The addition that alone uses a product and adds a bias of its output size, with the bias; else the product."""
+    """The addition of a bias to a product, with the bias, if it is the product's only use. Otherwise the product."""
     only = next(iter(node.users)) if len(node.users) == 1 else node
     if only.target is not aten.add.Tensor or only.args[0] is not node or only.kwargs:
         return node, ()

@@ -1,6 +1,6 @@
-"""Normalisation passes: each a small function over one fx graph, applied in the order of `PASSES`.
+"""Normalisation passes. Each pass is a small function over one fx graph, and `PASSES` has their order.
 
-After them every node is a functional ATen operator with one tensor output, and carries ``meta["info"]``.
+After the passes, every node is a functional ATen operator with one tensor output, and has ``meta["info"]``.
 """
 
 import operator
@@ -34,7 +34,7 @@ NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.defa
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Inline `set_grad_enabled` and `autocast` regions; what a no-grad region yields is marked so."""
+    """Inline `set_grad_enabled` and `autocast` regions. The nodes of a no-grad region get ``meta["no_grad"]``."""
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", str(node.target))
         if node.op != "call_function" or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
@@ -68,7 +68,7 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Drop assertions, aliases and casts that change nothing; `view` becomes `reshape`."""
+    """Drop assertions, aliases and casts without effect. `view` becomes `reshape`."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -96,8 +96,11 @@ def _is_no_op(node: fx.Node) -> bool:
 
 
 def spell_plainly(graph: fx.Graph) -> None:
-    """One spelling per operator: padding by its constant form, keyword-only defaults made explicit, no memory that is
-    not initialised, which would differ between ranks."""
+    """Give each operator one form.
+
+    Constant padding becomes `constant_pad_nd`, and `reshape` gets its complete shape. Uninitialised memory becomes
+    zeros, because it would differ between ranks. `new_zeros` and its relatives become `full` or `full_like`.
+    """
     for node in list(graph.nodes):
         if node.target is aten.pad.default and (len(node.args) < 3 or node.args[2] == "constant"):
             value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value", 0.0)
@@ -112,7 +115,10 @@ def spell_plainly(graph: fx.Graph) -> None:
 
 
 def _fill_without_operand(node: fx.Node, value: float | None) -> None:
-    """``x.new_zeros(shape)``: of x it needs dtype and device, and where it has x's shape, it has x's axes."""
+    """Replace ``x.new_zeros(shape)`` by `full` with x's dtype and device.
+
+    If the shape is x's shape, `full_like` replaces it, because the result has x's axes.
+    """
     shape = list(_value(node).shape)
     fill = node.args[2] if value is None else value
     if isinstance(fill, fx.Node):
@@ -126,7 +132,7 @@ def _fill_without_operand(node: fx.Node, value: float | None) -> None:
 
 
 def flat_addmm_to_linear(graph: fx.Graph) -> None:
-    """`addmm` between two reshapes (GPT-2's Conv1D) becomes `linear` on the unflattened value."""
+    """Replace `addmm` between two reshapes (GPT-2's Conv1D) by `linear` on the unflattened value."""
     for node in list(graph.nodes):
         if node.target is not aten.addmm.default or len(node.args) > 3 or node.kwargs:
             continue
@@ -148,7 +154,7 @@ def flat_addmm_to_linear(graph: fx.Graph) -> None:
 
 
 def split_mean_loss(graph: fx.Graph) -> None:
-    """Cross-entropy with a mean becomes sum, count and divide, so that each can be summed over ranks by itself."""
+    """Split a mean cross-entropy into sum, count and division, because ranks sum the first two separately."""
     for node in list(graph.nodes):
         if node.target is not aten.cross_entropy_loss.default:
             continue
@@ -161,7 +167,7 @@ def split_mean_loss(graph: fx.Graph) -> None:
         if reduction == 0:
             continue
         if weight is not None or _value(target).dtype.is_floating_point:
-            continue  # whole: class weights change the denominator
+            continue  # not split, because class weights change the denominator
         value, ids = _value(node), _value(target)
         with graph.inserting_before(node):
             total = graph.call_function(aten.cross_entropy_loss.default, (logits, target, None, 2, ignore, smoothing))
@@ -207,8 +213,8 @@ def normalise(
 ) -> tuple[str, ...]:
     """Apply all passes in place, then give every node its `TensorInfo`.
 
-    `trainable` names placeholders, `buffers` maps placeholders to buffers, and the last `num_updates` outputs are new
-    values of buffers. Returns the buffers that in-place operators change; their new values become the last outputs.
+    `trainable` names placeholders, and `buffers` maps placeholders to buffers. The last `num_updates` outputs are new
+    values of buffers. Returns the buffers that in-place operators change. Their new values become the last outputs.
     """
     inline_regions(graph, root)
     updates = functionalise(graph, buffers)
@@ -224,7 +230,7 @@ def normalise(
 
 
 def own_outputs(graph: fx.Graph, count: int) -> None:
-    """Each of the last `count` outputs is a value of its own, no placeholder and no other output."""
+    """Make each of the last `count` outputs a separate value, which is no placeholder and no other output."""
     results = list(output_nodes(graph))
     for k in range(len(results) - count, len(results)):
         if results[k].op != "call_function" or results.count(results[k]) > 1:
@@ -234,7 +240,7 @@ def own_outputs(graph: fx.Graph, count: int) -> None:
 
 
 def cut_no_grad(graph: fx.Graph) -> None:
-    """Operators of a no-grad region take their differentiable operands detached, so that none gets a cotangent."""
+    """Detach the differentiable operands of operators in no-grad regions, so that they get no cotangent."""
     for node in list(graph.nodes):
         if not node.meta.get("no_grad"):
             continue
@@ -249,7 +255,7 @@ def cut_no_grad(graph: fx.Graph) -> None:
 
 
 def add_info(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) -> None:
-    """``meta["info"]`` of every node, from the traced values; differentiable where a cotangent may flow."""
+    """Set ``meta["info"]`` of every node from its traced value. It is differentiable if it may get a cotangent."""
     for node in graph.nodes:
         value = _value(node)
         if node.op == "get_attr" and value is None:

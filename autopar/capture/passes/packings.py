@@ -1,9 +1,9 @@
 """Unequal packings: a linear whose output is cut into pieces of different sizes becomes one linear per piece.
 
-Grouped queries in one projection, ``q | k | v`` of different sizes, make a dimension that is a *sum* of axes. A product
-can be analysed, a sum cannot: so the weight (and bias) becomes pieces, parameters of their own that are named after
-the rows they are (``qkv_proj.weight[0:3072]``). The runtime joins them wherever it shows the model's own names. Equal,
-aligned pieces are a product ``(c e)`` and stay one parameter.
+With grouped queries, one projection packs ``q | k | v`` of different sizes. Its output dimension is a *sum* of axes.
+The axis analysis knows products of axes, but no sums. So the weight and bias are cut into pieces. Each piece is a
+parameter of its own, and its name states its rows (``qkv_proj.weight[0:3072]``). The runtime joins the pieces for every
+use of the model's own names. Equal, aligned pieces are a product ``(c e)`` and stay one parameter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from autopar.capture.passes.constants import is_random
 from autopar.ir.program import PartOf
 from autopar.rules.rule import TensorInfo
 
-_Interval = tuple[int, int]  # of rows of the weight, the stop excluded
+_Interval = tuple[int, int]  # rows of the weight from start to stop; the stop is excluded
 
 
 def split_packings(flat: Flat, tied: frozenset[str]) -> None:
-    """Cut every unequally packed linear of a normalised graph in place; `tied` names parameters to leave whole."""
+    """Cut every unequally packed linear of a normalised graph in place. `tied` names parameters that stay whole."""
     wholes: list[fx.Node] = []
     for node in list(flat.graph.nodes):
         if _is_parameter(flat, node) and flat.placeholders[node.name][1] not in tied:
@@ -44,12 +44,12 @@ def _is_parameter(flat: Flat, node: fx.Node) -> bool:
     return node.op == "placeholder" and flat.placeholders.get(node.name, ("", ""))[0] == "parameter"
 
 
-# ---- what is cut out of a linear's output ----
+# ---- the slices of a linear's output ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _At:
-    """Where a value has the packed dimension, and how many rows of the weight one element of it stands for."""
+    """The packed dimension of a value, and the number of weight rows per element of this dimension."""
 
     dim: int
     rows: int
@@ -57,7 +57,7 @@ class _At:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Take:
-    """A slice or select of the packed dimension, and the operators between the linear and it."""
+    """A slice or select of the packed dimension, and the operators between the linear and this node."""
 
     node: fx.Node
     path: tuple[tuple[fx.Node, _At], ...]
@@ -82,7 +82,7 @@ def _info(node: fx.Node) -> TensorInfo:
 
 
 def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing | None:
-    """How to cut a weight; None if its uses are not linears that are all cut alike into unequal pieces."""
+    """The pieces to cut a weight into. None unless all its uses are linears with the same unequal pieces."""
     linears: list[fx.Node] = []
     turned = [u for u in weight.users if u.target is aten.t.default]
     if turned and len(turned) != len(weight.users):
@@ -111,7 +111,7 @@ def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing |
 
 
 def _biases(flat: Flat, linears: Sequence[fx.Node], tied: frozenset[str]) -> tuple[fx.Node, ...] | None:
-    """Distinct biases of linears; None where one is no parameter, tied, or used elsewhere."""
+    """The distinct biases of linears. None if a bias is no parameter, is tied, or has another use."""
     found = dict.fromkeys(arg(n, 2) for n in linears if len(n.args) > 2 and n.args[2] is not None)
     for bias in found:
         used_here = all(user in linears and user.args.index(bias) == 2 for user in bias.users)
@@ -121,7 +121,7 @@ def _biases(flat: Flat, linears: Sequence[fx.Node], tied: frozenset[str]) -> tup
 
 
 def _takes(node: fx.Node, at: _At, path: tuple[tuple[fx.Node, _At], ...]) -> list[_Take] | None:
-    """Everything that is cut out of a packed value; None if it is also used in another way."""
+    """All slices of a packed value. None if the value also has another use."""
     found: list[_Take] = []
     for user in node.users:
         bounds = _bounds(user, at)
@@ -137,7 +137,7 @@ def _takes(node: fx.Node, at: _At, path: tuple[tuple[fx.Node, _At], ...]) -> lis
 
 
 def _bounds(node: fx.Node, at: _At) -> _Interval | None:
-    """What a node cuts out of the packed dimension; None if it is no such operator."""
+    """The interval that a node cuts out of the packed dimension. None if the node is no slice of it."""
     if node.target not in (aten.slice.Tensor, aten.narrow.default, aten.select.int) or node.kwargs:
         return None
     shape = _info(arg(node, 0)).shape
@@ -153,7 +153,7 @@ def _bounds(node: fx.Node, at: _At) -> _Interval | None:
 
 
 def _after(node: fx.Node, at: _At) -> _At | None:
-    """Where the packed dimension is after an operator that treats its pieces apart; None for any other operator."""
+    """The packed dimension after an operator that treats its pieces separately. None for any other operator."""
     if node.op != "call_function" or len(node.all_input_nodes) != 1 or "info" not in node.meta:
         return None
     before, after = _info(node.all_input_nodes[0]).shape, _info(node).shape
@@ -170,7 +170,7 @@ def _after(node: fx.Node, at: _At) -> _At | None:
 
 
 def _after_reshape(before: Sequence[int], after: Sequence[int], at: _At) -> _At | None:
-    """The outermost factor of the packed dimension, if the reshape does no more to it than split it."""
+    """The outermost factor of the packed dimension, if the reshape only splits this dimension. Otherwise None."""
     size = before[at.dim]
     for dim in reversed(range(len(after))):
         splits = any(prod(after[dim:end]) == size for end in range(dim + 1, len(after) + 1))
@@ -180,9 +180,9 @@ def _after_reshape(before: Sequence[int], after: Sequence[int], at: _At) -> _At 
 
 
 def _partition(takes: Sequence[_Take], size: int) -> tuple[_Interval, ...] | None:
-    """The pieces of a dimension; rows that nobody takes go with the piece before them, since they are trained alike.
+    """The pieces of a dimension. Rows that no slice takes belong to the piece before them, because both are trained alike.
 
-    None where takes overlap, or are all of one size and aligned: those are a product.
+    None if slices overlap. Also None if all slices have one size and are aligned, because such pieces are a product.
     """
     wanted = sorted({take.rows for take in takes})
     lengths = {stop - start for start, stop in wanted}
@@ -200,11 +200,11 @@ def _piece_with(pieces: Sequence[_Interval], take: _Take) -> _Interval:
     return next(p for p in pieces if p[0] <= take.rows[0] and take.rows[1] <= p[1])
 
 
-# ---- cutting ----
+# ---- the rewrite of the graph ----
 
 
 def _cut(flat: Flat, packing: _Packing) -> None:
-    """One linear per piece in place of each linear, with the operators between it and what is taken out of it."""
+    """Replace each linear by one linear per piece, and copy the operators between the linear and its slices."""
     weights = dict(zip(packing.pieces, _pieces(flat, packing.weight, packing.dim, packing.pieces), strict=True))
     biases = {
         bias: dict(zip(packing.pieces, _pieces(flat, bias, 0, packing.pieces), strict=True)) for bias in packing.biases
@@ -227,7 +227,7 @@ def _cut(flat: Flat, packing: _Packing) -> None:
 def _replace(
     graph: fx.Graph, linear: fx.Node, take: _Take, piece: _Interval, made: dict[tuple[fx.Node, _Interval], fx.Node]
 ) -> None:
-    """Let what a slice gave come from a piece; `made` holds the operators that exist for pieces already."""
+    """Make a slice read its piece. `made` holds the operators that already exist for pieces."""
     value = made[linear, piece]
     for node, at in take.path:
         if (node, piece) not in made:
@@ -252,7 +252,7 @@ def _replace(
 
 
 def _meta(node: fx.Node, dim: int, size: int) -> dict[str, object]:
-    """What is known of a node, for a piece of it that has another size in one dimension."""
+    """The metadata of a node for a piece of its value, which has another size in one dimension."""
     shape = list(_info(node).shape)
     shape[dim] = size
     meta = {key: value for key, value in node.meta.items() if key != "val"}
@@ -260,7 +260,7 @@ def _meta(node: fx.Node, dim: int, size: int) -> dict[str, object]:
 
 
 def _pieces(flat: Flat, whole: fx.Node, dim: int, pieces: Sequence[_Interval]) -> Iterator[fx.Node]:
-    """Placeholders for the pieces of a parameter, behind it."""
+    """New placeholders for the pieces of a parameter, after the parameter's placeholder."""
     name, shape = flat.placeholders[whole.name][1], _info(whole).shape
     for start, stop in reversed(pieces):
         part = PartOf(name=name, dim=dim, start=start, stop=stop, shape=shape)

@@ -1,4 +1,4 @@
-"""Operators with several outputs become operators with one: slices, picks by index, or one output each."""
+"""Operators with several outputs become operators with one output each."""
 
 import operator
 from collections.abc import Callable
@@ -20,12 +20,14 @@ Outputs = dict[int, fx.Node]
 
 
 def one_output_each(graph: fx.Graph) -> None:
-    """Every node yields one tensor.
+    """Rewrite the graph until every node has one tensor output.
 
-    `split`, `chunk` and `unbind` become slices and selects, `broadcast_tensors` expands; operators that pick elements
-    (`topk`, `sort`, `max` over a dimension) yield the indices, and `gather` the values; `var_mean` is two reductions.
-    Any other operator is computed once per output that is used. Raises `CaptureError` where those would draw
-    different random numbers.
+    - `split`, `chunk` and `unbind` become slices and selects. `broadcast_tensors` becomes `expand`.
+    - `topk`, `sort`, and `max` over a dimension return their indices, and `gather` returns the values.
+    - `var_mean` becomes two reductions.
+    - Any other operator runs once per used output.
+
+    Raises `CaptureError` if an operator would draw different random numbers for each output.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(value(node), (list, tuple)):
@@ -52,7 +54,7 @@ def call(
     result: torch.Tensor,
     **kwargs: Any,
 ) -> fx.Node:
-    """A new call whose value looks like `result`, made where `like` was."""
+    """A new call with the value `result`, and with the metadata (such as the module) of `like`."""
     node = graph.call_function(target, args, kwargs)
     node.meta = dict(like.meta) | {"val": result}
     return node
@@ -92,7 +94,7 @@ def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
 
 
 def _picked(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.Node:
-    """Indices by the operator itself, values by `gather`, so that gradients go to the elements picked."""
+    """The operator returns the indices, and `gather` the values, so that gradients reach the picked elements."""
     indices = value(node)[1]
     if 1 not in made:
         with graph.inserting_before(node):
@@ -108,7 +110,7 @@ def _picked(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.
 
 
 def _moment(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
-    """`var_mean` is a variance and a mean."""
+    """One output of `var_mean` or `std_mean`: a variance or standard deviation, or a mean."""
     overload = node.target._overloadname  # type: ignore[union-attr]
     if int_arg(user, 1) == 0:
         packet = aten.var if operator_name(node) == "var_mean" else aten.std
@@ -121,11 +123,11 @@ def _moment(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
 
 
 def refuse_random(node: fx.Node) -> None:
-    """Raise `CaptureError` for an operator that draws random numbers: each of its outputs would draw others."""
+    """Raise `CaptureError` for an operator that draws random numbers, because each output would draw new ones."""
     name = operator_name(node)
     tags = getattr(node.target, "tags", ())
     draws = torch.Tag.nondeterministic_seeded in tags
-    if name in RECURRENT:  # dropout lies between layers
+    if name in RECURRENT:  # dropout is only between layers
         draws = bool(argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1)
     if draws:
         remedy = "set its dropout to 0" if name in RECURRENT else "write it with dropout or bernoulli instead"
