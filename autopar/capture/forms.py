@@ -1,12 +1,13 @@
-"""Numbers of a captured graph as functions of batch size and sequence length, told from two captures.
+"""Numbers of a captured graph as functions of batch size B and sequence length S, found from two captures.
 
-A number that is the same in two captures at other sizes is a constant. One that differs is looked for among
+A number that is equal in two captures at different sizes is a constant. A number that differs must have one of two
+kinds of form:
 
-1. ``q B^i S^j`` with a rational q and exponents up to 2: a batch, a sequence, tokens, scores over pairs of positions;
-2. ``B^i (k S + c)`` with k of 1 or 2, and ``S^j (B + c)``, with i, j of 0 or 1: ``S - 1`` shifted labels, a prefix.
+1. ``q B^i S^j`` with a rational q and exponents up to 2. Examples: a batch, a sequence, scores over pairs of positions.
+2. ``B^i (k S + c)`` with k of 1 or 2, or ``S^j (B + c)``, with i and j of 0 or 1. Examples: ``S - 1`` labels, a prefix.
 
-Two numbers determine no more than that. Where no form of the first kind fits, or none of the second when none of the
-first does, or where several fit, the number is not explained, and nothing is made up.
+Two numbers cannot determine a more general form. The second kind is tried only if no form of the first kind fits. The
+number stays unexplained if no form fits, or if several forms of one kind fit.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,14 @@ from fractions import Fraction
 from itertools import product
 
 MAX_EXPONENT = 2
-MAX_DENOMINATOR = 64  # of q: halves of a sequence, not ratios by chance
-_MOST = (1, 2)  # k of the batch and of the sequence
-SMALLEST = 2  # sizes at which a form of the second kind must not be negative
+MAX_DENOMINATOR = 64  # of q: allows halves of a sequence, but few ratios by chance
+_MOST = (1, 2)  # the largest k of the batch and of the sequence
+SMALLEST = 2  # at this size, a form of the second kind must not be negative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Batch size and sequence length of a capture; no sequence where it does not vary."""
+    """The batch size and sequence length of a capture. `sequence` is None if the length does not vary."""
 
     batch: int
     sequence: int | None = None
@@ -38,7 +39,7 @@ class Form:
     terms: tuple[Term, ...]
 
     def at(self, sizes: Sizes) -> int | None:
-        """The number at these sizes, None where it is not whole."""
+        """The number at these sizes. None if it is not whole."""
         sequence = sizes.sequence or 1
         terms: list[tuple[int, int]] = [(p * sizes.batch**i * sequence**j, q) for p, q, i, j in self.terms]
         if all(n % q == 0 for n, q in terms):
@@ -48,7 +49,7 @@ class Form:
 
 
 def form_of(first: int, second: int, sizes: Sizes, others: Sizes) -> int | Form | None:
-    """What a number is that two captures, at `sizes` and at `others`, have as `first` and `second`.
+    """The form of a number that is `first` at `sizes` and `second` at `others`. None if it is unexplained.
 
     >>> form_of(4095, 5, Sizes(batch=8, sequence=4096), Sizes(batch=3, sequence=6))
     Form(terms=((1, 1, 0, 1), (-1, 1, 0, 0)))
@@ -63,8 +64,8 @@ def form_of(first: int, second: int, sizes: Sizes, others: Sizes) -> int | Form 
 
 
 def float_form_of(first: float, second: float, sizes: Sizes, others: Sizes) -> Form | None:
-    """The form of a whole number that a floating literal is; None where it is none."""
-    if not (first.is_integer() and second.is_integer()):  # nor are nan and infinity
+    """The form of a floating literal that is a whole number. None if it is unexplained, not whole, or constant."""
+    if not (first.is_integer() and second.is_integer()):  # nan and infinity are not whole either
         return None
     found = form_of(int(first), int(second), sizes, others)
     return found if isinstance(found, Form) else None

@@ -1,4 +1,4 @@
-"""Whether the axes that a block's dimensions share are the same at other sizes."""
+"""Comparison of the axes that a block's dimensions share at different sizes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from autopar.ir.program import Block, Program
 
 
 def with_note_on_axes(program: Program, axes: Sequence[str]) -> Program:
-    """The program, with a note where its blocks share axes otherwise than `axes` (`axes_of`) of other sizes say."""
+    """The program, with a note if its blocks share other axes than `axes`, the `axes_of` blocks at other sizes."""
     differing = [b.name for b, other in zip(program.blocks, axes, strict=False) if axes_of(b) != other]
     if not differing and len(program.blocks) == len(axes):
         return program
@@ -17,7 +17,7 @@ def with_note_on_axes(program: Program, axes: Sequence[str]) -> Program:
 
 
 def axes_of(block: Block) -> str:
-    """Hash of which dimensions of a block share axes, without their sizes: axes are numbered by first appearance."""
+    """The hash of the axes that a block's dimensions share, without sizes. Axes are numbered by first appearance."""
     numbers: dict[int, int] = {}
     pattern = [
         (name, [[numbers.setdefault(a, len(numbers)) for a in dim] for dim in dims.axes])

@@ -1,9 +1,11 @@
-"""Which inputs can mark samples to be ignored: targets of a cross-entropy with `ignore_index`, and masks that weigh.
+"""Inputs that can mark samples to be ignored: targets of a cross-entropy with `ignore_index`, and weights.
 
-A batch that is too short may be padded with ignored samples where nothing of the loss can tell: every sum over the
-batch on the way to the loss is a sum of cross-entropies, or of a product with a mask, and every sum in the denominator
-a count of targets that are not ignored, or a sum of such a mask. Targets and masks are views of an input, which is
-padded with what is ignored or with weight zero. Found on the graph, never by names.
+A batch that is too short may be padded with ignored samples, if these cannot change the loss. Two conditions ensure
+this. Every sum over the batch in the loss is a sum of cross-entropies, or of a product with a mask. Every such sum in
+the denominator counts the targets that are not ignored, or sums such a mask.
+
+Targets and masks are views of an input. The input is padded with the ignored target or with weight zero. The analysis
+reads the graph, and never uses names.
 """
 
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ WEIGHTLESS = 0
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """What may mask samples: a value, what it holds for samples that do not count, and of a weight, who reads it."""
+    """A value that may mask samples. Ignored samples have the number `ignored`; `reader` is the user of a weight."""
 
     value: fx.Node
     ignored: int
@@ -46,7 +48,7 @@ class _Mask:
 
 
 def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | None:
-    """The value that makes a sample of each such input count for nothing; None where a sample cannot be ignored."""
+    """The inputs that can mark samples, with the number that marks an ignored one. None if no sample can be ignored."""
     if program.mixes_batch is not None or program.loss_reduction != "sum":
         return None
     found: dict[str, int] = {}
@@ -67,7 +69,7 @@ def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | No
 
 
 def _sums_over_the_batch(program: Program, analysis: Analysis, phase: str) -> Iterator[tuple[int, fx.Node]]:
-    """Operators of a phase that reduce the batch axis, with the call they belong to."""
+    """The operators of a phase that reduce the batch axis, each with the index of its call."""
     for index, call in enumerate(program.calls):
         if call.phase != phase:
             continue
@@ -81,7 +83,10 @@ def _sums_over_the_batch(program: Program, analysis: Analysis, phase: str) -> It
 
 
 def _readers(program: Program, name: str) -> set[fx.Node]:
-    """Operators that read a value or views of it. A mask that hides a sample from attention too may make it NaN."""
+    """The operators that read a value or its views.
+
+    A weight may have no other readers. For example, a mask that also hides a sample from attention may make it NaN.
+    """
     found: set[fx.Node] = set()
     for call in program.calls:
         block = program.blocks[call.block]
@@ -111,7 +116,7 @@ def _masked(node: fx.Node) -> list[_Mask]:
 
 
 def _counted(node: fx.Node) -> list[_Mask]:
-    """The target whose not being ignored is counted, or the weights that are summed."""
+    """The target of a count of targets that are not ignored, or the summed weights."""
     valid = node.args[0] if node.target in SUMS else None
     if not isinstance(valid, fx.Node):
         return []
@@ -129,9 +134,9 @@ def _behind_views(node: object) -> fx.Node | None:
 
 
 def _input_of(program: Program, call_index: int, mask: _Mask) -> str | None:
-    """The input with a batch that a mask is a view of, None where there is more between them.
+    """The input with a batch dimension that a mask is a view of. None if other operators are between them.
 
-    A target is a class: floating-point numbers are none, but may be weights.
+    A floating-point input may be a weight, but no target, because a target is a class.
     """
     node, ignored = mask.value, mask.ignored
     call: CallSite = program.calls[call_index]

@@ -1,4 +1,4 @@
-"""The integers that a value may hold."""
+"""The range of integers that a value may hold."""
 
 from dataclasses import dataclass, replace
 from math import inf
@@ -6,12 +6,12 @@ from math import inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRange:
-    """Integers from `low` up to, but not including, `high`, and some single values outside."""
+    """The integers from `low` up to, but not including, `high`, and some single values outside."""
 
     low: float = -inf  # an integer, or -inf without a lower bound
     high: float = inf
     extra: frozenset[int] = frozenset()
-    ignored: frozenset[int] = frozenset()  # values that a loss skips, whether or not other operators allow them
+    ignored: frozenset[int] = frozenset()  # values that a loss skips, even if other operators do not allow them
     bounded_by: tuple[str, ...] = ()  # the operators and their bounds, in words
 
     def allows(self, value: int) -> bool:
@@ -41,7 +41,7 @@ class ValueRange:
         return replace(self, low=self.low + step, high=self.high + step, extra=extra, ignored=ignored)
 
     def between(self, low: float, high: float) -> "ValueRange":
-        """The same range with other ends; single values that the new ends do not include are lost."""
+        """The same range with other ends. The single values stay."""
         return replace(self, low=low, high=high)
 
     def also(self, value: int) -> "ValueRange":

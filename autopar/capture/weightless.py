@@ -1,4 +1,4 @@
-"""A model without its weights, to be captured again later without holding what the ranks have split."""
+"""A model without its weights. It can be captured again, but does not hold the full weights in memory."""
 
 import copy
 import logging
@@ -10,30 +10,30 @@ logger = logging.getLogger("autopar")
 
 
 def weightless(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on meta; ties, modes and all else are the model's.
+    """A copy of a model whose parameters and buffers are on meta. Ties, modes and all other attributes stay the same.
 
-    A model that cannot be copied, or has tensors that are neither parameters nor buffers and would meet those on meta,
-    is returned as it is, and its weights stay in memory as long as it does.
+    The model itself is returned if it cannot be copied. It is also returned if it has plain tensors, neither parameters
+    nor buffers, because these cannot be combined with meta tensors. Its weights then stay in memory.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return model
     if _has_plain_tensors(model):
         return model
-    memo: dict[int, torch.Tensor] = {}  # deepcopy takes what stands here for an object's id
+    memo: dict[int, torch.Tensor] = {}  # deepcopy uses the entry of an object's id instead of a copy
     for tensor in tensors:
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever a user's attribute raises
+    except Exception as error:  # a user's attribute may raise anything
         logger.info("the model is kept with its weights: it cannot be copied without them (%s)", error)
         return model
 
 
 def _has_plain_tensors(model: nn.Module) -> bool:
-    """Whether a module has a tensor as an attribute, or in a list, tuple or mapping that is one."""
+    """Whether a module has a plain tensor as an attribute, or in an attribute that is a list, tuple or mapping."""
     for module in model.modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):

@@ -5,7 +5,7 @@ periods, and the layers left out repeat the last period. The nodes of a repeated
 like layer. Operands from the like layer, or from the layer before it, become the copies' operands at the same distance.
 Parameters and buffers become the state of the repeated layer. All other operands stay the same.
 
-The copies have the names that an export of the whole model gives. An export numbers names in the order of the nodes, so
+The copies have the names that an export of the whole model gives. An export numbers names in the order of the nodes. So
 the numbers of a name grow by the same count from one period to the next. If the two periods do not show this, nothing
 is written.
 """

@@ -180,7 +180,7 @@ def _after_reshape(before: Sequence[int], after: Sequence[int], at: _At) -> _At 
 
 
 def _partition(takes: Sequence[_Take], size: int) -> tuple[_Interval, ...] | None:
-    """The pieces of a dimension. Rows that no slice takes belong to the piece before them, because both are trained alike.
+    """The pieces of a dimension. Rows that no slice takes belong to the piece before them; both are trained alike.
 
     None if slices overlap. Also None if all slices have one size and are aligned, because such pieces are a product.
     """

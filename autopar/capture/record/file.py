@@ -1,7 +1,7 @@
-"""A capture as a file: two lines of JSON, a header and the record that its hash is of. Nothing in it is run.
+"""A capture as a file with two lines of JSON: a header, and the record. Reading executes nothing from the file.
 
-The file is written whole or not at all. It is read strictly: other versions, unknown keys, damaged or foreign content
-are refused by an `InputError` that says which.
+The header has the hash of the record. The file is written completely or not at all. Reading is strict: it refuses other
+versions, unknown keys, and damaged or foreign content with an `InputError` that names the problem.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _MAX_BYTES = 64 * 1024 * 1024
 
 
 class CaptureHeader(StrictModel):
-    """What stands before the record. `about` says for a reader what was captured, and with what."""
+    """The header before the record. `about` describes the captured model and the used versions for a human reader."""
 
     format: Literal["autopar capture"]
     version: int
@@ -34,7 +34,7 @@ class CaptureHeader(StrictModel):
 
 
 def digest_of(record: "ProgramRecord") -> str:
-    """The hash of a record's text, which its file has in the header."""
+    """The hash of a record's text, as in the header of its file."""
     return _hash(record.model_dump_json())
 
 
@@ -57,13 +57,16 @@ def save_capture(captured: "Capture", path: Path, *, about: dict[str, str], note
 
 
 def load_capture(path: Path) -> tuple["Capture", CaptureHeader]:
-    """The capture of a file, without its model, and what the file says of it. Raises `InputError`."""
+    """The capture of a file, without its model, and the file's header. Raises `InputError`."""
     header, read = open_capture(path)
     return read(), header
 
 
 def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:
-    """What a whole file says of its capture, and what reads the capture, which needs torch. Both raise `InputError`."""
+    """The header of an undamaged file, and a function that reads its capture. Only this function needs torch.
+
+    Both raise `InputError`.
+    """
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise InputError(f"{path} is no capture: it has more than {_MAX_BYTES:,} bytes")

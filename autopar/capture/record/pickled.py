@@ -1,8 +1,7 @@
-"""A captured program as bytes, for another process of the same installation: read in milliseconds, captured in seconds.
+"""A captured program as bytes, for another process of the same installation. Reading takes milliseconds.
 
-fx graphs are taken apart into plain data: every node with its operands as numbers of nodes, and of what nodes are
-annotated with, all but what only capture itself reads (fake tensors among them). Bytes are pickled: read none but your
-own.
+fx graphs become plain data: each node has the numbers of its operand nodes. Annotations that only capture itself reads,
+such as fake tensors, are dropped. The bytes are a pickle, so read no bytes from other sources.
 """
 
 import io
@@ -22,12 +21,12 @@ KEPT = (
     "key",
     "batch_literal",
     "literal",
-)  # of `fx.Node.meta`; what `autopar.capture.layers.blocks` and `trace` leave
+)  # the keys of `fx.Node.meta` that a folded program needs
 
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """The node of this number."""
+    """A reference to the node with this number."""
 
     number: int
 
@@ -51,9 +50,9 @@ class _Pickler(pickle.Pickler):
 
 
 def to_bytes(program: Program) -> bytes:
-    """What `from_bytes` makes the program of again."""
+    """The program as bytes, for `from_bytes`."""
     out = io.BytesIO()
-    _Pickler(out).dump(replace(program, analysis=None))  # it has functions of rules, and is made again
+    _Pickler(out).dump(replace(program, analysis=None))  # the analysis has functions of rules, and can be made again
     return out.getvalue()
 
 
@@ -103,6 +102,6 @@ def _graph_of(nodes: list[_Node]) -> fx.Graph:
 
 
 def _operator_of(namespace: str, name: str, overload: str) -> Any:
-    if namespace == "autopar":  # of a process that has captured nothing
+    if namespace == "autopar":  # a process without a capture has not defined this operator yet
         define(name, overload)
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)

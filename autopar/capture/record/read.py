@@ -1,6 +1,6 @@
-"""From a record to the program at given sizes: what a capture at these sizes would give, without the model.
+"""From a record to the program at given sizes. The program equals a capture at these sizes, but needs no model.
 
-Nothing in a record is run: an operator is looked up by its name among those that PyTorch knows, a dtype among dtypes.
+Nothing in a record is executed. Operators and dtypes are looked up by name among PyTorch's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,20 +43,20 @@ from autopar.rules.operators import output_of
 from autopar.rules.registry import load_families
 from autopar.rules.rule import TensorInfo
 
-NO_OPS = (aten.expand.default, aten.reshape.default, aten.slice.Tensor)  # where the shape stays, capture drops them
+NO_OPS = (aten.expand.default, aten.reshape.default, aten.slice.Tensor)  # capture drops them if they keep the shape
 NAMED: Mapping[str, type] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 
 
 class OtherGraph(Exception):
-    """At these sizes a capture would give another graph than the one recorded."""
+    """At these sizes, a capture would give another graph than the recorded graph."""
 
 
 class BadRecord(CaptureError):
-    """A record that no writer of this version wrote, or one of operators that are not known here."""
+    """A record that this version did not write, or that has operators unknown to this installation."""
 
 
 def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
-    """The program at `sizes`. Raises `OtherGraph` where it is another there, `BadRecord` where the record is wrong."""
+    """The program at `sizes`. Raises `OtherGraph` if the graph differs there, and `BadRecord` if the record is bad."""
     _check_sizes(record, sizes)
     read = _Reader(sizes)
     blocks = tuple(read.block(block) for block in record.blocks)
@@ -112,7 +112,10 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
 
 
 def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
-    """Between two lengths at which the model's code took one path it is trusted to take it too."""
+    """Raise `OtherGraph` if the graph is not known at these sizes.
+
+    If the model's code takes the same path at two sequence lengths, it is assumed to take this path between them too.
+    """
     if 1 in (sizes.batch, sizes.sequence):
         raise OtherGraph("a dimension of one element cannot be told from a broadcast one")
     captured, small = record.sizes.sequence, record.small.sequence
@@ -187,7 +190,7 @@ class _Reader:
         return node
 
     def check_no_op(self, node: fx.Node) -> None:
-        """Capture drops an operator that leaves a shape as it is; where it is recorded, it did not."""
+        """Raise `OtherGraph` if the operator keeps its operand's shape at these sizes only: capture would drop it."""
         source = node.all_input_nodes[0]
         if source.meta["info"].shape == node.meta["info"].shape and self.forms[source] != self.forms[node]:
             raise OtherGraph(f"{node.name} changes no shape there")
@@ -266,7 +269,10 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def define(packet: str, overload: str) -> None:
-    """Make an operator of our own known: rules define theirs, outputs of others are defined when they are needed."""
+    """Define an operator of autopar.
+
+    Rules define their own operators; an output of an ATen operator is defined here.
+    """
     load_families()
     base, _, index = overload.rpartition("_")
     source = getattr(getattr(torch.ops.aten, packet, None), base, None)

@@ -1,8 +1,8 @@
-"""A captured program as plain data in which sizes may be forms in batch and sequence: what a capture's file holds.
+"""The content of a capture's file: a captured program as plain data, whose sizes may be forms in batch and sequence.
 
-A size is a whole number or a list of terms (`autopar.capture.forms`). An argument of an operator is what JSON
-has, or a tagged mapping: ``{"node": "x"}``, ``{"size": [[1, 1, 1, 0]]}``, ``{"dtype": "float32"}``.
-`autopar.capture.record.write` writes them, `autopar.capture.record.read` reads them.
+A size is a whole number or a list of terms (`autopar.capture.forms`). An argument of an operator is a plain JSON value
+or a tagged mapping: ``{"node": "x"}``, ``{"size": [[1, 1, 1, 0]]}``, ``{"dtype": "float32"}``.
+`autopar.capture.record.write` writes records, and `autopar.capture.record.read` reads them.
 """
 
 from typing import Any, Literal
@@ -23,8 +23,10 @@ class InfoRecord(StrictModel):
 
 
 class LiteralRecord(StrictModel):
-    """A small tensor that the model's own code made: its elements in row-major order, floats as hexadecimal text; None
-    on meta."""
+    """A small tensor that the model's own code made.
+
+    `values` has its elements in row-major order, floats as hexadecimal text. It is None for a meta tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,7 +34,7 @@ class LiteralRecord(StrictModel):
 
 
 class LeafRecord(StrictModel):
-    """A placeholder: a port of a block, or a buffer or literal that constants are computed from."""
+    """A placeholder: a port of a block, or a buffer or literal from which constants are computed."""
 
     name: str
     target: str
@@ -59,7 +61,7 @@ class BlockRecord(StrictModel):
     ports: tuple[LeafRecord, ...]
     nodes: tuple[NodeRecord, ...]
     outputs: tuple[str, ...]
-    axes: str  # hash of which dimensions share axes at the sizes of the second capture
+    axes: str  # hash of the axes that dimensions share at the sizes of the second capture
 
 
 class ConstantsRecord(StrictModel):
@@ -71,7 +73,7 @@ class ConstantsRecord(StrictModel):
 
 
 class CallRecord(StrictModel):
-    """A `CallSite`; numbers among its arguments are tagged, names are text."""
+    """A `CallSite`. Numbers among its arguments are tagged, and names are text."""
 
     block: int
     path: str
@@ -119,10 +121,11 @@ class SizesRecord(StrictModel):
 
 
 class ProgramRecord(StrictModel):
-    """A `Program` at any batch, and any sequence length between the two that it was captured at.
+    """A `Program` at any batch size, and at any sequence length between its two captured lengths.
 
-    `sizes` and `small` are those captured. Where attention has a mask that is no causal one at the larger sequence, it
-    might be one at another: `sequence_is_fixed`. `notes` are those that do not depend on sizes.
+    `sizes` and `small` are the captured sizes. `sequence_is_fixed` means that attention has a mask that is not causal
+    at the larger length. Such a mask might be causal at another length. `notes` has the notes that do not depend on
+    sizes.
     """
 
     sizes: SizesRecord

@@ -1,4 +1,4 @@
-"""From two captures of one model at different sizes to one record, in which what differs is a form in the sizes."""
+"""From two captures of one model at different sizes to one record. Numbers that differ become forms in the sizes."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +34,11 @@ MAX_LITERAL = 65_536  # elements of a tensor that is written out
 
 
 class Unexplained(Exception):
-    """Two captures differ in a way that is no form in their sizes."""
+    """Two captures differ, and no form in their sizes explains the difference."""
 
 
 def record_of(twice: Twice) -> ProgramRecord:
-    """The record of a model captured at two sizes. Raises `Unexplained`, which says what is no form in the sizes."""
+    """The record of a model captured at two sizes. Raises `Unexplained` if a difference is no form in the sizes."""
     program, small, sizes, others = twice.program, twice.small, twice.sizes, twice.small_sizes
     if small is None:
         raise Unexplained("the graphs of two captures differ between other sizes")
@@ -76,7 +76,7 @@ def record_of(twice: Twice) -> ProgramRecord:
 
 
 class _Writer:
-    """Compares values of two captures and writes what they are as functions of the sizes."""
+    """Compares the values of two captures and writes them as functions of the sizes."""
 
     def __init__(self, sizes: Sizes, others: Sizes) -> None:
         self.sizes, self.others = sizes, others
@@ -104,7 +104,7 @@ class _Writer:
         return InfoRecord(shape=shape, dtype=_dtype(a.dtype), differentiable=a.differentiable)
 
     def value(self, where: str, a: Any, b: Any) -> Any:
-        """An argument as JSON has it, or tagged."""
+        """An argument as a plain JSON value, or as a tagged mapping."""
         if type(a) is not type(b):
             raise Unexplained(f"{where} is {a!r} at {_text(self.sizes)} and {b!r} at {_text(self.others)}")
         if isinstance(a, fx.Node):
