@@ -246,7 +246,7 @@ def table(results: Sequence[Result]) -> str:
     """The results in Markdown."""
     rows = ["| area | fault | short suite | caught by |", "|---|---|---|---|"]
     for one in results:
-        by = f"`{one.caught_by.removeprefix('tests/').partition('[')[0]}`" if one.caught_by else "no test"
+        by = f"`{one.caught_by.partition('[')[0]}`" if one.caught_by else "no test"
         rows.append(f"| {one.fault.area} | {one.fault.what} | {'caught' if one.short else 'missed'} | {by} |")
     return "\n".join(rows)
 
