@@ -1,4 +1,4 @@
-"""What one call of a block computes, moves, sends and saves, as expressions in named sizes; no seconds.
+"""The FLOP, memory traffic, collectives and saved tensors of one call of a block, as expressions. There are no seconds.
 
 It imports `autopar.cost_model.machine` of the cost model.
 """

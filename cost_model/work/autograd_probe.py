@@ -1,11 +1,12 @@
-"""What torch's autograd does with every operator of a block: kernels launched, tensors kept for the backward pass.
+"""The kernels that torch's autograd launches for every operator of a block, and the tensors that it saves for backward.
 
-A block's graph is run node by node on tensors without numbers (the meta device: shapes, strides, storages), forward and
-backward: the kernels are those that reach torch's dispatcher and do not merely look at an operand in another way, the
-tensors kept are those that `torch.autograd.graph.saved_tensors_hooks` is shown. Two operators are run as a GPU runs
-them, whatever device is at hand: dropout keeps its mask (`native_dropout`), and attention is one kernel that keeps
-queries, keys, values, its output and one float32 per query, the logarithm of the sum of exponentials (Dao et al. 2022,
-"FlashAttention", algorithm 2; torch's derivatives.yaml, `_scaled_dot_product_flash_attention`).
+A block's graph runs node by node on tensors without numbers, forward and backward. The meta device has shapes, strides
+and storages. A kernel is a call that reaches torch's dispatcher and is no view of an operand. Saved tensors are read by
+`torch.autograd.graph.saved_tensors_hooks`.
+
+Two operators run as on a GPU, on every device. Dropout saves its mask (`native_dropout`). Attention is one kernel. It
+saves queries, keys, values, its output and one float32 per query: the logarithm of the sum of exponentials. Sources:
+Dao et al. 2022, "FlashAttention", algorithm 2; torch's derivatives.yaml, `_scaled_dot_product_flash_attention`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +33,10 @@ _ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "n
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor as a kernel or the backward pass sees it, with the dimensions and `elements` that it has in memory: 1
-    where it is expanded."""
+    """A tensor as a kernel or the backward pass reads it.
+
+    The dimensions of `shape` and the `elements` are counted in memory: an expanded dimension has size 1.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
@@ -42,9 +45,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor kept for the backward pass: the value whose memory it is, and the operand that it came by.
+    """A tensor saved for the backward pass: the value that owns its memory, and the position of the operand.
 
-    `value` is None where the operator made it for itself; `operand` is -1 where it is the operator's output.
+    `value` is None if the operator made the tensor for itself. `operand` is -1 if the tensor is no operand.
     """
 
     value: str | None
@@ -54,9 +57,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One operator: the tensors of every kernel, forward and backward, and what it keeps.
+    """One operator: the tensors of every kernel, forward and backward, and the saved tensors.
 
-    `owner` is the value whose memory its output is: its own name, or the value it is a view of.
+    `owner` is the value that owns the output's memory: the operator's own name, or the base of a view.
     """
 
     forward: tuple[tuple[Piece, ...], ...]
@@ -67,7 +70,10 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """A run that others are like: where its output lies, in memory of its own or in that of an operand."""
+    """A run that equal operators reuse, with the layout of its output.
+
+    `operand` is None if the output has its own memory.
+    """
 
     run: NodeRun
     shape: tuple[int, ...]
@@ -81,7 +87,7 @@ ProbedRuns = dict[object, _Like]
 
 
 def run_block(block: Block, index: int, analysis: Analysis, known: ProbedRuns) -> Mapping[str, NodeRun]:
-    """Every operator of a block by name; those that are like another one in `known` are not run."""
+    """The runs of a block's operators by name. An operator equal to one in `known` is not run again."""
     found: dict[str, NodeRun] = {}
     run = _Run(analysis, index, known)
     for node in block.graph.nodes:
@@ -95,7 +101,10 @@ def run_block(block: Block, index: int, analysis: Analysis, known: ProbedRuns) -
 
 
 class _Run:
-    """Values of one run, and which of them owns each storage; tensors are kept, so that storages stay who they are."""
+    """Values of one run, and the value that owns each storage.
+
+    `alive` holds the tensors, so that no storage's number is used twice.
+    """
 
     def __init__(self, analysis: Analysis, index: int, known: ProbedRuns) -> None:
         self.analysis, self.index, self.known = analysis, index, known
@@ -125,7 +134,7 @@ class _Run:
         return self._named(self.known[key].run, node.name, names, self.owner[_storage(out)])
 
     def _key(self, node: fx.Node, storages: Sequence[int]) -> object:
-        """All that a run depends on: the call, how its operands lie in memory, and which of them share it."""
+        """All inputs of a run: the call, the memory layout of its operands, and the operands that share memory."""
         call = self.analysis.calls[self.index][node.name]
         tensors = [self.values[name] for name in self.analysis.operands[self.index][node.name]]
         lie = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
@@ -148,7 +157,7 @@ class _Run:
         return replace(run, kept=tuple(replace(kept, value=of(kept)) for kept in run.kept), owner=owner)
 
     def _run(self, node: fx.Node) -> tuple[NodeRun, Any]:
-        """What an operator does, and its output."""
+        """The kernels and saved tensors of an operator, and its output."""
         call = self.analysis.calls[self.index][node.name]
         names = self.analysis.operands[self.index][node.name]
         rule = self.analysis.bounds[self.index][node.name].rule
@@ -162,7 +171,7 @@ class _Run:
         try:
             with _recording(saved), _watching(kernels):
                 out = _attention_output(node) if attention else _call(node, leaves, self.values)
-        except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule says what is kept
+        except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule gives the saved tensors
             out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype, device=_META), []
             kept = self._kept_by_rule(node, rule)
             kernels[:] = [_pieces([*leaves.values(), out])]

@@ -1,11 +1,11 @@
-"""What one call of a block costs on one rank, as expressions in named sizes, and their values.
+"""The cost of one call of a block on one rank, as expressions in named sizes, and the values of these expressions.
 
-An expression is a `Polynomial` in the symbols below. So it is stored (`to_json`, `from_json`; nothing read from a file
-is ever evaluated as code) and compared. `evaluate` puts numbers or NumPy arrays in place of all expressions of a block
-or family at once; how it does so is found once per block or family and kept.
+An expression is a `Polynomial` in the symbols below, so that it can be stored and compared (`to_json`, `from_json`).
+Nothing read from a file is ever evaluated as code. `evaluate` replaces all expressions of a block or family by numbers
+or NumPy arrays at once. The steps of this evaluation are found once per block or family and cached.
 
-Sizes are those of 16-bit training as captured: bytes of a value are its elements times its own width, so what a model
-computes in float32 counts four bytes.
+Bytes of a value are its elements times the width of its captured dtype. A value that a 16-bit model computes in float32
+counts four bytes per element.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SYMBOLS: Mapping[str, str] = {
     "r": "rotated part of a head (latent attention)",
     "u": "width of a head's values (latent attention)",
 }
-_MOST_POWER = 16  # of a symbol in a file; powers are evaluated as repeated products
-_TENSOR_DIM = re.compile(r"tp\d")  # of a captured model whose tensor degree is a product of several
+_MOST_POWER = 16  # limit for symbols in a file; powers are evaluated as repeated products
+_TENSOR_DIM = re.compile(r"tp\d")  # symbols of a captured model whose tensor degree is a product
 _Kind = Literal["matmul", "attention", "memory"]
 Cause = Literal["value", "regather", "parameter", "inside"]
 ROLES = ("first", "layer", "moe_layer", "last")
@@ -62,9 +62,9 @@ V = TypeVar("V")
 class Operator(Generic[V]):
     """One operator or fused group on one rank, in one call of its block for one micro-batch.
 
-    matmul: `count` products of (m × k) · (k × n); `flops` = 2·count·m·n·k forward, twice that backward where both
+    matmul: `count` products of (m × k) · (k × n). `flops` = 2·count·m·n·k forward; backward has twice as many if both
     operands have gradients. attention: `count` is sequences times heads, `m` queries, `n` keys, `k` the width of a
-    head. memory: no FLOP, m = n = k = count = 0. Bytes are what is read and written; kernels are launches.
+    head. memory: no FLOP, m = n = k = count = 0. Bytes count reads and writes. Kernels are launches.
     """
 
     name: str
@@ -84,9 +84,9 @@ class Operator(Generic[V]):
 class Sent(Generic[V]):
     """One collective of one call of a block; `whole_bytes` is the tensor before it is scattered or once gathered.
 
-    `of` is "value" (its types change), "regather" (a gathered value gathered again for a weight's gradient, in place of
-    keeping it), "inside" (a rewrite of an operator sums over ranks) or "parameter" (gradients of a whole parameter are
-    summed, which may wait until the end of the step).
+    `of` is the cause: "value" if a value changes its types; "regather" if backward gathers a value again for a weight's
+    gradient; "inside" if a rewritten operator sums over ranks; "parameter" if gradients of a whole parameter are
+    summed. The last sum may wait until the end of the step.
     """
 
     collective: Collective
@@ -100,11 +100,12 @@ class Sent(Generic[V]):
 class BlockWork(Generic[V]):
     """One block on one rank.
 
-    `products` are matrix products and attention. `eager` is every other operator by itself, `fused` the same work as
-    maximal groups between products and collectives, one kernel each. `saved_eager_bytes` is what torch's autograd
-    keeps for the backward pass, `saved_fused_bytes` what products, attention and fused groups that recompute their
-    inside need; `input_bytes` what full recomputation keeps. Parameters are elements on one rank: split over tensor
-    ranks, whole on each of them, and of experts (which expert parallelism divides further).
+    `products` are matrix products and attention. `eager` lists every other operator by itself. `fused` is the same work
+    in maximal groups between products and collectives, one kernel each. `saved_eager_bytes` counts the tensors that
+    torch's autograd saves for backward. `saved_fused_bytes` counts the saved tensors if fused groups recompute their
+    inner values. `input_bytes` counts the block's inputs, which full recomputation saves. Parameters are elements on
+    one rank: split over tensor ranks, whole on each tensor rank, and of experts. Expert parallelism divides experts
+    further.
     """
 
     role: str
@@ -122,15 +123,18 @@ class BlockWork(Generic[V]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(Generic[V]):
-    """The blocks of a family of models by role and variant: "one" tensor rank, "tp" several of them, or "sp" several
-    with sequence parallelism. Collectives end fused groups, which are therefore longer on one rank."""
+    """The blocks of a family of models by role and variant.
+
+    The variants are "one" tensor rank, "tp" with several, and "sp" with several and sequence parallelism. Collectives
+    end fused groups. Groups on one rank are therefore longer.
+    """
 
     name: str
     source: str
     blocks: tuple[tuple[str, tuple[tuple[str, BlockWork[V]], ...]], ...]
 
     def block(self, role: str, variant: str) -> BlockWork[V]:
-        """The block of a role. Raises `KeyError` where the family has none."""
+        """The block of a role. Raises `KeyError` if the family has none."""
         return dict(dict(self.blocks)[role])[variant]
 
     @property
@@ -142,9 +146,9 @@ class Family(Generic[V]):
 
 
 def evaluate(works: Any, numbers: Mapping[str, Number]) -> Any:
-    """The same block, family or operator with numbers in place of expressions: floats, or arrays where `numbers` are.
+    """The same block, family or operator with floats in place of expressions, or arrays if `numbers` has arrays.
 
-    Arrays must broadcast with each other; an expression without symbols is a plain number. Raises `InputError`
+    Arrays must broadcast with each other. An expression without symbols becomes a plain number. Raises `InputError`
     naming the symbols that `numbers` lacks.
     """
     evaluation, build = _prepared(works)
@@ -157,14 +161,17 @@ def evaluate(works: Any, numbers: Mapping[str, Number]) -> Any:
 
 @functools.cache
 def _prepared(works: Any) -> tuple[Evaluation, Callable[[list[Any]], Any]]:
-    """How all expressions' values follow from numbers, and what puts those in place."""
+    """The evaluation of all expressions, and a function that puts their values in place."""
     leaves: dict[Polynomial, int] = {}
     build = _builder(works, leaves)
     return evaluation_of(tuple(leaves)), build
 
 
 def _builder(value: Any, leaves: dict[Polynomial, int]) -> Callable[[list[Any]], Any]:
-    """A function from values of `leaves`, to which the expressions in `value` are added, to `value` with numbers."""
+    """A function from the values of `leaves` to `value` with numbers.
+
+    The expressions in `value` are added to `leaves`.
+    """
     if isinstance(value, Polynomial):
         position = leaves.setdefault(value, len(leaves))
         return lambda values: values[position]
@@ -198,7 +205,7 @@ def to_json(family: Family[Polynomial]) -> str:
             return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
-    records = {"kernels_forward", "is_forward"}  # keys of what stands in one line
+    records = {"kernels_forward", "is_forward"}  # keys of the objects that stand in one line
 
     def lines(value: Any, indent: str) -> str:
         text = json.dumps(value, ensure_ascii=False)
@@ -217,7 +224,7 @@ def to_json(family: Family[Polynomial]) -> str:
 
 
 def from_json(text: str) -> Family[Polynomial]:
-    """Read what `to_json` wrote. Raises `InputError` with every problem of its content."""
+    """The family in a text written by `to_json`. Raises `InputError` with every problem of its content."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -226,7 +233,7 @@ def from_json(text: str) -> Family[Polynomial]:
 
 
 def from_plain(data: Any) -> Family[Polynomial]:
-    """As `from_json`, of what the JSON holds."""
+    """The family in parsed JSON. Raises like `from_json`."""
     problems: list[Problem] = []
     reader = _Reader(problems)
     family = reader.family(data)
@@ -259,7 +266,7 @@ class _Reader:
         return Family(name=str(data.get("name", "")), source=str(data.get("source", "")), blocks=tuple(blocks))
 
     def variants(self, role: str, data: Mapping[str, Any]) -> tuple[tuple[str, BlockWork[Polynomial]], ...]:
-        """Those of a captured model are alike, and read once."""
+        """The blocks of a role's variants. Equal variants are read once: a captured model has only these."""
         found: dict[str, BlockWork[Polynomial]] = {}
         for name in VARIANTS:
             alike = next((other for other in found if data[other] == data[name]), None)
@@ -313,8 +320,11 @@ class _Reader:
 
 @functools.cache
 def family(name: str, *, over_data: bool = False) -> Family[Polynomial]:
-    """The blocks of a family shipped with the package; `over_data`: labelled over data-parallel ranks too, as autopar
-    runs them. Raises `InputError` naming those there are."""
+    """The blocks of a family shipped with the package.
+
+    With `over_data` they are labelled over data-parallel ranks too, as autopar runs them. Raises `InputError` for an
+    unknown name, with the known names.
+    """
     if name not in family_names():
         raise InputError(f"no blocks of a family {name!r}; {did_you_mean(name, family_names())}")
     folder = resources.files("autopar.cost_model.work") / "families"

@@ -12,8 +12,11 @@ from autopar.rules.variants import by_label, variants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionStep:
-    """One conversion of a value as code is generated for it: `before` are its types, `indices` the mesh dimensions that
-    are converted together, `target` what its users want of it."""
+    """One conversion of a value, as in the generated code.
+
+    `before` are the value's types, `target` the types that its users take. The mesh dimensions `indices` are converted
+    together.
+    """
 
     value: str
     before: tuple[Type, ...]

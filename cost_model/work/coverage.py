@@ -1,19 +1,20 @@
-"""How much of a program's work a labelling splits, and what every operator that stays whole costs.
+"""The share of a program's work that a labelling splits, and the cost of every operator that stays whole.
 
-An operator is *split* on a mesh dimension if its label there names a factor, so that a rank does a part of it; it is
-*whole* there if every rank of that dimension does all of it. How far an operator is split over n ranks is
+An operator is *split* on a mesh dimension if its label there names a factor, so that each rank does a part. It is
+*whole* there if every rank of that dimension does the whole operator. The extent of the split over n ranks is
 
-    (1 - what one rank does / the whole operator)  /  (1 - 1/n)
+    (1 - work of one rank / work of the whole operator) / (1 - 1/n)
 
-1 if every rank does an n-th, 0 if every rank does all of it, 0.86 if n = 8 ranks are 4 × 2 and the operator is split
-over the 4 only; padding counts as work. The covered share of FLOP is the mean over all operators weighted by their
-FLOP, and likewise of bytes moved. FLOP are those of matrix products, attention and convolutions, forward, of the
-unsplit operator; bytes are operands and output, views moving none. Operators without a rule count: their FLOP are
-torch's own count (`operator_cost.forward_flops`). If `tp` is two mesh dimensions there is a share for each and for
-both together.
+It is 1 if every rank does an n-th and 0 if every rank does everything. It is 0.86 if n = 8 ranks are 4 × 2 and only the
+4 split the operator. Padding counts as work.
 
-The price of being whole is what one rank spends on the operator in one step, forward and backward, at the device's
-peak and memory bandwidth, and the bytes of operands that it keeps for the backward pass.
+The covered share of FLOP is the mean over all operators, weighted by their FLOP. The covered share of bytes moved is
+weighted by bytes. FLOP count the forward pass of the unsplit matrix products, attention and convolutions. Bytes count
+operands and output; views move none. For an operator without a rule, FLOP are torch's own count
+(`operator_cost.forward_flops`). If `tp` is two mesh dimensions, each has a share, and both together have one.
+
+The price of a whole operator has two parts. The first is one rank's time for it in a step, forward and backward, at the
+device's peak and memory bandwidth. The second is the bytes of the operands that the rank saves for the backward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,16 +40,16 @@ from autopar.ir.program import Program
 from autopar.rules.rule import Call, Rule, TensorInfo
 from autopar.rules.variants import Variant, by_label, variants
 
-_NOTABLE = 1e-3  # an operator that is whole is listed from this share of a rank's seconds on
+_NOTABLE = 1e-3  # a whole operator is listed from this share of a rank's seconds on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorWork:
-    """One operator of one distinct block, by its index: its whole work in one micro-batch, and what one rank has of it.
+    """One operator of the distinct block number `block`: its whole work in one micro-batch, and one rank's part.
 
-    `split` are the mesh dimensions that split it, `split_flops` and `split_bytes` how much of its FLOP and bytes is
-    split, per name of `grouped_dims`. `seconds` are of one rank and step, `kept_bytes` of one rank and micro-batch,
-    over all calls of the block.
+    The mesh dimensions in `split` split the operator. `split_flops` and `split_bytes` are the split parts of its FLOP
+    and bytes, per name of `grouped_dims`. `seconds` count one rank and step, `kept_bytes` one rank and micro-batch.
+    Both sum over all calls of the block.
     """
 
     block: int
@@ -94,7 +95,10 @@ class WholeOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What a labelling splits. `mesh` holds the mesh dimensions of size > 1; `seconds` is one rank's work in a step."""
+    """The split and whole operators of a labelling.
+
+    `mesh` holds the mesh dimensions of size > 1. `seconds` is one rank's work in a step.
+    """
 
     mesh: Mapping[str, int]
     operators: tuple[OperatorCoverage, ...]
@@ -102,7 +106,10 @@ class Coverage:
     seconds: float
 
     def split_flops(self, mesh_dim: str) -> float:
-        """The share of FLOP that is split on a mesh dimension, or on `tp` as two of them; 1 where there are no FLOP."""
+        """The share of FLOP that is split on a mesh dimension, or on both dimensions of `tp`.
+
+        It is 1 if there are no FLOP.
+        """
         return _share(sum(o.split_flops[mesh_dim] for o in self.operators), sum(o.flops for o in self.operators))
 
     def split_bytes(self, mesh_dim: str) -> float:
@@ -117,7 +124,7 @@ class Coverage:
 
 
 def grouped_dims(mesh: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
-    """Every mesh dimension by itself, preceded by `tp` where it is a product of several."""
+    """Every mesh dimension by itself, preceded by `tp` if `tp` is a product of several."""
     tensor = tuple(name for name in mesh if name.startswith("tp"))
     return {**({"tp": tensor} if len(tensor) > 1 else {}), **{name: (name,) for name in mesh}}
 
@@ -125,7 +132,7 @@ def grouped_dims(mesh: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
 def coverage(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, cluster: ClusterSpec
 ) -> Coverage:
-    """What `labels` split on the mesh of `degrees`. `analysis` must be of that mesh."""
+    """The coverage of `labels` on the mesh of `degrees`. `analysis` must be made for that mesh."""
     mesh = {name: degree for name, degree in degrees.mesh.as_dict().items() if degree > 1}
     works = list(works_of(program, analysis, labels, degrees, cluster))
     names = tuple(grouped_dims(mesh))
@@ -184,7 +191,7 @@ def works_of(
 def _extents(
     rule: Rule, call: Call, chosen: Mapping[str, Variant], mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, float]]:
-    """How far an operator is split, from 0 to 1, per name of `grouped_dims`; by its FLOP where it has any."""
+    """The extent of an operator's split, from 0 to 1, per name of `grouped_dims`, measured in FLOP if it has any."""
     whole = _flops(rule, call, ())
     for name, dims in grouped_dims({n: degree for n, degree in mesh.items() if degree > 1}).items():
         variants_there = [chosen[dim] for dim in dims]
@@ -193,7 +200,7 @@ def _extents(
 
 
 def _flops(rule: Rule, call: Call, chosen: Iterable[Variant]) -> float:
-    """Forward FLOP of one rank under the variants chosen; of the whole operator where there are none."""
+    """Forward FLOP of one rank under the chosen variants. Without variants, forward FLOP of the whole operator."""
     if rule.known and rule.flops is None:  # known to multiply nothing
         return 0.0
     return float(forward_flops(rule, call, local_sizes(rule, _degrees(chosen))))
@@ -217,7 +224,7 @@ def _operator(name: str, works: Sequence[OperatorWork], dims: Sequence[str]) -> 
 
 
 def _whole(mesh_dim: str, works: Sequence[OperatorWork], total_s: float) -> Iterator[WholeOperator]:
-    """What is whole on a mesh dimension and does products, has no rule, or takes notable time; dearest first."""
+    """Operators whole on a mesh dimension that do products, have no rule or take notable time; slowest first."""
     groups = _grouped([w for w in works if mesh_dim not in w.split], _place).values()
     merged = sorted((_merged(mesh_dim, group) for group in groups), key=lambda w: -w.seconds)
     yield from (w for w in merged if w.flops or not w.has_rule or w.seconds >= _NOTABLE * total_s)
@@ -249,7 +256,7 @@ def _grouped(works: Sequence[OperatorWork], key: Callable[[OperatorWork], Any]) 
 
 
 def _degrees(chosen: Iterable[Variant]) -> dict[str, float]:
-    """By how much each factor is divided."""
+    """The divisor of each split factor."""
     found: dict[str, float] = {}
     for variant in chosen:
         if variant.factor:
@@ -258,7 +265,7 @@ def _degrees(chosen: Iterable[Variant]) -> dict[str, float]:
 
 
 def _held_bytes(info: TensorInfo, position: int, chosen: Iterable[Variant]) -> float:
-    """Bytes of an operand, or of the output behind the last operand, that one rank has."""
+    """One rank's bytes of an operand, or of the output: the position behind the last operand."""
     return _bytes(info) * prod(v.share for v in chosen if (*v.operands, v.output)[position].kind == "S")
 
 

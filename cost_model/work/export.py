@@ -1,10 +1,10 @@
-"""What every distinct block of a captured program costs on one rank, as expressions (`work.block_work`).
+"""The cost of every distinct block of a captured program on one rank, as expressions (`work.block_work`).
 
-Per operator FLOP come from its rule, with symbols for the sizes of factors divided by the degrees that split them
-(`_product`); kernels, their bytes and what is kept for the backward pass from torch's autograd
-(`autopar.cost_model.work.autograd_probe`); collectives from the conversions of the labelling, which are those that run
-(`autopar.cost_model.work.conversion_steps`). Padding of uneven shards is left out. Where keys of attention
-are the sequence, their number is the symbol S, which context parallelism makes larger than s.
+An operator's FLOP come from its rule: symbols stand for the sizes of factors, divided by the degrees that split them
+(`_product`). Kernels, their bytes and the saved tensors come from torch's autograd
+(`autopar.cost_model.work.autograd_probe`). Collectives come from the labelling's conversions, which the runtime runs
+too (`autopar.cost_model.work.conversion_steps`). Padding of uneven shards is left out. If the keys of attention are the
+sequence, their number is the symbol S. Context parallelism makes S larger than s.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lowering.conversions import wire
 
 SymbolicWork = BlockWork[Polynomial]
-# what a rewrite sums over ranks, in numbers per target: the highest logit; the sum of exponentials and the target's own
+# numbers per target that a rewrite sums over ranks: the highest logit; the sum of exponentials and the target's own
 _INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
 
 
@@ -41,10 +41,10 @@ def block_works(
     runs: Sequence[Mapping[str, NodeRun]] | None = None,
     regather: bool = True,
 ) -> tuple[SymbolicWork, ...]:
-    """The work of every distinct block, in their order; each mesh dimension's degree is a symbol (t of `tp`).
+    """The work of every distinct block, in their order. The degree of each mesh dimension is a symbol (t for `tp`).
 
-    `by_size` names axes by captured size (see `Naming`); `roles` gives blocks other names than their own; `runs` are
-    `block_runs` of the same program; `regather` is that of a plan.
+    `by_size` names axes by captured size (see `Naming`). `roles` gives blocks other names than their own. `runs` are
+    `block_runs` of the same program. `regather` has the meaning of `Plan.regather`.
     """
     runs = block_runs(program, analysis) if runs is None else runs
     naming = naming_of(analysis, mesh, by_size)
@@ -53,12 +53,12 @@ def block_works(
 
 
 def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
-    """What sizes are called on a mesh."""
+    """The names of sizes on a mesh."""
     return Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
 
 
 def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
-    """What torch's autograd does with every distinct block, the same under all labels."""
+    """The operators of every distinct block as torch's autograd runs them, equal under all labels."""
     known: ProbedRuns = {}
     return tuple(run_block(block, i, analysis, known) for i, block in enumerate(program.blocks))
 
@@ -72,7 +72,7 @@ def flow_of(
     runs: Mapping[str, NodeRun],
     regather: bool,
 ) -> Flow:
-    """A block under its labels, as torch's autograd runs it, without what only dropped outputs need."""
+    """A block under its labels, as torch's autograd runs it, without operators that only unused outputs need."""
     block = program.blocks[index]
     outputs = _used_outputs(program, index)
     needed = _needed(block, outputs)
@@ -105,7 +105,7 @@ def flow_of(
 
 
 def _used_outputs(program: Program, index: int) -> tuple[str, ...]:
-    """Outputs of a block that another call, the loss or its denominator is made of."""
+    """Outputs of a block that another call, the loss or its denominator reads."""
     used = {name for call in program.calls for name in call.arguments if isinstance(name, str)} | program.invariant
     calls = program.uses_of_block(index)
     outputs = program.blocks[index].outputs
@@ -129,12 +129,15 @@ def _is_gather(step: ConversionStep) -> bool:
 
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
-    """Gathers all of whose uses are the input of `linear` are gathered again (`lowering.gather_linear`)."""
+    """Whether a use is the input of `linear`.
+
+    A gather with only such uses is gathered again (`lowering.gather_linear`).
+    """
     return name is not None and operand == 0 and target_name(getattr(nodes[name], "target", "")) == "linear"
 
 
 def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
-    """The work of a block, by the block's name or another."""
+    """The work of a block, under the block's name or the name in `role`."""
     products = [name for name in flow.runs if flow.is_product(name)]
     pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
     split, whole, expert = _parameters(flow)
@@ -154,7 +157,7 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
 
 
 def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
-    """The work of a block with what it gathers kept, from that where it is gathered again."""
+    """The work of a block that saves its gathered values, derived from the work of a block that gathers them again."""
     if not flow.regathered:
         return work
     kept = replace(flow, regathered=frozenset())
@@ -176,7 +179,7 @@ def _inputs(flow: Flow) -> list[str]:
 
 
 def _value_bytes(flow: Flow, name: str) -> Expr:
-    """Bytes of a value on one rank as it is made."""
+    """Bytes of a value on one rank, in its producer's types."""
     return flow.naming.local(flow.dims[name], flow.types(name)) * flow.info(name).dtype.itemsize
 
 
@@ -188,13 +191,13 @@ def _need_bytes(flow: Flow, need: Need) -> Expr:
 
 
 def _saved_fused(flow: Flow, of_groups: Sequence[set[Need]]) -> Expr:
-    """What backward passes of products and of fused groups need."""
+    """Bytes of the tensors that backward passes of products and of fused groups need."""
     needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
     return sum((_need_bytes(flow, need) for need in needs.union(*of_groups)), start=_zero())
 
 
 def _saved_eager(flow: Flow) -> Expr:
-    """Distinct storages that autograd keeps; parameters, constants and ids belong to nobody's backward pass."""
+    """Bytes of the distinct storages that autograd saves. Parameters, constants and ids are not counted."""
     found: dict[tuple[object, ...], Expr] = {}
     for name, run in flow.runs.items():
         for position, kept in enumerate(run.kept):
@@ -209,7 +212,11 @@ def _saved_eager(flow: Flow) -> Expr:
 
 
 def _product(flow: Flow, name: str) -> Operator[Polynomial]:
-    """Factors in both operands and the output are `count`, in both operands only k, in one of them m or n."""
+    """The work of a product.
+
+    A factor in both operands and the output belongs to `count`, a factor in both operands only to k. A factor in one
+    operand belongs to m or n.
+    """
     sizes, run = flow.sizes[name], flow.runs[name]
     rule, factors = sizes.bound.rule, sizes.factors()
     if flow.is_attention(name):
@@ -232,7 +239,7 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
         for which in ("m", "n", "count")
     )
     if flow.operators[name] == "grouped_mm":
-        m = m / count  # rows of one expert when all have as many
+        m = m / count  # rows of one expert if all have as many
     attention = 2 if flow.is_attention(name) else 1
     forward, backward = _attention_bytes(flow, name) if flow.is_attention(name) else _product_bytes(flow, name)
     return Operator(
@@ -251,7 +258,10 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
 
 
 def _product_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
-    """Operands and output once; backward the cotangent with each other operand for each gradient."""
+    """Forward bytes: operands and output once.
+
+    Backward bytes: per gradient, the gradient itself, the output's gradient and the other operands.
+    """
     sizes = flow.sizes[name]
     operands = [sizes.num_bytes(k) for k in range(len(sizes.call.operands))]
     out, additive = sizes.num_bytes(-1), sizes.bound.rule.additive
@@ -264,7 +274,10 @@ def _product_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
 
 
 def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
-    """Keys and values are read at their own number of heads, by as many tokens as keys."""
+    """Forward and backward bytes of attention.
+
+    Keys and values count their own number of heads, and S tokens.
+    """
     sizes = flow.sizes[name]
     operands = []
     for k, operand in enumerate(flow.operands[name]):
@@ -300,7 +313,7 @@ def _memory(name: str, forward: Expr, backward: Expr, launches: tuple[int, int])
 
 
 def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
-    """Every operator that launches a kernel of its own, and the sums of gradients of values that several read."""
+    """Every operator that launches a kernel of its own, and the gradient sums of values with several readers."""
     for name, run in flow.runs.items():
         if not flow.is_product(name) and (run.forward or run.backward):
             passes = [
@@ -320,7 +333,10 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
 
 
 def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Polynomial]:
-    """One kernel forward and one backward: what crosses the border of the group, masks, and gradients of both."""
+    """One kernel forward and one backward.
+
+    They move the inputs and outputs of the group, its masks, and gradients of inputs and outputs.
+    """
     inputs: dict[tuple[str, Expr], tuple[Expr, bool]] = {}
     for name in members:
         for k, operand in enumerate(flow.operands[name]):
@@ -343,7 +359,7 @@ def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: 
 
 
 def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
-    """Both passes of every conversion, gathers that are done again, and sums of whole parameters' gradients."""
+    """Both passes of every conversion, repeated gathers, sums inside operators, and gradient sums of whole parameters."""
     mesh, naming = flow.naming.mesh, flow.naming
     for step in flow.steps:
         i, info = step.indices[0], flow.info(step.value)
@@ -366,7 +382,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
         for mesh_name, degree, variant in zip(mesh.names, mesh.degrees, sizes.chosen, strict=True):
             if variant.factor in sizes.bound.rule.invariant and degree > 1:
                 over.setdefault(variant.factor, []).append(mesh_name)
-        for names in over.values():  # mesh dimensions that split one factor are summed over together
+        for names in over.values():  # one sum over all mesh dimensions that split the factor
             for count in _INSIDE.get(flow.operators[name], ()):
                 rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
                 yield Sent(
@@ -384,7 +400,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
 
 
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
-    """Elements on one rank: split by some mesh dimension, whole, and of matrices that tokens choose among."""
+    """Parameter elements on one rank: split by some mesh dimension, whole, and of experts' matrices."""
     of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] == "grouped_mm"}
     split = whole = expert = _zero()
     for port in flow.block.ports:

@@ -1,9 +1,9 @@
-"""How values flow through a block: who reads whose memory, where collectives cut, which operators fuse into one kernel.
+"""The data flow through a block: readers of every value, cuts by collectives, operators that fuse into one kernel.
 
-*Layout* operators (views, reshapes that copy, expansions) make no numbers: a reader behind them reads the memory of the
-operator before them, or the part of it that they select. The *depth* of an operator is the largest number of products,
+*Layout* operators (views, reshapes that copy, expansions) make no numbers. A reader behind them reads the memory of the
+operator before them, or the part that they select. The *depth* of an operator is the largest number of products,
 attentions and collectives on a path to it. Fused groups are the connected sets of equal depth among all other
-operators; as a path that leaves a group passes something that adds to the depth, a group never waits for itself.
+operators. A path that leaves a group leads to a greater depth, so that a group never waits for itself.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,8 +31,11 @@ Edge = tuple[str, int]  # (node, operand)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flow:
-    """A block under its labels. `outputs` are those that training needs, `runs` the operators that they need, and
-    `regathered` edges whose operand is kept as a shard and gathered again."""
+    """A block under its labels.
+
+    Training needs only the values in `outputs`. `runs` has the operators of these outputs. `regathered` has the edges
+    whose operand is saved as a shard and gathered again.
+    """
 
     block: Block
     dims: Mapping[str, Dims]
@@ -52,7 +55,7 @@ class Flow:
 
     @cached_property
     def operators(self) -> Mapping[str, str]:
-        """What every operator is called."""
+        """The name of every operator without namespace and overload, such as ``linear``."""
         return {name: target_name(self.nodes[name].target) for name in self.sizes}
 
     @cached_property
@@ -61,12 +64,12 @@ class Flow:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """Operators between products and collectives, by group in order of their first."""
+        """The fused groups of operators between products and collectives, in the order of their first operators."""
         return _fused_groups(self)
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """Values inside groups that others read."""
+        """Values made in a group that are read outside it."""
         readers = self.readers()
         group_of = {name: i for i, members in enumerate(self.groups) for name in members}
         return frozenset(
@@ -77,7 +80,7 @@ class Flow:
 
     @cached_property
     def needs_of_groups(self) -> "list[set[Need]]":
-        """What the backward pass of every group needs."""
+        """The tensors that the backward pass of every group needs."""
         return [_needs_of_group(self, members, self.written) for members in self.groups]
 
     def info(self, name: str) -> Any:
@@ -92,7 +95,7 @@ class Flow:
         return self.sizes[edge[0]].types(edge[1])
 
     def kept_types(self, edge: Edge) -> Types:
-        """Types in which an operand is kept for the backward pass."""
+        """Types in which an operand is saved for the backward pass."""
         return self.types(self.operands[edge[0]][edge[1]]) if edge in self.regathered else self.use_types(edge)
 
     def divisor(self, types: Types) -> Expr:
@@ -111,7 +114,7 @@ class Flow:
         return name in self.runs and not self.is_product(name) and not self.is_layout(name)
 
     def base(self, name: str) -> tuple[str, str]:
-        """The value whose numbers a value shows, and the smallest value on the way to it, nearest to it."""
+        """The value whose numbers a value shows, and the smallest value on the path to it, nearest to it."""
         smallest = name
         while self.is_layout(name):
             name = self.operands[name][0]
@@ -120,7 +123,7 @@ class Flow:
         return name, smallest
 
     def is_given(self, name: str) -> bool:
-        """A port that the block does not keep for its backward pass: parameters, constants, ids, masks."""
+        """Whether a value is a port that the block does not save for backward: a parameter, constant, id or mask."""
         return name in self.roles and (self.roles[name] != "value" or not self.info(name).differentiable)
 
     def readers(self) -> Mapping[str, list[Edge]]:
@@ -136,7 +139,7 @@ class Flow:
 
 
 def _sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Edge]:
-    """Edges on which something goes over the wire in the forward pass."""
+    """Edges with a collective in the forward pass."""
     names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
     found = set()
     for step in steps:
@@ -182,15 +185,15 @@ def _fused_groups(flow: Flow) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Something kept for the backward pass: a value divided by some degrees, or what an operator made for itself."""
+    """A tensor saved for the backward pass: a value divided by some degrees, or an operator's own tensor."""
 
     value: str
     divisor: Expr
-    inside: int = -1  # the position in `NodeRun.kept` of what is no value of the graph
+    inside: int = -1  # the position in `NodeRun.kept` of a tensor that is no value of the graph
 
 
 def needs_of_product(flow: Flow, name: str) -> Iterator[Need]:
-    """What a product or attention keeps."""
+    """The tensors that a product or attention saves."""
     for position, kept in enumerate(flow.runs[name].kept):
         if kept.value is None:
             yield Need(name, flow.divisor(flow.types(name)), position)
@@ -203,8 +206,11 @@ def needs_of_product(flow: Flow, name: str) -> Iterator[Need]:
 
 
 def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str]) -> set[Need]:
-    """What the backward pass of a fused group needs: what its operators keep, where that lies inside the group
-    computed again from the group's inputs, from what it writes (`written`) and from random masks."""
+    """The tensors that the backward pass of a fused group needs.
+
+    These are the tensors that its operators save. A value inside the group is not saved but computed again, from the
+    group's inputs, the values that it writes (`written`) and random masks.
+    """
     found: set[Need] = set()
     inside, again = set(members), set()
 

@@ -1,8 +1,8 @@
-"""Work of one operator on one rank: FLOP, bytes touched, and what it keeps for the backward pass.
+"""Work of one operator on one rank: FLOP, memory traffic in bytes, and the operands saved for the backward pass.
 
-Training costs three times the forward pass: the gradients of a product's two operands are one product each
+Training costs three times the forward pass, because the gradient of each of a product's two operands is one product
 (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", appendix). Memory traffic
-counts every operand and the output once per pass; views move nothing.
+counts every operand and the output once per pass. Views move nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ VIEWS = frozenset(
 
 
 def target_name(target: Any) -> str:
-    """``linear`` of ``aten.linear.default``."""
+    """An operator's name without namespace and overload: ``linear`` for ``aten.linear.default``."""
     return str(target).split(".")[1] if "." in str(target) else str(target)
 
 
@@ -53,7 +53,7 @@ def is_view(call: Call) -> bool:
 def forward_flops(rule: Rule, call: Call, sizes: Mapping[str, _V]) -> _V | float:
     """Forward FLOP of an operator: by its rule, or by torch's own count if no rule is known.
 
-    `sizes` are those of the rule's factors on one rank, numbers or expressions.
+    `sizes` are the sizes of the rule's factors on one rank, numbers or expressions.
     """
     if not rule.known or rule.flops is None:
         return _counted_flops(call)
@@ -75,7 +75,7 @@ def local_sizes(rule: Rule, degrees: Mapping[str, float]) -> dict[str, Any]:
 def _counted_flops(call: Call) -> float:
     """Forward FLOP by torch's own count; 0 if torch has no formula for the operator.
 
-    torch does not count products grouped by expert: a token meets the (k, n) matrix of its own expert.
+    torch does not count products grouped by expert. There a token is multiplied by the (k, n) matrix of its own expert.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -93,13 +93,13 @@ def _counted_flops(call: Call) -> float:
     with FlopCounterMode(display=False) as counter:
         try:
             call.target(*args, **kwargs)
-        except (NotImplementedError, RuntimeError):  # no meta kernel: nothing is known of its work
+        except (NotImplementedError, RuntimeError):  # no meta kernel: its work is unknown
             return 0.0
     return float(counter.get_total_flops())
 
 
 def peak_flops_per_s(cluster: ClusterSpec, dtype: Any) -> float:
-    """The slowest device's dense peak in a torch dtype, float32's where it has none of its own."""
+    """The slowest device's dense peak in a torch dtype. A dtype without a peak counts as float32."""
     name = str(dtype).removeprefix("torch.")
 
     def peak(peaks: Mapping[str, float]) -> float:
@@ -113,10 +113,10 @@ def memory_bytes_per_s(cluster: ClusterSpec) -> float:
 
 
 def saved_operands(call: Call, rule: Rule) -> tuple[int, ...]:
-    """Operands that the backward pass needs.
+    """Positions of the operands that the backward pass needs.
 
-    Where an operator is linear in all differentiable operands together, only the others are kept; elsewhere every
-    floating-point operand is.
+    If an operator is linear in all differentiable operands together, only the other operands are saved. Otherwise every
+    floating-point operand is saved.
     """
     if not call.output.differentiable or is_view(call):
         return ()
@@ -127,7 +127,7 @@ def saved_operands(call: Call, rule: Rule) -> tuple[int, ...]:
 
 
 def parameter_state_bytes(dtypes: Sequence[Any]) -> float:
-    """Mean bytes per element for parameter, gradient and Adam's state: 16, in float32 as in mixed precision.
+    """Mean bytes per element for parameter, gradient and Adam's state: 16 both in float32 and in mixed precision.
 
     Rajbhandari et al. 2020, "ZeRO", section 3.1: 2 + 2 + 12 in mixed precision; 4 + 4 + 8 in float32.
     """

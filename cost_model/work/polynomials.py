@@ -1,7 +1,7 @@
-"""Sums of monomials in named sizes, as plain data: what costs of blocks are stored, compared and evaluated as.
+"""Sums of monomials in named sizes, as plain data. Costs of blocks are stored, compared and evaluated in this form.
 
-Costs are worked out with sympy (`symbol`, `polynomial`); from there on nothing needs it, so that what is read from a
-file is priced without importing it.
+Only the derivation of costs needs sympy (`symbol`, `polynomial`). Costs that are read from a file are priced without
+importing it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
     Number: TypeAlias = float | NDArray[np.float64]
 
-Expr: TypeAlias = Any  # sympy.Expr; sympy has no types and is imported when the first expression is made
+Expr: TypeAlias = Any  # sympy.Expr; sympy has no types and is only imported for the first expression
 Powers: TypeAlias = tuple[tuple[str, int], ...]  # by symbol, in the symbols' order
 Term: TypeAlias = tuple[Fraction, Powers]
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """A sum of monomials: rational coefficients times integer powers of symbols, negative ones too.
+    """A sum of monomials: rational coefficients times integer powers of symbols. Powers may be negative.
 
-    `terms` are in the order of their powers, each powers once and no coefficient zero, as `total` makes them.
+    `terms` are sorted by their powers. Each combination of powers occurs once, and no coefficient is zero (see
+    `total`).
     """
 
     terms: tuple[Term, ...] = ()
-    _hash: int = field(init=False, compare=False, repr=False)  # families of thousands are keys of caches
+    _hash: int = field(init=False, compare=False, repr=False)  # families with thousands of polynomials are cache keys
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(self.terms))
@@ -68,7 +69,7 @@ def symbol(name: str) -> Expr:
 
 
 def polynomial(value: Expr | float) -> Polynomial:
-    """A sympy expression as plain data. Raises `ValueError` where it is no sum of monomials."""
+    """A sympy expression as plain data. Raises `ValueError` if it is no sum of monomials."""
     import sympy
 
     return _polynomial(sympy.sympify(value))
@@ -85,7 +86,7 @@ def _polynomial(value: Expr) -> Polynomial:
 
 
 def _is_monomial(term: Expr) -> bool:
-    """Whether nothing of a term is left to expand."""
+    """Whether a term is fully expanded."""
     import sympy
 
     return all(
@@ -112,10 +113,10 @@ def _term(term: Expr, whole: Expr) -> Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """How the values of several polynomials follow from numbers for `names`, each product of symbols made once.
+    """The steps that compute several polynomials from numbers for `names`, with each product of symbols computed once.
 
-    Slot 0 is 1, the slots behind it are the numbers, and each of `products` adds a slot: that of the slot `left` times
-    the number in the slot `right`, or divided by it. `sums` are coefficients with the slots that they belong to.
+    Slot 0 is 1. The next slots are the numbers. Each entry (left, right, divides) of `products` adds a slot: slot
+    `left` times slot `right`, or divided by it. `sums` pairs coefficients with slots.
     """
 
     names: tuple[str, ...]
@@ -123,7 +124,7 @@ class Evaluation:
     sums: tuple[tuple[tuple[float, int], ...], ...]
 
     def values(self, numbers: Mapping[str, Number]) -> list[Any]:
-        """The polynomials' values in their order: floats, or arrays where a number in them is one."""
+        """The polynomials' values in their order. A value is a float, or an array if one of its numbers is an array."""
         slots: list[Any] = [1.0, *(numbers[name] for name in self.names)]
         for left, right, divides in self.products:
             slots.append(slots[left] / slots[right] if divides else slots[left] * slots[right])
@@ -141,7 +142,10 @@ def evaluation_of(polynomials: Sequence[Polynomial]) -> Evaluation:
     slot_of: dict[tuple[int, int, bool], int] = {}
 
     def slot(powers: Powers) -> int:
-        """Products are made of the smallest symbol on, so that those that begin alike share their beginning."""
+        """The slot of a product.
+
+        Products are built in the order of the symbols, so that equal beginnings share slots.
+        """
         factors = [(number_of[name], False) for name, power in powers for _ in range(power)]
         factors += [(number_of[name], True) for name, power in powers for _ in range(-power)]
         if not factors:

@@ -1,9 +1,9 @@
 """The blocks of a captured program in the roles of the time model, as expressions.
 
-Calls before the first repeated block together are "first", those behind the last one "last"; every other distinct
-block is a role of its own, "layer" or, where tokens choose among its matrices, "moe_layer", numbered from the second
-on. A model without repeated blocks has its longest call in their place. Labels say whether activations between blocks
-are split over tensor ranks, so that both variants of a role are the same work.
+All calls before the first repeated block together are "first". All calls behind the last repeated block are "last".
+Every other distinct block has its own role with a number: "moe_layer" if it has experts, else "layer". If a model has
+no repeated blocks, its longest call takes their place. Labels decide whether activations between blocks are split over
+tensor ranks. All variants of a role are therefore the same work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,10 @@ from autopar.ir.stages import main_calls
 class ProgramWorks:
     """A captured and labelled program, ready to be priced at any micro-batch.
 
-    `calls` are the roles of its main calls in their order ("" where a role stands for several), `counts` how often each
-    repeated role is called. Sizes are those of the capture: `sequence` tokens, `hidden` elements of a token between
-    blocks, `element_bytes` of each. With `regather` what products take of a gather is gathered again in backward.
+    `calls` has the roles of the main calls in their order. A role that covers several calls stands at the first of
+    them, and the others have "". `counts` has the number of calls of each repeated role. Sizes are captured sizes:
+    `sequence` tokens, `hidden` elements of a token between blocks, `element_bytes` per element. With `regather`,
+    backward gathers the gathered inputs of products again.
     """
 
     family: Family[Polynomial]
@@ -45,7 +46,7 @@ class ProgramWorks:
 
     @property
     def regathers(self) -> bool:
-        """Whether anything is gathered again in backward instead of being kept."""
+        """Whether backward gathers any value again instead of saving it."""
         roles = (self.family.block(role, VARIANTS[0]) for role in self.family.roles)
         return any(sent.of == "regather" for work in roles for sent in work.sent)
 
@@ -59,8 +60,8 @@ def program_works(
     name: str = "",
     regather: bool = True,
 ) -> ProgramWorks:
-    """The work of a program under labels on a mesh of data and tensor dimensions; `regather` as for `block_works`."""
-    from autopar.cost_model.work.export import block_works  # not needed where works are kept
+    """The work of a program under labels on a mesh of data and tensor dimensions. For `regather` see `block_works`."""
+    from autopar.cost_model.work.export import block_works  # not needed if works are cached
 
     works = block_works(program, analysis, labels, mesh, regather=regather)
     return merged_works(program, works, labels, mesh, name=name, regather=regather)
@@ -75,7 +76,7 @@ def merged_works(
     name: str = "",
     regather: bool = True,
 ) -> ProgramWorks:
-    """The work of a program of which `works` are those of its distinct blocks."""
+    """The work of a program. `works` has the work of each of its distinct blocks."""
     roles = _roles(program)
     used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}
     for call, role in zip(main_calls(program), roles, strict=True):
@@ -91,7 +92,7 @@ def merged_works(
         source=_source(program, mesh),
         blocks=tuple((renamed[role], tuple((v, work) for v in VARIANTS)) for role, work in merged.items()),
     )
-    ends = ("first", "last")  # several calls of an end are priced with the first of them
+    ends = ("first", "last")  # several calls of an end are priced with the first call
     calls = tuple("" if role in ends and role in roles[:i] else renamed[role] for i, role in enumerate(roles))
     repeated = [renamed[role] for role in used if role not in ("first", "last")]
     hidden, size, dtype = _residual(program, roles)
@@ -119,7 +120,7 @@ def _source(program: Program, mesh: Mesh) -> str:
 
 
 def _roles(program: Program) -> list[str]:
-    """A role per main call; repeated ones are called by the number of their block."""
+    """A role per main call. The role of a repeated block is the number of the block."""
     calls = [program.calls[i] for i in main_calls(program)]
     between = ("prologue", "epilogue", "between_")
     repeated = [i for i, call in enumerate(calls) if not call.path.startswith(between)]
@@ -153,7 +154,7 @@ def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Poly
     lists: dict[str, Any] = {
         name: tuple(one for work in works for one in getattr(work, name)) for name in ("products", "eager", "fused")
     }
-    # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step.step`)
+    # gradients are summed over data-parallel ranks once a step (`autopar.cost_model.step.step`)
     lists["sent"] = tuple(
         one for work in works for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")
     )
@@ -161,7 +162,7 @@ def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Poly
 
 
 def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
-    """Elements of a token, and their bytes and dtype, in what a repeated block is handed."""
+    """Elements per token of a repeated block's input, the bytes of an element, and its dtype."""
     for call, role in zip(main_calls(program), roles, strict=True):
         block = program.blocks[program.calls[call].block]
         infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
@@ -173,7 +174,10 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
 
 
 def _experts(works: Sequence[BlockWork[Polynomial]], mesh: Mesh) -> tuple[int, float]:
-    """Experts of a block, and how many of them work on a token; 0 and 1 where there are none."""
+    """The number of experts of a block, and the number of experts per token.
+
+    They are 0 and 1 if there are no experts.
+    """
     ones = dict.fromkeys((*mesh.names, "b", "s", "t", "d"), 1.0)
     grouped = [one for work in works for one in work.products if one.name.startswith("grouped_mm")]
     if not grouped:
@@ -192,7 +196,7 @@ def _is_tied(program: Program, roles: Sequence[str]) -> bool:
 
 
 def _is_split(program: Program, roles: Sequence[str], labels: Sequence[BlockLabels], mesh: Mesh) -> bool:
-    """Whether what a repeated block is handed is split over tensor ranks."""
+    """Whether a repeated block's input is split over tensor ranks."""
     tensor = [i for i, (name, n) in enumerate(zip(mesh.names, mesh.degrees, strict=True)) if name != DATA and n > 1]
     for call, role in zip(main_calls(program), roles, strict=True):
         index = program.calls[call].block

@@ -21,22 +21,27 @@ Types = tuple[Type, ...]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Naming:
-    """What sizes are called. `by_size` names axes by their captured size, where sizes are pairwise distinct; the batch
-    is b sequences per data-parallel rank, the sequence s tokens, and any other axis its captured number.
+    """The names of sizes.
 
-    `sequence` is the size of every axis of a sequence: where two tensor mesh dimensions cut it into several axes, the
-    last is s divided by the others, which are numbers as those of any other dimension that is cut so.
+    `by_size` names axes by their captured size; these sizes must be pairwise distinct. The batch is b sequences per
+    data-parallel rank. The sequence is s tokens. Any other axis is its captured number.
+
+    `sequence` is the size of every axis of a sequence. If two tensor mesh dimensions cut a sequence into several axes,
+    the last axis is s divided by the others. The other axes are numbers.
     """
 
     analysis: Analysis
     mesh: Mesh
     by_size: Mapping[int, Expr]
     sequence: Mapping[int, Expr]
-    known: dict[object, Any] = field(default_factory=dict, repr=False)  # what was asked for: operators share sizes
+    known: dict[object, Any] = field(default_factory=dict, repr=False)  # cached results: operators share sizes
 
     @cached_property
     def degrees(self) -> tuple[Expr, ...]:
-        """One symbol per mesh dimension of degree above 1: t for `tp`, else its own name; 1 where nothing is split."""
+        """One symbol per mesh dimension: t for `tp`, d for data, else its own name.
+
+        A dimension of degree 1 is the number 1.
+        """
         import sympy
 
         return tuple(
@@ -53,7 +58,7 @@ class Naming:
         return self._once(("whole", dims), lambda: self._whole(dims))
 
     def divisor(self, types: Types) -> Expr:
-        """By how much types divide the elements of one rank."""
+        """The divisor of a value's elements on one rank under its types."""
         return self._once(("divisor", types), lambda: self._divisor(types))
 
     def local(self, dims: Dims, types: Types) -> Expr:
@@ -61,7 +66,7 @@ class Naming:
         return self._once(("local", dims, types), lambda: self.whole(dims) / self.divisor(types))
 
     def axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
-        """Every axis of every dimension of a value: which, its captured size, its size on one rank."""
+        """Every axis of every dimension of a value: its number, its captured size, its size on one rank."""
         found: list[list[tuple[int, int, Expr]]] = self._once(("axes", dims, types), lambda: self._axes(dims, types))
         return found
 
@@ -115,14 +120,14 @@ def sequence_sizes(analysis: Analysis) -> dict[int, Expr]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NodeSizes:
-    """One operator under its labels: its variant on every mesh dimension, and sizes of what it works on."""
+    """One operator under its labels: its variant on every mesh dimension, and the sizes of its operands and output."""
 
     naming: Naming
     call: Call
     bound: Bound
     chosen: tuple[Variant, ...]
     dims: tuple[Dims, ...]  # of its operands, and of its output behind them
-    known: dict[Piece, Expr] = field(default_factory=dict, repr=False)  # bytes that were asked for
+    known: dict[Piece, Expr] = field(default_factory=dict, repr=False)  # cached bytes
 
     @cached_property
     def infos(self) -> tuple[TensorInfo, ...]:
@@ -137,7 +142,7 @@ class NodeSizes:
         return self.types_of_values[k]
 
     def elements(self, k: int) -> Expr:
-        """Elements on one rank of operand k as the operator reads it, or of its output for -1."""
+        """Elements on one rank of operand k in the operator's types, or of the output for -1."""
         return self.naming.local(self.dims[k], self.types(k))
 
     def num_bytes(self, k: int) -> Expr:
@@ -153,7 +158,7 @@ class NodeSizes:
         return found
 
     def piece_bytes(self, piece: Piece) -> Expr:
-        """Bytes of a tensor inside the operator, by the operand, output or product of axes that has its size."""
+        """Bytes of a tensor inside the operator. Its size is matched to an operand, the output or a product of axes."""
         if piece not in self.known:
             self.known[piece] = self._piece_elements(piece) * piece.itemsize
         return self.known[piece]
@@ -182,7 +187,7 @@ class NodeSizes:
         return self.naming.axes(self.dims[k], self.types(k))
 
     def _dims_or_ones(self, piece: Piece, k: int) -> Expr | None:
-        """A tensor as large as a value in every dimension, or 1, or expanded, there."""
+        """The elements of a tensor if each of its dimensions equals the value's, or is 1 or expanded."""
         import sympy
 
         shape, found, elements = self.infos[k].shape, sympy.Integer(1), 1
@@ -198,7 +203,7 @@ class NodeSizes:
         return found if elements == piece.elements else None
 
     def _joined_dims(self, piece: Piece, k: int) -> Expr | None:
-        """A tensor whose dimensions are runs of a value's dimensions, all or the first of them."""
+        """The elements of a tensor if its dimensions join consecutive dimensions of the value, all or the first."""
         import sympy
 
         rest, found = list(zip(self.infos[k].shape, self._local_axes(k), strict=True)), sympy.Integer(1)
