@@ -359,7 +359,7 @@ def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: 
 
 
 def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
-    """Both passes of every conversion, repeated gathers, sums inside operators, and gradient sums of whole parameters."""
+    """Both passes of every conversion, repeated gathers, sums inside operators, gradient sums of whole parameters."""
     mesh, naming = flow.naming.mesh, flow.naming
     for step in flow.steps:
         i, info = step.indices[0], flow.info(step.value)
