@@ -89,13 +89,16 @@ def run_model(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
     return run_program(program, model, input_names(model, example_inputs, loss_fn))
 
 
-def run_program(program: Program, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> SingleDeviceRun:
-    """Run a captured float64 program on one device, with the weights of `model`."""
+def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> SingleDeviceRun:
+    """Run a captured float64 program on one device, with the weights of `model`.
+
+    Inputs that are no tensors, such as flags, are constants of the program and are left out.
+    """
     every = {name: p.detach().cpu().double().clone() for name, p in model.named_parameters()}
     whole = packed_source(program, lambda name: every[name])
     parameters = {name: whole(name).detach().clone().requires_grad_() for name in program.parameters}
     buffers = {name: _float64(buffer) for name, buffer in model.named_buffers()}
-    own_inputs = {name: _float64(value) for name, value in inputs.items()}
+    own_inputs = {name: _float64(value) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     values = run_reference(program, parameters, own_inputs, buffers)
     values[program.loss].backward()
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}

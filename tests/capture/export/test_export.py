@@ -56,7 +56,7 @@ class Branches(nn.Module):
 def test_what_does_not_export_is_named() -> None:
     model = Model(lambda y: y.sum())
     model.layer = nn.Sequential(nn.Linear(6, 6), Branches())
-    with pytest.raises(CaptureError, match=r"layer\.1.*Branches.*test_capture\.py:\d+"):
+    with pytest.raises(CaptureError, match=r"layer\.1.*Branches.*test_export\.py:\d+"):
         capture_program(model, X)
 
 

@@ -151,7 +151,7 @@ def test_a_plan_says_whether_values_are_kept(tmp_path: Path) -> None:
     assert not found.plan.regather
     assert found.best.degrees["regather"] is False
     assert "keeping gathered values" in plan_in_words(found.best.degrees)
-    assert "kept for the backward pass" in found.plan.explain()
+    assert "stored for the backward pass" in found.plan.explain()
     assert SearchResult.from_dict(found.to_dict()) == found
     found.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == found.plan
