@@ -2,9 +2,9 @@
 
 Models are drawn like Llama 3: L blocks of width 128·L (4096 for 32 blocks, as the 8B; the 405B has 130·L), heads of
 128, 8 key heads, feed-forward width 3.5 times the width, its vocabulary. Every rank has micro-batches of one sequence
-and recomputes every block, which is what fits most. The ways are those of Rajbhandari et al. 2020, "ZeRO", figure 1
-and table 2: data parallelism with everything replicated, and with ZeRO stages 1, 2 and 3; and the best plan of all
-tensor, pipeline and data-parallel degrees with any stage.
+and recomputes every block, because such plans need the least memory. The ways are those of Rajbhandari et al. 2020,
+"ZeRO", figure 1 and table 2: data parallelism with everything replicated, and with ZeRO stages 1, 2 and 3; and the best
+plan of all tensor, pipeline and data-parallel degrees with any stage.
 """
 
 from collections.abc import Sequence

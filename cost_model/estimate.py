@@ -1,4 +1,4 @@
-"""What one training step of one plan costs: time, memory, and what makes them up.
+"""The cost of one training step of one plan: time, memory, and their parts.
 
     step       `autopar.cost_model.step.step` over the blocks of the captured program; a plan's own pipeline stages by
     their
@@ -102,10 +102,10 @@ class RunCost:
 class Estimate:
     """The step of one plan, predicted. Seconds, bytes and FLOP/s are SI; parts of a whole are from 0 to 1.
 
-    `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`; `memory_bytes` add up to
-    `peak_bytes`, of the pipeline rank that has most. `fits` allows for what allocators lose of `device_bytes`, and
-    for the cache that they give back when memory is short.
-    `formula_only` says what of the question autopar prices and does not run, `assumptions` what nobody measured.
+    `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`. `memory_bytes` adds up to
+    `peak_bytes`, of the fullest pipeline rank. `fits` allows for the part of `device_bytes` that allocators lose, and
+    for the cache that they give back when memory is short. `formula_only` names the parts that autopar prices and does
+    not run. `assumptions` names figures that nobody measured.
     """
 
     model: str
@@ -207,7 +207,7 @@ def estimate_works(
 def run_cost(
     cluster: ClusterSpec, tokens: float, tokens_per_step: float, step_s: float, grams_co2_per_kwh: float | None
 ) -> RunCost:
-    """What a run of `tokens` takes at `step_s` a step, without pauses."""
+    """The time and cost of a run of `tokens` at `step_s` a step, without pauses."""
     steps = tokens / tokens_per_step
     hours = steps * step_s / SECONDS_PER_HOUR
     price, power = cluster.price_usd_per_hour, cluster.power_w
@@ -224,7 +224,7 @@ def run_cost(
 
 
 def formula_only(question: Question, precision: str) -> tuple[str, ...]:
-    """What of a question autopar prices and does not run."""
+    """The parts of a question that autopar prices and does not run."""
     found = []
     if question.cp > 1:
         found.append(f"context parallelism {question.cp}: priced as ring attention, autopar does not run it yet")

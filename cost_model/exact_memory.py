@@ -1,8 +1,8 @@
 """An estimate whose memory is counted, not priced by formulas: what `dry_run.memory` counts of a plan.
 
-State, gathered weights and waiting gradients follow from the plan's storage; what is kept for backward and what lives
-besides from running one micro-batch of every stage on tensors without data, which takes a tenth of a second per layer
-or less. Formulas take microseconds and are within some per cent for states, and off by a fifth where logits weigh
+State, gathered weights and waiting gradients follow from the plan's storage. Saved activations and temporaries follow
+from a run of one micro-batch of every stage on tensors without data. This run takes a tenth of a second per layer or
+less. Formulas take microseconds and are within some per cent for states, and off by a fifth where logits weigh
 (docs/estimate.md).
 """
 
@@ -28,8 +28,9 @@ KERNELS = "exact memory: attention keeps what torch's CPU kernel keeps, its outp
 
 
 def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory:
-    """The pipeline rank that holds most, of those that are first on every other mesh dimension, where parts that do
-    not divide are largest.
+    """The fullest pipeline rank.
+
+    Only ranks that are first on every other mesh dimension are compared, because uneven parts are largest there.
 
     Raises InputError for a program that was captured at another micro-batch than the plan's.
     """
@@ -52,7 +53,7 @@ def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory
 
 
 def with_exact_memory(made: Estimate, held: RankMemory) -> Estimate:
-    """The estimate with counted bytes; reserve and the allocator's cache stay what they were assumed to be."""
+    """The estimate with counted bytes. The reserve and the allocator's cache keep their assumed values."""
     parts = dict.fromkeys(MEMORY.values(), 0.0) | {
         MEMORY["parameters"]: float(held.parameter_bytes),
         MEMORY["gradients"]: float(held.gradient_bytes),

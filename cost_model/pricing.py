@@ -1,4 +1,4 @@
-"""One plan on one machine, priced: what the time and memory models make of a captured model's blocks.
+"""The price of one plan on one machine: the time and memory models applied to a captured model's blocks.
 
 A layout is evaluated once for its step and its memory; other layouts of the same question, such as the plan without
 data parallelism, come from the same expressions.
@@ -39,7 +39,7 @@ _PASSES = 3  # a product forward, for its input's gradient, for its weight's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utilisation:
-    """What a step makes of its devices. MFU and HFU are parts of the dense peak."""
+    """The utilisation of the devices in a step. MFU and HFU are fractions of the dense peak."""
 
     flops_per_s: float  # of the model, on each device
     mfu: float
@@ -48,7 +48,7 @@ class Utilisation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of a captured model beside the model: everything but the tokens of a run.
+    """Everything that a price depends on beside the captured model, without the tokens of a run.
 
     `cuts` are the calls before which pipeline stages begin (none: equal stages and the closed form of 1F1B); `cp` and
     `ep` the degrees of context and expert parallelism, which no plan runs yet.
@@ -186,7 +186,7 @@ class Pricing:
         return memory_between(self.recomputed_share(), found)
 
     def flops(self, sequences: float) -> tuple[float, float]:
-        """FLOP of a step over all devices: the model's, and what is computed again."""
+        """FLOP of a step over all devices: the model's own, and the recomputed ones."""
         ones = dict.fromkeys((*self.works.mesh.names, "b", "t", "d"), 1.0)
         tokens = float(self.works.sequence)
         roles = self.works.family.roles
@@ -286,7 +286,7 @@ def step_between(share: float, found: Sequence[StepSeconds]) -> StepSeconds:
 
 
 def memory_between(share: float, found: Sequence[StepMemory]) -> StepMemory:
-    """As `step_between`; what is computed again takes the same room, however many blocks are."""
+    """`step_between` for memory. A recomputed block takes the same room, whatever the number of recomputed blocks."""
     parts = parts_between(share, [one.parts for one in found])
     return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
 
@@ -303,7 +303,7 @@ def _between(share: float, values: Sequence[_V]) -> _V:
 
 
 def shape_of_works(works: ProgramWorks) -> Shape:
-    """What of a captured model its blocks do not say."""
+    """Facts of a captured model that its blocks do not hold."""
     mesh, dims = works.mesh, []
     tensor = [(name, n) for name, n in zip(mesh.names, mesh.degrees, strict=True) if name not in ("dp", "tp")]
     for i, (name, n) in enumerate(tensor):

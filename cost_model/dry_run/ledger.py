@@ -1,7 +1,7 @@
-"""What the dry run gives to generated code in place of ranks: a ledger of collectives, and tensors without data.
+"""The dry run's stand-in for ranks: a ledger of collectives, and tensors without data.
 
-The functions of generated code are those that the runtime runs (`autopar.lowering`). Only the mesh dimensions and the
-random streams that they are given differ.
+Generated code calls the same functions as in the runtime (`autopar.lowering`). Only their mesh dimensions and random
+streams differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,11 @@ from autopar.lowering.conversions import Collective
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTotal:
-    """Collectives of one kind over one mesh dimension: calls, bytes of what this rank puts in, and of what it sends.
+    """Collectives of one kind over one mesh dimension: calls, bytes of the operand, and bytes sent by this rank.
 
-    `bytes` are those of the operand: the shard of an all-gather, the whole of a reduce-scatter and of an all-reduce.
-    `sent_bytes` are what one rank sends over the wire under ring algorithms (`autopar.cost_model.machine.collectives`).
+    `bytes` counts the operand: the shard of an all-gather, the whole tensor of a reduce-scatter or an all-reduce.
+    `sent_bytes` counts the bytes that one rank sends over the wire under ring algorithms
+    (`autopar.cost_model.machine.collectives`).
     """
 
     calls: int = 0
@@ -45,7 +46,7 @@ Sends = Mapping[Key, CollectiveTotal]
 
 @dataclass(slots=True)
 class Ledger:
-    """What is sent, in sums by (mesh dimension, kind)."""
+    """The recorded collectives, summed by (mesh dimension, kind)."""
 
     entries: dict[Key, CollectiveTotal] = field(default_factory=dict)
 
@@ -59,7 +60,7 @@ class Ledger:
             self.add(mesh_dim, kind, traffic, times)
 
     def take(self) -> dict[Key, CollectiveTotal]:
-        """What was written down since the last time."""
+        """The entries since the last call."""
         found = dict(self.entries)
         self.entries.clear()
         return found
@@ -111,7 +112,7 @@ class PricedDim:
 
 
 class NoNumbers:
-    """Random streams without numbers: what they draw has the right shape, and what they keep the right size."""
+    """Random streams without numbers: drawn tensors have the right shape, saved tensors the right size."""
 
     training = True
 

@@ -1,4 +1,4 @@
-"""What one rank holds in a step, by category, exact by construction: from the plan's storage and from torch's autograd.
+"""The memory of one rank in a step, by category. It is exact: it follows from the plan's storage and torch's autograd.
 
     parameters    shards between steps, padded as ZeRO pads them; a copy in every stage that takes a tied one
     gradients     after the step, in the layout of the parameters
@@ -35,7 +35,7 @@ _STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank by category; `saved_of_stage` is what one micro-batch of each of its stages keeps."""
+    """Bytes of one rank by category. `saved_of_stage` is the saved bytes of one micro-batch in each of its stages."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -56,14 +56,14 @@ class RankMemory:
 
 
 def rank_memory(program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu") -> RankMemory:
-    """What a rank holds in a step of `plan`; `analysis` is that of the program on the plan's mesh."""
+    """The memory of a rank in a step of `plan`. `analysis` is the analysis of the program on the plan's mesh."""
     setting = RankView(program, analysis, plan, rank)
     runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
     return memory_of(setting, runs)
 
 
 def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
-    """What a rank holds, given one micro-batch of each of its stages."""
+    """The memory of a rank, from one micro-batch of each of its stages."""
     degrees, infos = setting.plan.degrees, setting.program.parameters
     gathered = whole = largest = 0
     for stage in setting.own_stages:
@@ -95,8 +95,8 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
 def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
     """Bytes of the gradients that a rank holds after the step.
 
-    ZeRO sums those of a group into one buffer, which stays while one of them does: that of a tied parameter is given to
-    the first stage of this rank that takes it.
+    ZeRO sums the gradients of a group into one buffer, which stays while one of these gradients stays. The gradient of
+    a tied parameter is given to the first stage of this rank that takes it.
     """
     left, total = set(trained(setting, runs)), 0
     for stage in setting.own_stages:

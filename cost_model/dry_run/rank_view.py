@@ -55,7 +55,7 @@ class RankView:
 
     @cached_property
     def storages(self) -> Mapping[str, Storage]:
-        """How every parameter is stored; those that no block takes are whole."""
+        """How every parameter is stored. Parameters that no block takes are whole."""
         mesh, found = self.plan.mesh, {}
         for name in self.program.parameters:
             found[name] = storage_of(self.analysis.outer[name], self.types[name], mesh)
@@ -74,5 +74,5 @@ class RankView:
         return recomputed_calls(self.program, self.plan.degrees, self.stages)
 
     def splits_backward(self, stage: Stage) -> bool:
-        """Whether a stage runs backward passes in two parts, for what it received and for its weights."""
+        """Whether a stage runs backward passes in two parts: for its received values and for its weights."""
         return self.plan.degrees.splits_backward and stage.index > 0 and separates(self.program, stage, self.recomputed)

@@ -21,7 +21,7 @@ class _Kept:
 
 
 class SavedBytes:
-    """Counts storages that autograd keeps inside this context, but those of the tensors outside."""
+    """Counts the storages that autograd saves inside this context, without the storages of the `outside` tensors."""
 
     def __init__(self, outside: Sequence[Any]) -> None:
         self._outside = {private.storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
@@ -29,7 +29,7 @@ class SavedBytes:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def bytes(self) -> int:
-        """Of what is kept now, each storage once."""
+        """Bytes of the saved storages, each counted once."""
         return sum(self._sizes[at] for at, holders in self._holders.items() if holders)
 
     def _pack(self, tensor: torch.Tensor) -> Any:

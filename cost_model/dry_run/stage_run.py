@@ -1,4 +1,4 @@
-"""One micro-batch of one pipeline stage as one rank runs it, on tensors without data: what it sends, what it keeps.
+"""One micro-batch of one pipeline stage on one rank, run on tensors without data: its messages and its saved tensors.
 
 The blocks are those that the runtime generates (`autopar.lowering.local_graph`) at the plan's local shapes, the calls,
 segments and recomputed values those of `autopar.runtime.model.stage`; torch's own autograd and its checkpoint run them
@@ -28,7 +28,7 @@ _Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageRun:
-    """What one micro-batch of a stage does on a rank.
+    """The result of one micro-batch of a stage on a rank.
 
     `saved_bytes` are what autograd keeps from forward to backward, each storage once, without parameters, inputs and
     constants; `kept_bytes` what it keeps of them from the first to the second part of a backward pass in parts.
@@ -67,13 +67,13 @@ def run_stage(setting: RankView, stage: Stage, device: str = "cpu") -> StageRun:
 
 
 def run_denominator(setting: RankView, device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
-    """What the loss's denominator of one micro-batch sends."""
+    """The collectives of the loss's denominator of one micro-batch."""
     with private.fake_tensors():
         return _Run(setting, device).denominator()
 
 
 class _Run:
-    """Blocks made for one rank, and the ledger of what they send."""
+    """The blocks of one rank, and the ledger of their collectives."""
 
     def __init__(self, setting: RankView, device: str) -> None:
         self.setting, self.device = setting, device
@@ -200,7 +200,7 @@ class _Run:
     def backward_in_parts(
         self, leaving: list[torch.Tensor], received: list[torch.Tensor], weights: list[torch.Tensor], saved: SavedBytes
     ) -> int:
-        """For what was received, then for weights; bytes that are kept between them."""
+        """The backward pass for received values, then for weights; returns the bytes saved between the two parts."""
         sent = [v.clone() if v._is_view() or v.is_leaf else v for v in leaving]  # torch detaches them in place
         leaving.clear()
         rest = private.backward_of_inputs(sent, [torch.empty_like(v) for v in sent], received, weights)
@@ -247,7 +247,7 @@ class _Run:
         return partial(self.checkpointed, module, call)
 
     def checkpointed(self, module: fx.GraphModule, call: CallSite, *arguments: Any) -> Any:
-        """A call whose inner values backward computes again. Its own parameters are not among what is kept."""
+        """A call whose inner values the backward pass computes again. Its own parameters do not count as saved."""
         own = {k: v for k, v in enumerate(arguments) if call.arguments[k] in self.program.parameters}
         others = [v for k, v in enumerate(arguments) if k not in own]
 

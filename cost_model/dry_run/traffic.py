@@ -1,4 +1,4 @@
-"""What one rank sends in one `forward_backward`: calls and bytes of every collective by mesh dimension.
+"""The traffic of one rank in one `forward_backward`: calls and bytes of every collective by mesh dimension.
 
     part         what                                   mesh dimension          times a step
     comparison   comparison of ranks before the step    all ranks               1
@@ -39,11 +39,11 @@ _AGREEMENT_BYTES, _AGREEMENT_BYTES_PER_INPUT = 32, 16
 def step_traffic(
     program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu"
 ) -> Mapping[Key, CollectiveTotal]:
-    """What a rank sends in one step, by (mesh dimension, kind).
+    """The traffic of a rank in one step, by (mesh dimension, kind).
 
-    `analysis` is that of the program on the plan's mesh; `device` the type on which the step will run, which decides
-    what attention keeps. Mesh dimensions are those of the plan, joined ones (``tp0_tp1``), ``dp_shard`` and
-    ``dp_replicate`` where both are above 1, ``pp`` and ``all ranks``.
+    `analysis` is the analysis of the program on the plan's mesh. `device` is the device type of the real step; it
+    decides which tensors attention saves. Mesh dimensions are those of the plan, joined ones (``tp0_tp1``),
+    ``dp_shard`` and ``dp_replicate`` where both are above 1, ``pp`` and ``all ranks``.
     """
     setting = RankView(program, analysis, plan, rank)
     runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
@@ -51,7 +51,7 @@ def step_traffic(
 
 
 def sends_of(setting: RankView, runs: Mapping[int, StageRun], device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
-    """What a rank sends in one step, given one micro-batch of each of its stages."""
+    """The traffic of a rank in one step, from one micro-batch of each of its stages."""
     ledger = Ledger()
     for part in parts_of_step(setting, runs, device).values():
         ledger.add_all(part)
@@ -153,7 +153,7 @@ def _messages(setting: RankView, stage: Stage) -> dict[Key, CollectiveTotal]:
 
 
 def local_gradient_elements(setting: RankView, name: str) -> int:
-    """Elements of what a rank holds of a parameter's gradient after the step."""
+    """Elements of a parameter's gradient that a rank holds after the step."""
     return shard_elements(setting, name) if is_sharded(setting, name) else prod(setting.own_shape(name))
 
 

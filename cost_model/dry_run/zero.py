@@ -27,8 +27,8 @@ ROOT = -1
 class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
 
-    Bytes of one rank: its padded shard, which it puts into a gather; the padded whole of the parameters that get a
-    gradient, which it puts into a reduce-scatter.
+    Bytes of one rank: the operand of a gather is its padded shard. The operand of a reduce-scatter is the padded whole
+    of the parameters with a gradient.
     """
 
     call: int
@@ -105,7 +105,7 @@ def stage_passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:
 
 @dataclass(slots=True)
 class _Hooks:
-    """State of FSDP2 in one stage, and what it sends."""
+    """State of FSDP2 in one stage, and its traffic."""
 
     groups: Sequence[ParameterGroup]
     degrees: Degrees

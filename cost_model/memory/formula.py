@@ -38,7 +38,7 @@ Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes of the fullest rank, and what makes them up."""
+    """Bytes of the fullest rank, and their parts."""
 
     peak_bytes: Floats
     parts: dict[str, Floats]
@@ -52,7 +52,7 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBytes:
-    """Bytes that one mean block keeps of one micro-batch, bytes of its input, and those of the logits."""
+    """Bytes that one mean block saves of one micro-batch, bytes of its input, and bytes of the logits."""
 
     saved: Floats
     inputs: Floats
@@ -67,7 +67,7 @@ class BlockBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What one rank holds: `parts` without the allocator's `cache`, and all together."""
+    """The memory of one rank: `parts` without the allocator's `cache`, and the total."""
 
     parts: dict[str, Floats]
     cache: Floats
@@ -133,7 +133,7 @@ def ends_bytes(
     reserve_bytes: float,
     cache: float,
 ) -> tuple[RankBytes, RankBytes]:
-    """What the first and the last pipeline rank hold."""
+    """The memory of the first and of the last pipeline rank."""
     n, p, v, has_stages = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1), layouts.pp > 1
     flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
     flight = np.where(has_stages, flight, 1)
@@ -180,7 +180,7 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
 
 
 def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
-    """What a block keeps of a micro-batch, of `saved` without recomputation and its `inputs`."""
+    """The bytes that a block saves of a micro-batch, from `saved` (without recomputation) and its `inputs`."""
     selective = np.where(recompute == 1, _selective(engine, saved, inputs), saved)
     return np.where(recompute == 2, inputs, selective)
 

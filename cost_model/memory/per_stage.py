@@ -1,8 +1,8 @@
 """What pipeline ranks hold under a plan's own stages, counted on the action list that runs.
 
-A rank holds the state of the parameters that its calls take, and what its stages keep of a micro-batch from its forward
-to its backward pass. What they recompute changes the latter alone, so that `held_by_ranks` is asked once for stages and
-its `memory` for every number of recomputed blocks.
+A rank holds the state of its calls' parameters, and the activations that its stages save between the forward and the
+backward pass of a micro-batch. Recomputation changes the activations alone. So `held_by_ranks` is called once for the
+stages, and its `memory` for every number of recomputed blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def staged_memory(
     cache: float,
     fused: bool,
 ) -> StepMemory:
-    """Peak of the fullest rank of one layout, and what makes it up."""
+    """Peak of the fullest rank of one layout, and its parts."""
     given: dict[str, Any] = {"reserve_bytes": reserve_bytes, "cache": cache, "fused": fused}
     return fullest(memory_of_ranks(stages, family, shape, layouts, engine, **given))
 
@@ -100,9 +100,12 @@ def fullest(found: StepMemory) -> StepMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldByRanks:
-    """What ranks hold whatever their stages recompute. `calls` are how many of every role each stage has, `saved` and
-    `freed` the bytes that one keeps of a micro-batch, and those of them that it does not keep where it is computed
-    again; `kept_bytes` those that a stage keeps where nothing is."""
+    """The memory of ranks before any recomputation.
+
+    `calls` is the number of calls of every role in each stage. `saved` is the bytes that a call saves of a micro-batch,
+    `freed` the part of them that recomputation frees. `kept_bytes` is the bytes that a stage saves without
+    recomputation.
+    """
 
     stages: Stages
     calls: NDArray[np.float64]
@@ -146,7 +149,7 @@ def held_by_ranks(
     reserve_bytes: float,
     cache: float,
 ) -> HeldByRanks:
-    """What the ranks of the one of several layouts hold that has this `index` in `blocks`."""
+    """The memory of the ranks of one layout: the layout at this `index` in `blocks`."""
     roles, calls = calls_by_role(stages.roles)
     of_ranks = np.zeros((stages.pp, len(roles)))
     np.add.at(of_ranks, stages.rank_index, calls)
@@ -177,7 +180,7 @@ def held_by_ranks(
 
 
 def _stage_state(parameters: RankParameters, shape: Shape, layout: Layouts, engine: Engine) -> dict[str, Floats]:
-    """As `state_bytes`, and what of it a step gathers, which with stages stays until the step ends."""
+    """`state_bytes`, and the gathered part of them. With stages, gathered weights stay until the step ends."""
     gathered = gathered_bytes(parameters, shape, layout, np.ones(1), has_stages=True)
     return state_bytes(parameters, shape, layout, engine) | {"gathered": gathered}
 
@@ -185,8 +188,11 @@ def _stage_state(parameters: RankParameters, shape: Shape, layout: Layouts, engi
 def bytes_of_roles(
     blocks: RoleBytes, index: int, shape: Shape, layout: Layouts, engine: Engine
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """What one call of every role holds under the layout at an `index` of `blocks`: state of its parameters (with the
-    logits), what it keeps of a micro-batch without recomputation, and its input."""
+    """The memory of one call of every role under the layout at an `index` of `blocks`.
+
+    It has the state of its parameters (with the logits), the bytes saved of a micro-batch without recomputation, and
+    its input.
+    """
     dense, expert, saved, inputs = (
         {role: float(_at(values, index)) for role, values in one.items()}
         for one in (blocks.dense, blocks.expert, blocks.saved, blocks.inputs)
@@ -224,6 +230,6 @@ def _live_bytes(stages: Stages, held_bytes: Floats) -> NDArray[np.float64]:
 def _rows_of_ranks(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """The rows of `most_held` of all ranks, and where those of each rank begin."""
+    """The rows of `most_held` of all ranks, and the position of each rank's first row."""
     rows = most_held(schedule, pp, virtual_stages, micro_batches)
     return np.concatenate(rows), np.cumsum([0, *map(len, rows[:-1])])

@@ -113,7 +113,7 @@ def unequal_step_s(
 def pass_seconds(
     micro_batches: _Number, forward_s: NDArray[Any], backward_s: NDArray[Any], messages_s: _Number = 0.0
 ) -> PassSeconds:
-    """What the bound of a schedule with one stage on a rank takes, from seconds whose last axis are the ranks."""
+    """The arguments of a bound with one stage on a rank, from seconds whose last axis counts the ranks."""
     return PassSeconds(
         pp=forward_s.shape[-1],
         micro_batches=micro_batches,

@@ -1,15 +1,15 @@
 """Pipelines replayed: the action lists that the runtime executes, with seconds per pass (`autopar.ir.schedules`).
 
-A rank runs its actions in their order. A pass begins when the one before it has ended and what it needs is there: a
-forward pass the values of the stage before, a backward pass its own forward pass and the gradients of the stage after,
-the part for the weights the part for the inputs. Between stages of one rank nothing is sent. Since the order on every
-rank is fixed, times are longest paths, found in one sweep (`simulate`); where a closed form of
-`autopar.cost_model.pipeline.closed_forms` is exact both agree to rounding.
+A rank runs its actions in their order. A pass begins when the pass before it has ended and its inputs are there. A
+forward pass needs the values of the stage before. A backward pass needs its own forward pass and the gradients of the
+stage after. The part for the weights needs the part for the inputs. Stages of one rank send nothing to each other. The
+order on every rank is fixed, so times are longest paths, which one sweep finds (`simulate`). If a closed form of
+`autopar.cost_model.pipeline.closed_forms` is exact, both agree to rounding.
 
-Messages are *overlapped*, as torch.distributed.pipelining sends them: the rank goes on, and sends one message after
-another; or *blocking*: the rank waits until its message has arrived. A receiver is always ready, as with receives
-posted ahead; runtimes that pair sends with receives order them so that no rank waits for itself, which a list does not
-say.
+Messages are *overlapped* or *blocking*. With overlapped messages, as in torch.distributed.pipelining, the rank goes on
+and sends one message after another. With blocking messages the rank waits until its message has arrived. A receiver is
+always ready, as with receives posted ahead. Runtimes that pair sends with receives order them so that no rank waits for
+itself; an action list does not say so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ _NEVER = -1.0  # times are not negative
 class StageSeconds:
     """Seconds of the passes of one micro-batch, by stage: F, B, and I and W where the backward pass is split.
 
-    `forward_message_s[i]` and `backward_message_s[i]` are those of a message from stage i to the next and back.
+    `forward_message_s[i]` is the time of a message from stage i to the next, `backward_message_s[i]` of a message back.
     """
 
     forward_s: Sequence[float]
@@ -73,7 +73,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What one pass sends to the stage that needs it."""
+    """The message of one pass to the stage that needs it."""
 
     from_rank: int
     to_rank: int
@@ -89,8 +89,9 @@ class Message:
 class Simulation:
     """A replayed step. Arrays are per rank; `starts_s[rank][i]` and the like are of the i-th action of a rank.
 
-    `busy_s` are seconds in passes, `sending_s` those in sends that block, `idle_s` the rest of the step, `gaps_s` what
-    of it lies between a rank's first and last pass. `live` is the most (stage, micro-batch) pairs held at once.
+    `busy_s` is the seconds in passes, `sending_s` the seconds in blocking sends, `idle_s` the rest of the step.
+    `gaps_s` is the part of the idle time between a rank's first and last pass. `live` is the largest number of (stage,
+    micro-batch) pairs held at once.
     """
 
     orders: Orders
@@ -173,8 +174,9 @@ def simulate(
 def shared_step_s(run: "Simulation | Replayed", ranks_per_core: float) -> float:
     """Seconds of a step whose ranks share cores, replayed with the seconds of passes while all ranks compute.
 
-    At any moment all ranks that compute have the same speed, so that the order of events stays and time runs faster:
-    with k of p ranks at work by p/k, but a rank has one core at most. Where none computes, messages take their time.
+    At any moment all computing ranks have the same speed, so the order of events stays and time runs faster. If k of p
+    ranks compute, time runs faster by p/k, but a rank has one core at most. If no rank computes, messages take their
+    time.
     """
     starts, ends = (np.concatenate(column) for column in (run.starts_s, run.ends_s))
     times = np.concatenate([starts, ends])
@@ -190,7 +192,7 @@ def peak_held_bytes(
 ) -> NDArray[np.float64]:
     """Per rank, the most bytes that its stages hold for backward passes at once.
 
-    By stage, what one micro-batch holds from F to B or W, and what of it is still held after I (by default all).
+    By stage, the bytes of one micro-batch from F to B or W, and the part of them still held after I (by default all).
     """
     later = held_bytes if held_for_weights_bytes is None else held_for_weights_bytes
     found = []
@@ -378,7 +380,7 @@ def replayed(
 def run_seconds(
     replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
 ) -> tuple[float, NDArray[np.float64]]:
-    """Seconds of a replay, and those of every rank in sends that block; as `replayed`, which keeps all times."""
+    """Seconds of a replay, and the seconds of every rank in blocking sends. `replayed` also keeps all times."""
     blocks = messages == "blocking"
     lasting, lasts = _lasting(seconds)
     there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))

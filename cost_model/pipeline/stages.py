@@ -115,7 +115,7 @@ def pipeline_of(
 
 
 def whole_message_s(message: Floats, engine: Engine, message_exposed: float) -> float:
-    """Seconds of one message, of which figures of overlapped ones count the part `message_exposed`."""
+    """Seconds of one message. The figures of overlapped messages count the fraction `message_exposed`."""
     return float(np.max(message)) / (message_exposed if engine.messages == "overlapped" else 1.0)
 
 
@@ -132,10 +132,10 @@ def pipelines_of(
 ) -> Pipeline:
     """How `autopar.cost_model.step.step.step_of` prices the stages of every layout.
 
-    `message_exposed` is the part of a message that its figures count where messages are overlapped; here the list shows
-    what is hidden. Where ranks share cores, those that compute are faster while others wait (`shared_step_s`), and the
-    parts are those of the mean rank. `known` is what was found before, of the same engine and ranks: layouts that
-    differ in data parallelism alone run the same.
+    `message_exposed` is the fraction of an overlapped message that its figures count; here the action list shows the
+    hidden part. If ranks share cores, a computing rank is faster while others wait (`shared_step_s`), and the parts are
+    those of the mean rank. `known` holds earlier results of the same engine and ranks: layouts that differ in data
+    parallelism alone run the same.
     """
     is_overlapped, known = engine.messages == "overlapped", {} if known is None else known
 
@@ -176,8 +176,11 @@ def _pipelined(
 def _of_ranks(
     stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], float, NDArray[np.float64]]:
-    """Of every rank: seconds of its passes of a micro-batch, its repeated blocks, and the seconds that it computes
-    again; seconds of one run; and those that every rank waits for its messages."""
+    """Figures of every rank, and the seconds of one run.
+
+    The figures are the seconds of its passes of a micro-batch, its repeated blocks, the seconds of its recomputation,
+    and the seconds in which it waits for its messages.
+    """
     forward, backward, weight, again = seconds_of_stages(stages, passes)
     total, sending = _seconds(stages, forward, backward, weight, message, is_overlapped, ranks_per_core)
     blocks, repeated = (per_rank(stages, one) for one in (np.array([len(own) for own in stages.repeated]), again))
@@ -193,8 +196,10 @@ def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
 
 
 def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Forward, backward and weight seconds of one micro-batch in every stage, of those of every role; and what of the
-    backward pass is computed again, where stages differ in that."""
+    """Forward, backward and weight seconds of one micro-batch in every stage, from the seconds of every role.
+
+    If stages differ in recomputation, also the recomputed part of the backward pass.
+    """
     roles, counts = calls_by_role(stages.roles)
     forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
     if SCHEDULES[stages.schedule].splits_backward:
@@ -233,8 +238,10 @@ def _seconds(
     is_overlapped: bool,
     ranks_per_core: float,
 ) -> tuple[float, NDArray[np.float64]]:
-    """Seconds of one run, and those that each rank waits for its own messages. A long list of ranks that share cores
-    takes as long as they compute in the mean, or as its closed form on whole cores."""
+    """Seconds of one run, and the seconds in which each rank waits for its own messages.
+
+    A long list of ranks that share cores takes the mean of their computing time, or its closed form on whole cores.
+    """
     if stages.num_actions > MOST_ACTIONS:
         ranks = [per_rank(stages, seconds) for seconds in (forward, backward, weight)]
         whole = unequal_step_s(
@@ -268,7 +275,9 @@ def _seconds(
 
 
 def stage_seconds(forward: Floats, backward: Floats, weight: Floats, message: float) -> StageSeconds:
-    """What a run of a schedule is simulated with: seconds of one micro-batch in every stage, and of a message."""
+    """The times with which a run of a schedule is simulated: seconds of one micro-batch in every stage, and of a
+    message.
+    """
     between = [message] * (len(forward) - 1)
     return StageSeconds(
         forward_s=forward.tolist(),
