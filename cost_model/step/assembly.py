@@ -1,7 +1,7 @@
-"""A step put together from its prices: blocks on stages, messages, and what the end of a step waits for.
+"""The step time from its prices: blocks on stages, messages between stages, and the end of the step.
 
-Prices are either of every layout (`autopar.cost_model.step.step`), or of few combinations of fields and spread over
-the layouts that share them (`autopar.search.bounds.lower_bounds`).
+`autopar.cost_model.step.step` prices every layout. `autopar.search.bounds.lower_bounds` prices few combinations of
+fields, and spreads the prices over the layouts that share them.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,21 +31,20 @@ class Pipelined:
     again: Floats = field(default_factory=lambda: np.zeros(1))
 
 
-# from the passes of every role, and the seconds of one message, to what a plan's own stages make of them
+# maps the passes of every role and the seconds of one message to the busiest rank of a plan's own stages
 Pipeline: TypeAlias = Callable[[Mapping[str, Passes], Floats], Pipelined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrices:
-    """What a step is put together from. `gathers` is empty where no layout gathers blocks; `end_gathers` are seconds
-    of one micro-batch; `data` prices the sums of a rank with so many blocks."""
+    """The prices of a step's parts, for every layout."""
 
     blocks: Mapping[str, BlockPrices]
     first: Passes
     last: Passes
-    gathers: Mapping[str, Gathers]
-    end_gathers: Floats
-    data: Callable[[Floats], DataPrices]
+    gathers: Mapping[str, Gathers]  # empty if no layout gathers blocks
+    end_gathers: Floats  # seconds of one micro-batch
+    data: Callable[[Floats], DataPrices]  # the gradient sums of a rank, by its number of blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ def assembled(
     pipeline: Pipeline | None = None,
     weights: Mapping[str, Floats] | None = None,
 ) -> Assembled:
-    """Put the step of every layout together. A `pipeline` is told of every role's passes, with `weights` as
+    """The step of every layout from its prices. A `pipeline` gets every role's passes, with `weights` as
     `Passes.weight`."""
     mechanisms, n = basis.mechanisms, layouts.micro_batches
     computing, passes = _with_and_without_gathers(basis, layouts, prices)
@@ -133,7 +132,7 @@ def _with_and_without_gathers(
 
 
 def recomputing(layouts: Layouts, prices: BlockPrices) -> Floats:
-    """Seconds of what a block's backward pass computes again."""
+    """Seconds of recomputation in a block's backward pass."""
     again = np.where(layouts.recompute == 2, prices.forward, 0.0)
     return np.where(layouts.recompute == 1, prices.selective, again)
 
@@ -143,7 +142,7 @@ def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
 
 
 def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> Pipelined:
-    """1F1B over stages of as many blocks each."""
+    """1F1B over stages with equal numbers of blocks."""
     pp, n, v = layouts.pp, layouts.micro_batches, np.maximum(layouts.virtual, 1)
     first, last, has_stages = prices.first.both, prices.last.both, pp > 1
     per_rank, last_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.engine)
@@ -172,7 +171,7 @@ def message_seconds(basis: Basis, layouts: Layouts) -> Floats:
 
 
 def sums_beside_blocks(layouts: Layouts) -> Floats:
-    """Whether no gradients are summed at the end of a step: ZeRO 2 and 3 do it beside blocks, one rank never."""
+    """Whether the end of a step has no gradient sums: ZeRO 2 and 3 sum beside blocks, and one rank has no sums."""
     found: Floats = (layouts.zero >= 2) & (layouts.pp == 1) | (layouts.data_ranks <= 1)
     return found
 
@@ -182,8 +181,10 @@ def moving_sums(layouts: Layouts, data: DataPrices) -> Floats:
 
 
 def _waiting_sums(basis: Basis, layouts: Layouts, data: DataPrices, window: Floats) -> Floats:
-    """Seconds of gradient sums, and of gathering updated parameters, that the step waits for; not ZeRO 3's.
-    `window` are the seconds of one micro-batch in blocks, which they may hide behind."""
+    """Exposed seconds of gradient sums and of gathering updated parameters; 0 if ZeRO sums beside blocks.
+
+    The sums may hide behind `window`: the seconds of one micro-batch in blocks.
+    """
     engine, mechanisms = basis.engine, basis.mechanisms
     total = moving_sums(layouts, data)
     if engine.gradient_sync == "during":

@@ -1,7 +1,7 @@
-"""Seconds of one micro-batch in one block on one rank: computing, and collectives that are not hidden behind it.
+"""Seconds of one micro-batch in one block on one rank: computing and exposed collectives.
 
-Nothing here depends on pipeline stages, on ZeRO or on recomputation: layouts that differ in these alone share prices.
-Blocks that send over data-parallel ranks depend on how far apart the ranks lie.
+The prices do not depend on pipeline stages, ZeRO or recomputation. Layouts that differ only in these share prices. If a
+block sends over data-parallel ranks, its price depends on the distance between these ranks.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from autopar.cost_model.work.block_work import BlockWork, Family
 from autopar.ir.arrays import Floats
 
 _PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
-CONTEXT_EXPOSED = 0.1  # of passing keys and values on in a ring: assumed
+CONTEXT_EXPOSED = 0.1  # exposed part of a ring's keys and values: assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrices:
-    """Seconds of one block; `selective` are what selective recomputation adds to `backward`. Full recomputation adds
+    """Seconds of one block. Selective recomputation adds `selective` to `backward`. Full recomputation adds
     `forward`."""
 
     forward: Floats
@@ -40,11 +40,11 @@ class BlockPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockParts:
-    """What makes a block's seconds up, what of its collectives is hidden, and `weight` as in `Passes`."""
+    """The parts of a block's seconds by name."""
 
-    weight: Floats
-    parts: dict[str, Floats]
-    hidden: dict[str, Floats]
+    weight: Floats  # as in `Passes`
+    parts: dict[str, Floats]  # seconds that computing takes or waits
+    hidden: dict[str, Floats]  # seconds of collectives that run beside computing
 
     def at(self, index: Any) -> "BlockParts":
         """The parts of an index."""
@@ -55,7 +55,7 @@ class BlockParts:
 
 
 def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[BlockPrices, BlockParts]:
-    """A repeated block without the collectives of ZeRO."""
+    """The prices of a repeated block without the collectives of ZeRO."""
     seconds = _of_variants(basis, family, layouts, role, in_float8=basis.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context = _context(basis, family, layouts, role)
@@ -82,7 +82,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
-    """The block before, or after, all others, in 16 bits: heads are not computed in float8."""
+    """The passes of the first or the last block, in 16 bits: heads are not computed in float8."""
     if role not in family.roles:
         return Passes(forward=np.zeros(1), backward=np.zeros(1))
     seconds = _of_variants(basis, family, layouts, role, in_float8=False)
@@ -96,7 +96,7 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
 
 def _of_variants(basis: Basis, family: Family[Any], layouts: Layouts, role: str, *, in_float8: bool) -> BlockSeconds:
     works = [family.block(role, variant) for variant in ("tp", "sp")]
-    if works[0] is works[1]:  # of a captured program, whose labels have decided
+    if works[0] is works[1]:  # in a captured program the labels have decided
         return _seconds(basis, works[0], layouts, in_float8)
     tensor, sequence = (_seconds(basis, work, layouts, in_float8) for work in works)
     chosen = layouts.sequence_parallel
@@ -118,7 +118,7 @@ def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, in_float8: bo
 
 def _hidden(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
     how = basis.engine.tensor_overlap
-    if basis.machine.speeds.in_one_thread:  # what sends takes the cores of what computes
+    if basis.machine.speeds.in_one_thread:  # a collective takes the cores of the computation
         return np.zeros(1)
     if how == "pipelined":  # needs activations that are split over the sequence
         return np.where(layouts.sequence_parallel, basis.mechanisms.pipelined_hidden, 0.0)
@@ -126,19 +126,19 @@ def _hidden(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
 
 
 def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
-    """Hidden seconds of tensor collectives for each one that computing waits for."""
+    """Hidden seconds of tensor collectives for each exposed second."""
     hidden = _hidden(basis, layouts, is_forward=is_forward)
     return np.asarray(hidden / (1 - hidden))
 
 
 def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Seconds of a block's tensor collectives that computing waits for."""
+    """Exposed seconds of a block's tensor collectives, forward and backward."""
     found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
         for sent in family.block(role, variant).sent:
             if sent.of == "parameter":
                 continue
-            key = sent.collective, sent.mesh_dim, np.asarray(sent.whole_bytes).tobytes()  # a block sends much alike
+            key = sent.collective, sent.mesh_dim, np.asarray(sent.whole_bytes).tobytes()  # many are equal in a block
             if key not in known:
                 ranks, stride = _ranks(basis, layouts, sent.mesh_dim)
                 known[key] = basis.machine.links.seconds(sent.collective, sent.whole_bytes, ranks, stride)
@@ -148,7 +148,7 @@ def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, rol
 
 
 def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Floats]:
-    """Ranks of a mesh dimension of labels, and how far apart they lie."""
+    """The number of ranks of a mesh dimension of labels, and the stride between them."""
     if mesh_dim == "dp":
         return layouts.dp, layouts.data_stride * layouts.cp
     one = np.ones(1)
@@ -156,7 +156,7 @@ def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Float
 
 
 def _context(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:
-    """Ring attention's passing on of keys and values, forward; a tenth is not hidden behind attention."""
+    """Exposed seconds of ring attention's keys and values, forward. Attention hides nine tenths of the ring."""
     element_bytes = basis.shape.element_bytes
     kv_bytes = np.zeros(1)
     for one in family.block(role, "tp").products:
@@ -168,7 +168,7 @@ def _context(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> 
 
 
 def _all_to_all(basis: Basis, layouts: Layouts) -> Floats:
-    """Tokens to their experts and back, one pass: two all-to-alls over the expert ranks."""
+    """Seconds of sending tokens to their experts and back in one pass: two all-to-alls over the expert ranks."""
     shape = basis.shape
     tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
     moved = shape.element_bytes * tokens * shape.experts_per_token * shape.hidden

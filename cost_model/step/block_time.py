@@ -1,16 +1,19 @@
-"""Seconds of one block on one rank: products, attention, everything else, and the host that starts the kernels.
+"""Seconds of one block on one rank: products, attention, memory-bound kernels, and the host that starts them.
 
     block    = (device^4 + host^4)^(1/4)        the longer of the two, without a corner where they cross; their sum on
                                                 a CPU, which starts operators and runs them in one thread
     device   = products + attention + memory-bound kernels, each by `autopar.cost_model.machine.kernel_times`
     host     = kernels started · host seconds of one (by the engine's way of dispatch); a collective counts as three
 
-Backward products are two for each forward product: of the input, m×n·k, and of the weight, k×m·n. Attention that writes
-its scores is two batched products and, per score, 9 bytes forward and 11 backward: softmax reads and writes 2 each,
-dropout reads 2 and writes 2 and a mask of 1; their gradients read and write the same and read the saved output of 2
-(Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.1, counts the
-saved ones). Casts for products in float8 move a byte per element of the input forward, which the kernel before writes,
-and three per element of the output's gradient backward: two read, one written.
+Each forward product has two backward products: for the input's gradient, m×n·k, and for the weight's gradient, k×m·n.
+
+Attention that writes its scores runs two batched products. It also moves 9 bytes per score forward. Softmax reads 2
+and writes 2; dropout reads 2, writes 2 and writes a mask of 1. Backward moves 11 bytes. The gradients read and write
+as many bytes, and also read the saved output of 2. (Saved bytes: Korthikanti et al. 2022, "Reducing activation
+recomputation in large transformer models", section 4.1.)
+
+A product in float8 needs casts. Forward, the kernel before writes one byte per element of the input. Backward, the
+cast moves three bytes per element of the output's gradient: two read, one written.
 """
 
 from dataclasses import dataclass, replace
@@ -32,14 +35,14 @@ from autopar.ir.arrays import Floats
 
 SCORE_BYTES = (9.0, 11.0)
 CAST_BYTES = 3.0
-ALIGNED = 8  # elements of 16 bits in the 16 bytes that tensor cores want aligned
+ALIGNED = 8  # elements of 16 bits in 16 bytes, the alignment that tensor cores need
 CORNER = 4.0
-COLLECTIVE_KERNELS = 3.0  # what a collective costs the host: checks, streams and events around its kernel
+COLLECTIVE_KERNELS = 3.0  # host cost of a collective in kernel starts: checks, streams and events around its kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
-    """Forward and backward seconds of a block without its collectives; the parts are device seconds, both passes."""
+    """Seconds of a block without its collectives. The parts after `attention_forward` count both passes."""
 
     forward: Floats
     backward: Floats
@@ -53,8 +56,16 @@ class BlockSeconds:
 def computing_seconds(
     work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool, is_split: Any = False
 ) -> BlockSeconds:
-    """One micro-batch through one block. `fused`: attention is one kernel (else scores are written); `is_split`: tensor
-    parallelism calls the block's collectives."""
+    """Seconds of one micro-batch in one block.
+
+    Args:
+        work: The block's operators and collectives.
+        speeds: The rates of the device and the host.
+        engine: The mechanisms of the framework.
+        in_float8: Products are computed in float8, if the device has it.
+        fused: Attention is one kernel. Else it writes its scores to memory.
+        is_split: Tensor parallelism calls the block's collectives.
+    """
     zero = np.zeros(1)
     products, attention, memory = [zero, zero], [zero, zero], [zero, zero]
     kernels: list[Any] = [0.0, 0.0]
@@ -76,7 +87,7 @@ def computing_seconds(
         for i, moved in enumerate((one.forward_bytes, one.backward_bytes)):
             spent = memory_seconds(moved_bytes=moved, bytes_per_s=speeds.bytes_per_s, launch_s=0.0)
             memory[i] = memory[i] + spent + starts[i] * speeds.launch_s
-    # an eager framework's host walks through every operator, also where it has a fused kernel for the hot ones
+    # an eager framework's host walks through every operator, even if fused kernels replace some of them
     for one in work.eager if engine.dispatch == "eager" else work.fused:
         kernels = [kernels[0] + one.kernels_forward, kernels[1] + one.kernels_backward]
     device = [products[i] + attention[i] + memory[i] for i in (0, 1)]
@@ -108,7 +119,7 @@ def _product(one: Operator[Any], speeds: Speeds, *, in_float8: bool) -> tuple[Fl
 def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, in_float8: bool) -> Floats:
     rate = speeds.float8_flops_per_s if in_float8 else speeds.product_flops_per_s
     assert rate is not None
-    # a tile's start and end take the same time at any rate, so they are worth the more of k the faster a unit is
+    # The start and end of a tile take the same time at any rate. A faster unit could compute more of k in this time.
     faster = rate / speeds.product_flops_per_s
     tile = replace(speeds.tile, k_half=speeds.tile.k_half * faster)
     return matmul_seconds(

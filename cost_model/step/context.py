@@ -1,4 +1,4 @@
-"""What layouts of one model are priced with, beside the numbers of its blocks."""
+"""The shared inputs of all prices of a model: shape, machine, engine and mechanisms."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,24 +15,23 @@ from autopar.ir.arrays import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """`in_float8`: products of repeated blocks are computed in float8; `fused`: attention is one kernel."""
+    """The inputs of all prices beside the numbers of the blocks."""
 
     shape: Shape
     machine: Machine
     engine: Engine
     mechanisms: Mechanisms
-    in_float8: bool
-    fused: bool
+    in_float8: bool  # products of repeated blocks are computed in float8
+    fused: bool  # attention is one kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Seconds of one rank's share of something in one micro-batch; `weight` is the part of `backward` whose results
-    no other pass waits for."""
+    """Seconds of one rank in one micro-batch, by pass."""
 
     forward: Floats
     backward: Floats
-    weight: Floats | float = 0.0
+    weight: Floats | float = 0.0  # the part of `backward` that makes gradients of weights: no other pass waits for it
 
     def at(self, index: Any) -> "Passes":
         """The seconds of an index, without `weight`."""

@@ -1,7 +1,7 @@
 """Data-parallel collectives: gathers of ZeRO 2 and 3 beside blocks, sums of gradients at the end of a step.
 
-Their bytes follow from a rank's parameters. Their prices depend on `RANK_FIELDS` alone: layouts that differ in
-micro-batches, virtual stages or recomputation share them.
+The bytes follow from a rank's parameters. The prices depend only on `RANK_FIELDS`. Layouts that differ in
+micro-batches, virtual stages or recomputation share prices.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,17 @@ from autopar.ir.arrays import Floats
 
 RANK_FIELDS = ("tp", "pp", "cp", "ep", "dp", "shard", "data_stride")  # of layouts
 _ENDS = ("first", "last")
-HALF_BYTES = 2  # what engines' bytes of parameters are for; wider training gathers so much more
-BLOCKING_BESIDE = 0.5  # of the shorter of computing and gathers that do not prefetch, beside the longer: assumed
+HALF_BYTES = 2  # an engine's `parameter_bytes` holds for 16-bit training; wider training gathers more in proportion
+BLOCKING_BESIDE = 0.5  # exposed part of the shorter of computing and blocking gathers: assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathers:
-    """Seconds of one block's collectives under ZeRO: weights gathered once, gradients scattered, and summed over
-    copies of the shards."""
+    """Seconds of one block's collectives under ZeRO."""
 
-    gather: Floats
-    scatter: Floats
-    copies: Floats
+    gather: Floats  # weights, once
+    scatter: Floats  # gradients
+    copies: Floats  # sums of gradients over the copies of the shards
 
     def at(self, index: Any) -> "Gathers":
         """The prices of an index."""
@@ -40,12 +39,11 @@ class Gathers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPrices:
-    """A rank's parameters, and the seconds in which their gradients are summed: where all ranks keep all state, and
-    where gradients are scattered and updated parameters gathered (ZeRO 1)."""
+    """A rank's parameters, and the seconds of their gradient sums."""
 
     parameters: RankParameters
-    whole: Floats
-    sharded: Floats
+    whole: Floats  # without ZeRO: every rank keeps the whole state
+    sharded: Floats  # ZeRO 1: gradients are scattered and updated parameters gathered
 
     def at(self, index: Any) -> "DataPrices":
         """The prices of an index."""
@@ -57,14 +55,14 @@ class DataPrices:
 
 
 def gathers_blocks(layouts: Layouts) -> Floats:
-    """Whether the collectives of ZeRO 2 or 3 run beside blocks; with stages, weights stay gathered for a step
-    (torchtitan)."""
+    """Whether the collectives of ZeRO 2 or 3 run beside blocks. With pipeline stages they do not: weights stay gathered
+    for a step (torchtitan)."""
     found: Floats = (layouts.zero >= 2) & (layouts.pp == 1)
     return found
 
 
 def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Gathers:
-    """Of a repeated block."""
+    """The ZeRO collectives of a repeated block."""
     elements = block_parameters(family, layouts, role).whole
     gather, scatter = _gather_and_scatter(basis, layouts, elements)
     copies = 2 * basis.machine.links.seconds(
@@ -105,7 +103,7 @@ def gathering(layouts: Layouts, gathers: Gathers) -> Floats:
 
 
 def _gathered_again(layouts: Layouts, gathers: Gathers) -> Floats:
-    return np.where((layouts.zero >= 3) & (layouts.pp == 1), gathers.gather, 0.0)  # ZeRO 2 keeps what it gathered
+    return np.where((layouts.zero >= 3) & (layouts.pp == 1), gathers.gather, 0.0)  # ZeRO 2 keeps gathered weights
 
 
 def _beside(basis: Basis, computing: Floats, moving: Floats) -> Floats:
@@ -114,8 +112,11 @@ def _beside(basis: Basis, computing: Floats, moving: Floats) -> Floats:
 
 
 def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
-    """Embedding and head under ZeRO 3 without stages, one micro-batch; half hides behind the blocks next to them, but
-    on a CPU, where what sends takes the cores of what computes."""
+    """Exposed seconds of embedding and head under ZeRO 3 without stages, one micro-batch.
+
+    Half of the collectives hide behind the neighbouring blocks. On a CPU nothing hides, because a collective takes the
+    cores of the computation.
+    """
     total = np.zeros(1)
     for role in _ENDS:
         gather, scatter = _gather_and_scatter(basis, layouts, block_parameters(family, layouts, role).whole)
@@ -127,12 +128,12 @@ def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
 
 
 def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: Floats) -> DataPrices:
-    """Of a rank with `per_rank` blocks; not ZeRO 3's."""
+    """The gradient sums of a rank with `per_rank` blocks, without ZeRO and under ZeRO 1."""
     engine, links = basis.engine, basis.machine.links
     first, last = first_and_last(family, basis.shape, layouts, per_rank)
     parameters = RankParameters(dense=np.maximum(first.dense, last.dense), expert=first.expert)
     num_calls = basis.shape.blocks / layouts.pp + len(_ENDS)  # ZeRO 1 calls for every block by itself
-    # of parameters of all data-parallel ranks, and of experts
+    # row 0: dense parameters, over all data-parallel ranks; row 1: experts, over fewer ranks
     elements = np.array(np.broadcast_arrays(parameters.dense, parameters.expert))
     ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / layouts.ep)), 1)
     shard = np.minimum(layouts.shard, ranks)

@@ -1,4 +1,4 @@
-"""Expert parallelism: what of a block's work a rank has when experts are divided over ranks."""
+"""Expert parallelism: a rank's part of a block's work if experts are divided over ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,10 @@ from autopar.cost_model.work.block_work import Family
 
 
 def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -> Family[Any]:
-    """Expert products under expert parallelism: a rank has x/ep experts, each of which gets the tokens of ep ranks."""
+    """The family with its expert products divided over ranks.
+
+    A rank has 1/ep of the experts, and each of its experts gets the tokens of ep ranks.
+    """
 
     def divided(one: Any) -> Any:
         if one.kind != "matmul" or not one.name.startswith("grouped_mm"):

@@ -15,28 +15,26 @@ RECOMPUTE = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """Candidates, one entry each; every field broadcasts with the others.
+    """Candidates, one entry each. Every field broadcasts with the others.
 
-    `virtual` are stages per pipeline rank, `shard` the ranks that ZeRO divides state over (at most dp·cp),
-    `micro_batch` sequences of one rank's micro-batch, `micro_batches` of one rank's step, `recompute` the position of
-    the kind in `RECOMPUTE`. Tensor ranks are neighbours, the next of `data_ranks` is `data_stride` ranks away, and the
-    next pipeline rank `stage_stride` (`layout_strides`). Context and expert ranks lie inside data-parallel ones.
+    Tensor ranks are neighbours. `layout_strides` gives the distances between the other ranks. Context and expert ranks
+    lie inside `data_ranks`.
     """
 
     tp: Floats
     sequence_parallel: Floats
     pp: Floats
-    virtual: Floats
+    virtual: Floats  # stages per pipeline rank
     cp: Floats
     ep: Floats
     dp: Floats
-    shard: Floats
+    shard: Floats  # ranks that ZeRO divides state over, at most dp·cp
     zero: Floats
-    micro_batch: Floats
-    micro_batches: Floats
-    recompute: Floats
-    data_stride: Floats
-    stage_stride: Floats
+    micro_batch: Floats  # sequences in one micro-batch of one rank
+    micro_batches: Floats  # micro-batches in one rank's step
+    recompute: Floats  # position of the kind in `RECOMPUTE`
+    data_stride: Floats  # distance in ranks to the next of `data_ranks`
+    stage_stride: Floats  # distance in ranks to the next pipeline rank
 
     @property
     def num_devices(self) -> Floats:
@@ -54,8 +52,11 @@ class Layouts:
         return Layouts(**{name: np.asarray(getattr(self, name))[index] for name in self.__slots__})
 
     def only(self, names: Sequence[str], index: Any) -> "Layouts":
-        """As `at`, in float64 and without the other fields: to read one is an AttributeError, so that what is priced
-        once for many candidates cannot depend on a field in which they differ."""
+        """As `at`, in float64 and with the fields `names` only.
+
+        Reading another field raises AttributeError. So a price that many candidates share cannot depend on a field in
+        which they differ.
+        """
         found = object.__new__(Layouts)
         for name in names:
             column = np.asarray(getattr(self, name))
@@ -65,7 +66,7 @@ class Layouts:
 
 
 def layout_strides(order: Any, *, tp: Floats, pp: Floats, data_ranks: Floats) -> dict[str, Floats]:
-    """The strides of layouts by name, for orders that are positions in `ORDERS`."""
+    """The strides of layouts by name. `order` holds positions in `ORDERS`."""
     every = [strides_in_order(one, {"tp": tp, "pp": pp, "dp": data_ranks}) for one in ORDERS]
     return {
         name: np.choose(order, [one[of] for one in every])
@@ -75,22 +76,18 @@ def layout_strides(order: Any, *, tp: Floats, pp: Floats, data_ranks: Floats) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What of a model its blocks' expressions do not say: how many of which repeated block, and its widths.
+    """A model's block counts and widths, which its blocks' expressions do not hold. Entries broadcast with layouts."""
 
-    `counts` are the calls of every repeated block by role; "first" and "last" are not among them. Entries broadcast
-    with layouts. `element_bytes` are those of weights and activations; `tensor_dims` the mesh dimensions whose product
-    is `tp`, where there are several: name, ranks, and how far apart they lie.
-    """
-
-    counts: tuple[tuple[str, Floats], ...]
+    counts: tuple[tuple[str, Floats], ...]  # calls of every repeated block by role, without "first" and "last"
     hidden: Floats
     sequence: Floats
     experts_per_token: Floats
     is_tied: Floats
-    element_bytes: float = 2.0
+    element_bytes: float = 2.0  # of weights and activations
+    # name, ranks and stride of each mesh dimension, if several dimensions multiply to `tp`
     tensor_dims: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def blocks(self) -> Floats:
-        """All repeated blocks."""
+        """The number of calls of repeated blocks."""
         return np.asarray(sum(count for _, count in self.counts))

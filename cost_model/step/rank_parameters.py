@@ -1,4 +1,4 @@
-"""What one pipeline rank has of a model: its repeated blocks and its parameters, for many layouts at once."""
+"""The repeated blocks and the parameters of one pipeline rank, for many layouts at once."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ from autopar.ir.arrays import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
-    """Elements of parameters on one rank. Experts have fewer data-parallel ranks to be divided over."""
+    """Elements of parameters on one rank. ZeRO divides experts over fewer data-parallel ranks."""
 
     dense: Floats
     expert: Floats
 
     @property
     def whole(self) -> Floats:
-        """All of them."""
+        """Dense and expert elements together."""
         return np.asarray(self.dense + self.expert)
 
     def at(self, index: Any) -> "RankParameters":
@@ -47,7 +47,7 @@ def block_parameters(family: Family[Any], layouts: Layouts, role: str) -> RankPa
 def rank_parameters(
     family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats, *, has_first: Any, has_last: Any
 ) -> RankParameters:
-    """Elements of a rank with so many repeated blocks, the first block or not, and the last block or not."""
+    """Elements of a rank with `blocks` repeated blocks, with or without the first and the last block."""
     repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
     first, last = (np.where(has, one, 0.0) for has, one in zip((has_first, has_last), ends, strict=True))
     return RankParameters(dense=repeated.dense + _together(shape, first, last), expert=repeated.expert)
@@ -56,7 +56,7 @@ def rank_parameters(
 def first_and_last(
     family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats
 ) -> tuple[RankParameters, RankParameters]:
-    """Elements of the first and of the last pipeline rank, each with so many repeated blocks."""
+    """Elements of the first and of the last pipeline rank, each with `blocks` repeated blocks."""
     repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
     both = _together(shape, *ends)
     first, last = (np.where(layouts.pp > 1, one, both) for one in ends)
@@ -81,7 +81,7 @@ def _ends(family: Family[Any]) -> list[Floats]:
 
 
 def _together(shape: Shape, first: Floats, last: Floats) -> Floats:
-    """Elements of both ends; a tied weight counts once."""
+    """Elements of both ends. A tied weight counts once."""
     return np.where(shape.is_tied, np.maximum(first, last), first + last)
 
 

@@ -3,17 +3,16 @@
     step = (pipeline + data-parallel sums that wait + optimizer + fixed) · (1 + σ·sqrt(2 ln devices))
 
     pipeline  n·slowest rank + idle of filling and emptying, over ranks whose blocks, embedding and head differ
-    block     computing (`autopar.cost_model.step.block_time`) + tensor collectives that are not hidden; under ZeRO 3
-    the
-              longer of that and its gathers and reduce-scatters, and a part of the shorter (they share the device)
+    block     computing (`autopar.cost_model.step.block_time`) + exposed tensor collectives
+    ZeRO      stages 2 and 3 without pipeline stages: the longer of a block and its ZeRO collectives, and a part of the
+              shorter, because they share the device
 
-The last factor is the expected largest of n normal variables: every rank waits for the slowest one. (Fisher, Tippett
+The last factor is the expected largest of n normal variables: every rank waits for the slowest rank. (Fisher, Tippett
 1928; the form for large n.)
 
-A step is put together (`autopar.cost_model.step.assembly`) from the prices of one micro-batch in each block
-(`autopar.cost_model.step.block_prices`) and of what moves between data-parallel ranks
-(`autopar.cost_model.step.data_parallel`). `step_seconds` prices both for every layout; a search prices them once for
-all layouts that share them.
+`autopar.cost_model.step.assembly` puts a step together from two kinds of prices: one micro-batch in each block
+(`autopar.cost_model.step.block_prices`), and data-parallel collectives (`autopar.cost_model.step.data_parallel`).
+`step_seconds` prices both for every layout. A search prices them once for all layouts that share them.
 """
 
 from collections.abc import Mapping
@@ -44,14 +43,11 @@ from autopar.ir.arrays import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """Seconds of a step, and what makes them up; the parts add up to `seconds`.
-
-    `hidden` are seconds of collectives that run beside computing, by the names of the parts that they would add to.
-    """
+    """Seconds of a step and of its parts."""
 
     seconds: Floats
-    parts: dict[str, Floats]
-    hidden: dict[str, Floats]
+    parts: dict[str, Floats]  # they add up to `seconds`
+    hidden: dict[str, Floats]  # collectives that run beside computing, by the part that they would lengthen
 
 
 def step_seconds(
@@ -68,7 +64,7 @@ def step_seconds(
 ) -> StepSeconds:
     """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout.
 
-    With a `pipeline` its stages count; without one, blocks are cut evenly and the closed form of 1F1B holds.
+    If a `pipeline` is given, its stages count. Else blocks are cut evenly, and the closed form of 1F1B holds.
     """
     basis = Basis(shape=shape, machine=machine, engine=engine, mechanisms=mechanisms, in_float8=in_float8, fused=fused)
     return step_of(basis, layouts, priced_blocks(basis, family, layouts), pipeline)
@@ -76,8 +72,7 @@ def step_seconds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedBlocks:
-    """What a step is put together from, and what makes every repeated block's seconds up; the same for any stages and
-    recomputation."""
+    """The prices of a step and the parts of every repeated block. They hold for any stages and recomputation."""
 
     prices: StepPrices
     parts: Mapping[str, BlockParts]
@@ -89,7 +84,7 @@ class PricedBlocks:
 
 
 def priced_blocks(basis: Basis, family: Family[Any], layouts: Layouts) -> PricedBlocks:
-    """The blocks of every layout, and what moves between its data-parallel ranks."""
+    """The prices of every layout's blocks and data-parallel collectives."""
     roles = repeated_roles(basis.shape)
     found = {role: block_prices(basis, family, layouts, role) for role in roles}
     has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
@@ -105,7 +100,7 @@ def priced_blocks(basis: Basis, family: Family[Any], layouts: Layouts) -> Priced
 
 
 def step_of(basis: Basis, layouts: Layouts, blocks: PricedBlocks, pipeline: Pipeline | None = None) -> StepSeconds:
-    """The step of every layout, whose blocks are priced, under its stages and recomputation."""
+    """The step of every layout from its priced `blocks`, under its stages and recomputation."""
     step = assembled(basis, layouts, blocks.prices, pipeline, blocks.weights)
     return StepSeconds(
         seconds=step.seconds,
@@ -114,7 +109,7 @@ def step_of(basis: Basis, layouts: Layouts, blocks: PricedBlocks, pipeline: Pipe
     )
 
 
-# ---- what makes a step up ----
+# ---- the parts of a step ----
 
 
 def _parts(

@@ -1,8 +1,8 @@
-"""Which combinations of a few columns occur among very many rows, without sorting where numbers are small and whole.
+"""The distinct combinations of a few columns among very many rows. Small whole numbers need no sorting.
 
-Rows are numbered by their combination: a column's values are marked in a table that the values themselves index, and
-counted through; two columns' numbers make one by mixed radix, which is marked and counted again where the table would
-become larger than there are rows.
+Every row gets the number of its combination. The values of a column index a table, which marks the values that occur.
+Counting the marks numbers the values. Mixed radix joins the numbers of two columns. If the next table would have more
+entries than there are rows, the joined numbers are marked and counted first.
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,22 @@ SMALL_TABLE = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distinct:
-    """`index`: for every row the number of its combination, or None where there is but one; `rows`: for every
-    combination one row that has it."""
+    """The distinct combinations of some rows."""
 
-    index: NDArray[np.intp] | None
-    rows: NDArray[np.intp]
+    index: NDArray[np.intp] | None  # the number of each row's combination; None if all rows have the same
+    rows: NDArray[np.intp]  # one row of each combination
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbered:
-    """A column's values, or several columns' combinations, as whole numbers below `limit`; None where all are one."""
+    """Values of a column, or combinations of columns, as whole numbers below `limit`; None if all are equal."""
 
     numbers: NDArray[np.intp] | None
     limit: int
 
 
 def numbered(column: NDArray[Any]) -> Numbered:
-    """Numbers in place of a column's values; equal for equal values."""
+    """A column with whole numbers in place of its values. Equal values get equal numbers."""
     least, most = column.min(), column.max()
     if least == most:
         return Numbered(numbers=None, limit=1)
@@ -69,7 +68,7 @@ def distinct(columns: Sequence[Numbered], num_rows: int) -> Distinct:
 
 
 def spread(values: NDArray[Any], index: Any) -> NDArray[Any]:
-    """Values of combinations, for rows by the numbers of theirs; one value stays one."""
+    """The value of each row, from `values` by combination and the rows' `index`. A single value stays single."""
     return values if values.size == 1 else values[index]
 
 
