@@ -61,7 +61,9 @@ def mechanisms() -> Mechanisms:
         content, problems = read_yaml(path)
     names = [field.name for field in fields(Mechanisms)]
     if problems or not isinstance(content, dict) or sorted(content) != sorted(names):
-        raise InputError("mechanisms.yaml must have a value and a source for each of " + ", ".join(names), problems)
+        raise InputError(
+            "fitted_constants.yaml must have a value and a source for each of " + ", ".join(names), problems
+        )
     return Mechanisms(**{name: float(content[name]["value"]) for name in names})
 
 

@@ -1,7 +1,7 @@
 """Step time and peak memory of published runs, from what stands left of their results.
 
 A row names an architecture, a machine, a layout and a framework. The architecture picks a family of captured blocks
-(`autopar.cost_model.blocks`), whose expressions are evaluated at the row's sizes; the machine a device preset and its
+(``cost_model/work/families``), whose expressions are evaluated at the row's sizes; the machine a device preset and its
 profile; the framework an engine. Rows of one family, machine and engine are priced together as arrays.
 
 What a row leaves open is settled by rules, not by its result: an unstated micro-batch is 1, an unstated ZeRO stage the
