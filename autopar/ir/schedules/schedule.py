@@ -90,13 +90,16 @@ class Schedule:
         """The most (stage, micro-batch) pairs whose activations a rank holds at once.
 
         Divided by the stages of a rank it is in micro-batches of the whole rank.
-        `autopar.ir.schedules.action.peak_in_flight` counts the same on an action list.
+        `autopar.ir.schedules.action.peak_in_flight` counts the same on an action list. The result has the shape of all
+        arguments together.
         """
-        return minimum(micro_batches * virtual_stages, self.in_flight(pp, virtual_stages, micro_batches, rank))
+        pairs = micro_batches * virtual_stages + 0 * (pp + rank)  # a formula may leave arguments out
+        return minimum(pairs, self.in_flight(pp, virtual_stages, micro_batches, rank))
 
     def warm_up_passes(self, *, pp: Any, virtual_stages: Any = 1, micro_batches: Any, rank: Any = 0) -> Any:
-        """Forward passes of one stage that a rank runs before its first backward pass."""
-        return minimum(micro_batches * virtual_stages, self.warm_up(pp, virtual_stages, micro_batches, rank))
+        """Forward passes of one stage that a rank runs before its first backward pass, shaped as `most_in_flight`."""
+        pairs = micro_batches * virtual_stages + 0 * (pp + rank)
+        return minimum(pairs, self.warm_up(pp, virtual_stages, micro_batches, rank))
 
 
 ActionLists = tuple[tuple[Action, ...], ...]  # of every rank, its actions in the order in which they run

@@ -17,6 +17,7 @@ from autopar.cost_model.pricing import layout_of
 from autopar.ir.degrees import Degrees
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.pricing import per_stage_recompute
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced, pricing_of
 from autopar.search.pricing.per_stage_recompute import fewest_blocks, live_micro_batches
 from autopar.search.pricing.stage_partition import partition_with
@@ -129,6 +130,20 @@ def test_a_rank_that_cannot_fit_recomputes_all() -> None:
     stages = stages_at(["first", *["layer:0"] * 6, "last"], (3, 5), Degrees(pp=3, micro_batches=4))
     wanted = fewest_blocks(stages, lambda again: np.array([5.0, 1.0 - again[1], 3.0 - 2 * again[2]]), 0.5)
     assert wanted == (2, 1, 2) == (len(stages.repeated[0]), 1, 2)
+
+
+@pytest.mark.parametrize("wish", SCHEDULES, ids=str)
+def test_micro_batches_in_flight_of_a_step_too_long_to_replay(
+    wish: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degrees = replace(STAGED, **wish)
+    stages = stages_at(CASE.works(1).calls, tuple(range(1, degrees.num_stages)), degrees)
+    replayed = live_micro_batches(stages)
+    monkeypatch.setattr(per_stage_recompute, "MOST_ACTIONS", 0)
+    live = live_micro_batches(stages)
+    assert live.shape == replayed.shape == (degrees.num_stages,)
+    ranks = np.array(stages.ranks)
+    assert np.bincount(ranks, live) == pytest.approx(np.bincount(ranks, replayed))
 
 
 # ---- prices ----
