@@ -71,14 +71,18 @@ class _Terms:
     def blocks(self) -> Iterator[Term]:
         for part, kind in (("products", "matmul"), ("attention", "attention")):
             yield self._computed(part, kind)
-        yield self._each_block("memory-bound", "memory-bound kernels of a block, both passes", "block_time.py")
-        yield self._each_block("host", "what a block waits for the host beside its kernels", "block_time.py")
+        yield self._each_block(
+            "memory-bound", "memory-bound kernels of a block, both passes", "cost_model/step/block_time.py"
+        )
+        yield self._each_block(
+            "host", "what a block waits for the host beside its kernels", "cost_model/step/block_time.py"
+        )
         yield self._recomputation()
         sent = "a block's exposed collectives: bytes over bandwidth and latency of each, less what is hidden"
         for part in ("tensor collectives", "context collectives", "expert collectives"):
-            yield self._each_block(part, sent, "step_blocks.py, collectives.py")
+            yield self._each_block(part, sent, "cost_model/step/block_prices.py, cost_model/machine/collectives.py")
         longer = "by how much gathering a block's weights and scattering its gradients takes longer than computing"
-        yield self._each_block("shard collectives", longer, "step_data.py")
+        yield self._each_block("shard collectives", longer, "cost_model/step/data_parallel.py")
         ends = Value(
             symbol="t",
             meaning="embedding, head and loss of a micro-batch on the slowest rank",
@@ -92,7 +96,7 @@ class _Terms:
         per_block = self.parts[part] / (self.num_micro_batches * self.num_blocks)
         flops = self._flops(kind)
         if not flops or not per_block:
-            return self._each_block(part, "of a block", "block_time.py")
+            return self._each_block(part, "of a block", "cost_model/step/block_time.py")
         rate, peak = flops / per_block, self.machine.peak_flops_per_s
         reached = f"reached, {rate / peak:.0%} of the peak"
         values = (
@@ -115,10 +119,10 @@ class _Terms:
             if one.kind == kind
         )
 
-    def _each_block(self, part: str, meaning: str, file: str) -> Term:
+    def _each_block(self, part: str, meaning: str, files: str) -> Term:
         each = self.parts[part] / (self.num_micro_batches * self.num_blocks)
         values = (self.n, self.own_blocks, Value(symbol="t", meaning=meaning, value=each, unit="s"))
-        return self.term(part, "n * L * t", values, f"cost_model/{file}, profile {self.profile}")
+        return self.term(part, "n * L * t", values, f"{files}, profile {self.profile}")
 
     def _recomputation(self) -> Term:
         each = self.parts["recomputation"] / (self.num_micro_batches * self.num_blocks * (self.share or 1.0))
@@ -144,11 +148,15 @@ class _Terms:
             Value(symbol="u", meaning="a micro-batch on the slowest rank", value=self.busy_s, unit="s"),
             Value(symbol="w", meaning="waiting for its own messages", value=waits, unit="s"),
         )
-        yield self.term("bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, ir/schedules")
+        yield self.term(
+            "bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, autopar/ir/schedules"
+        )
         one = self.message_s or 1.0
         sends = Value(symbol="k", meaning="messages waited for", value=self.parts["messages"] / one, unit="")
         lasting = Value(symbol="q", meaning="one message", value=one, unit="s")
-        yield self.term("messages", "k * q", (sends, lasting), "cost_model/step/assembly.py, links.py")
+        yield self.term(
+            "messages", "k * q", (sends, lasting), "cost_model/step/assembly.py, cost_model/machine/links.py"
+        )
 
     # ---- the end of a step ----
 
@@ -160,11 +168,13 @@ class _Terms:
             "data collectives",
             "t",
             (Value(symbol="t", meaning=sums, value=self.parts["data collectives"], unit="s"),),
-            "cost_model/step/data_parallel.py, step_assembly.py",
+            "cost_model/step/data_parallel.py, cost_model/step/assembly.py",
         )
         moved = self.parts["gradient accumulation"] * self.speeds.bytes_per_s / max(1.0, self.num_micro_batches - 1)
         added = Value(symbol="g", meaning="bytes read and written to add a gradient", value=moved, unit="bytes")
-        yield self.term("gradient accumulation", "(n - 1) * g / W", (self.n, added, bandwidth), "step_assembly.py")
+        yield self.term(
+            "gradient accumulation", "(n - 1) * g / W", (self.n, added, bandwidth), "cost_model/step/assembly.py"
+        )
         each = float(engine.optimizer_bytes)
         updated = self.parts["optimizer"] * self.speeds.bytes_per_s / each
         values = (

@@ -1,9 +1,11 @@
 """What a report draws agrees with what was priced: rank by rank, pass by pass, term by term."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from autopar.search.explain.build_report_data import details_of, points_of, time
 from autopar.search.pricing.exact import Priced, pricing_of
 from autopar.search.result.report_data import Details, Term
 
+ROOT = Path(__file__).resolve().parents[3]
 STAGED = Case(model="llama", cluster="8xh100", global_batch=16, tokens=2048)
 TIGHT = replace(STAGED, memory_bytes=0.6e6)
 FLAT = replace(STAGED, cluster="4xh100")
@@ -66,6 +69,8 @@ def test_formulas_give_the_parts_and_the_parts_the_step(name: str) -> None:
     best, details = best_of(name), searched(name)[1]
     assert sum(term.seconds for term in details.terms) == pytest.approx(best.seconds, rel=1e-9)
     for term in details.terms:
+        files = re.findall(r"[\w/]+/[\w.]+", term.source)
+        assert files and all((ROOT / name).exists() for name in files), term.source
         assert given(term) == pytest.approx(term.seconds, rel=1e-6, abs=1e-12), term
 
 
