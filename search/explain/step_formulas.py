@@ -40,7 +40,8 @@ class _Terms:
     def _slowest(self) -> tuple[float, float, float]:
         """The slowest rank: seconds of one micro-batch, number of repeated blocks, recomputed fraction of its blocks.
 
-        If all stages recompute the same number of blocks, the fraction is the fraction of all blocks.
+        If all stages recompute the same number of blocks, the fraction is the fraction of all blocks. If ranks share
+        cores, the figures are of the mean rank, as in `autopar.cost_model.pipeline.stages`.
         """
         stages, works = self.pricing.stages(), self.pricing.works
         if stages is None:
@@ -52,8 +53,8 @@ class _Terms:
         of_ranks = np.zeros((stages.pp, 3))
         for rank, own in zip(stages.ranks, of_stages, strict=True):
             of_ranks[rank] += own
-        own_s, own_blocks, again = max(of_ranks.tolist())
-        return own_s, own_blocks, self.pricing.recomputed_share() if stages.again is None else again / own_blocks
+        busy, blocks, again = of_ranks.mean(axis=0) if self.machine.ranks_per_core > 1 else max(of_ranks.tolist())
+        return busy, blocks, self.pricing.recomputed_share() if stages.again is None else again / max(blocks, 1)
 
     @property
     def n(self) -> Value:
@@ -69,6 +70,17 @@ class _Terms:
     # ---- blocks ----
 
     def blocks(self) -> Iterator[Term]:
+        ends = Value(
+            symbol="t",
+            meaning="embedding, head and loss of a micro-batch on the slowest rank",
+            value=self.parts["embedding, head, loss"] / self.num_micro_batches,
+            unit="s",
+        )
+        yield self.term("embedding, head, loss", "n * t", (self.n, ends), "cost_model/step/block_prices.py")
+        if self.num_blocks:
+            yield from self.repeated_blocks()
+
+    def repeated_blocks(self) -> Iterator[Term]:
         for part, kind in (("products", "matmul"), ("attention", "attention")):
             yield self._computed(part, kind)
         yield self._each_block(
@@ -83,13 +95,6 @@ class _Terms:
             yield self._each_block(part, sent, "cost_model/step/block_prices.py, cost_model/machine/collectives.py")
         longer = "by how much gathering a block's weights and scattering its gradients takes longer than computing"
         yield self._each_block("shard collectives", longer, "cost_model/step/data_parallel.py")
-        ends = Value(
-            symbol="t",
-            meaning="embedding, head and loss of a micro-batch on the slowest rank",
-            value=self.parts["embedding, head, loss"] / self.num_micro_batches,
-            unit="s",
-        )
-        yield self.term("embedding, head, loss", "n * t", (self.n, ends), "cost_model/step/block_prices.py")
 
     def _computed(self, part: str, kind: str) -> Term:
         """FLOP over the rate that the kernels reach."""

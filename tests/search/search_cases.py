@@ -19,9 +19,9 @@ from autopar.search.space.constraints import Constraints
 
 
 @cache
-def works_of(model: str, tp: int, layers: int = 6) -> ProgramWorks:
+def works_of(model: str, tp: int, layers: int = 6, vocabulary: int = 512) -> ProgramWorks:
     """What the blocks of a tiny model cost, split over `tp` ranks."""
-    program = program_of(model, layers=layers, heads=16, vocabulary=512)
+    program = program_of(model, layers=layers, heads=16, vocabulary=vocabulary)
     degrees, analysis, found = choose_labels(
         program, ClusterSpec.preset("8xh100"), Degrees(tp=tp, dp_shard=2, micro_batch=1)
     )

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from search_cases import Case
+from search_cases import Case, works_of
 
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError
+from autopar.ir.degrees import Degrees
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.explain.build_report_data import details_of, points_of, timeline_of
-from autopar.search.pricing.exact import Priced, pricing_of
+from autopar.search.pricing.exact import Priced, priced, pricing_of
 from autopar.search.result.report_data import Details, Term
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,6 +73,16 @@ def test_formulas_give_the_parts_and_the_parts_the_step(name: str) -> None:
         files = re.findall(r"[\w/]+/[\w.]+", term.source)
         assert files and all((ROOT / name).exists() for name in files), term.source
         assert given(term) == pytest.approx(term.seconds, rel=1e-6, abs=1e-12), term
+
+
+def test_the_slowest_rank_may_hold_no_repeated_block() -> None:
+    works = replace(works_of("llama", 1, layers=2, vocabulary=1 << 18), sequence=2048)
+    degrees = Degrees(pp=4, dp_shard=1, zero=0, micro_batch=1, micro_batches=8)
+    best = priced(works, degrees, FLAT.spec, FLAT.on)
+    details = details_of(best, works, FLAT.spec, FLAT.on)
+    assert best.cuts == (1, 2, 3)  # the head alone, whose products take longest
+    assert sum(term.seconds for term in details.terms) == pytest.approx(best.seconds, rel=1e-9)
+    assert "products" not in [term.part for term in details.terms]
 
 
 def given(term: Term) -> float:
