@@ -28,11 +28,12 @@ CASES = {
     "gpipe": (STAGED, {"pp": 4, "schedule": "gpipe", "micro_batches": 8}),
     "flat": (FLAT, {"pp": 1}),
 }
+SHARED = {"shared cores": (replace(STAGED, ranks_per_core=2.0), {"pp": 4})}  # parts are of the mean rank
 
 
 @cache
 def searched(name: str) -> tuple[Searched, Details]:
-    case, fix = CASES[name]
+    case, fix = (CASES | SHARED)[name]
     found = search_degrees(case.works, case.spec, case.constraints.narrowed(fix), case.on, most_exact=200)
     best = found.best
     assert best is not None
@@ -65,7 +66,7 @@ def test_one_rank_is_the_one_that_was_priced(name: str) -> None:
     assert max(needed) == pytest.approx(best.needed_bytes, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | SHARED)
 def test_formulas_give_the_parts_and_the_parts_the_step(name: str) -> None:
     best, details = best_of(name), searched(name)[1]
     assert sum(term.seconds for term in details.terms) == pytest.approx(best.seconds, rel=1e-9)
