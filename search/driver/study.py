@@ -79,9 +79,9 @@ class StudyPlace:
         found = []
         for name, value in self.question.items():
             if name not in known and CANDIDATES in known:
-                found.append(Problem(path=name, rule="the study does not say it", value=value))
+                found.append(Problem(path=name, rule="the study was made without it", value=value))
             elif name in known and known[name] != json.loads(json.dumps(value)):
-                found.append(Problem(path=name, rule=f"is {_short(known[name])} in the study, here", value=value))
+                found.append(Problem(path=name, rule=f"the study was made with {_short(known[name])}", value=value))
         if found:
             raise InputError(
                 f"study {self.where} answers another question; ask the same one, or name a file that is new", found

@@ -45,9 +45,12 @@ class _Terms:
         """
         stages, works = self.pricing.stages(), self.pricing.works
         if stages is None:
-            busy = sum(float(np.max(self.passes[role].both)) for role in works.calls if role)
-            blocks = sum(bool(role) and role not in ENDS for role in works.calls)
-            return busy, float(blocks), self.pricing.recomputed_share()
+            whole = sum(float(np.max(self.passes[role].both)) for role in works.calls if role)
+            return (
+                whole,
+                float(sum(bool(role) and role not in ENDS for role in works.calls)),
+                self.pricing.recomputed_share(),
+            )
         forward, backward, _, _ = seconds_of_stages(stages, seconds_of_roles(self.passes))
         of_stages = zip(forward + backward, map(len, stages.repeated), map(len, recomputed(stages)), strict=True)
         of_ranks = np.zeros((stages.pp, 3))
