@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.axes import Axes, Variable
+from autopar.capture.axes import Axes, Variable
 from autopar.ir.program import Block, CallSite, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.rules.registry import rule_of

@@ -59,6 +59,27 @@ def chunk(size: int, degree: int) -> int:
     return -(-size // degree)
 
 
+def common_cuts(left: Sequence[int], right: Sequence[int]) -> list[int] | None:
+    """Sizes of the common refinement of two factorisations of one number, or None where they cross.
+
+    >>> common_cuts([12, 8], [3, 4, 8])
+    [3, 4, 8]
+    >>> common_cuts([3, 4], [4, 3]) is None
+    True
+    """
+    if prod(left) != prod(right):
+        return None
+    cuts = sorted({prod(left[: i + 1]) for i in range(len(left))} | {prod(right[: i + 1]) for i in range(len(right))})
+    sizes, previous = [], 1
+    for cut in cuts:
+        if cut % previous:
+            return None
+        if cut != previous:
+            sizes.append(cut // previous)
+        previous = cut
+    return sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Dims:
     """A value's dimensions, each as the sizes of its ordered axes; a dimension of size 1 is the empty product.

@@ -17,15 +17,12 @@ src/graph/tuning.cc.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from math import prod
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InputError, did_you_mean
-from autopar.ir.cluster import ClusterSpec
-from autopar.ir.sharding import Mesh
 from autopar.lowering.conversions import Collective
 
 Number = float | NDArray[Any]
@@ -141,25 +138,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 }
 
 
-# ---- one ring per mesh dimension: the search for labels prices conversions with it ----
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
-    """The ranks of one mesh dimension: how many, and their slowest link."""
-
-    ranks: int
-    bytes_per_s: float
-    latency_s: float
-
-    def seconds(self, kind: Collective, whole_bytes: float, *, latency: bool = True) -> float:
-        """Time of one collective over a tensor of `whole_bytes` in all; `latency=False` prices its bytes only."""
-        return sent_bytes(kind, whole_bytes, self.ranks) / self.bytes_per_s + latency * self.latency_of(kind)
-
-    def latency_of(self, kind: Collective) -> float:
-        return hops(kind, self.ranks) * self.latency_s
-
-
 def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
     """Bytes that one rank sends. `whole_bytes` counts the tensor before it is scattered or after it is gathered."""
     part = (ranks - 1) / ranks * whole_bytes
@@ -170,17 +148,3 @@ def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
 
 def hops(kind: Collective, ranks: int) -> int:
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)
-
-
-def ring_of(cluster: ClusterSpec, mesh: Mesh, index: int) -> Ring:
-    """The ring of mesh dimension `index`. Rank numbers run fastest over the last mesh dimension.
-
-    The first and the last rank lie farthest apart, so their link counts for the ring. If the mesh is larger than the
-    cluster, the link to the cluster's last device counts.
-    """
-    ranks, stride = mesh.degrees[index], prod(mesh.degrees[index + 1 :])
-    last = min((ranks - 1) * stride, cluster.num_devices - 1)
-    link = cluster.link(0, last) if last > 0 else cluster.groups[0].in_host or cluster.inter_host
-    if link is None:  # one device: nothing to price
-        return Ring(ranks=ranks, bytes_per_s=1e9, latency_s=0.0)
-    return Ring(ranks=ranks, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.machine.collectives import Ring, ring_of
 from autopar.cost_model.work.operator_cost import memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.search.labels.choices import Boundary, parameter_values
+from autopar.search.labels.ring import Ring, ring_of
 
 REFERENCE_BYTES = 64 * 1024 * 1024  # 8192 tokens × 4096 × 2 bytes
 BALANCE = 2.0

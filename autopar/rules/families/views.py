@@ -5,7 +5,7 @@ from math import prod
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.ir.axes import common_cuts
+from autopar.ir.sharding import common_cuts
 from autopar.rules.families._notation import broadcast, dim_index, dim_indices, dims, emit_reshape, rule_from
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Local, Rule, Step

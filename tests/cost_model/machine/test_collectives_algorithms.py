@@ -11,11 +11,11 @@ from autopar.cost_model.machine.collectives import (
     PROTOCOLS,
     Collective,
     RankGroup,
-    Ring,
     fastest_seconds,
     sent_bytes,
 )
 from autopar.errors import InputError
+from autopar.search.labels.ring import Ring
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies

@@ -5,7 +5,8 @@ from math import prod
 
 import pytest
 
-from autopar.ir.axes import Axes, common_cuts
+from autopar.capture.axes import Axes
+from autopar.ir.sharding import common_cuts
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies

@@ -9,29 +9,10 @@ product. Broadcasting, ``unsqueeze`` and ``keepdim`` then need no special case.
 from collections.abc import Iterable, Sequence
 from math import prod
 
+from autopar.ir.sharding import common_cuts
+
 Variable = int
 Atom = int
-
-
-def common_cuts(left: Sequence[int], right: Sequence[int]) -> list[int] | None:
-    """Sizes of the common refinement of two factorisations of one number, or None where they cross.
-
-    >>> common_cuts([12, 8], [3, 4, 8])
-    [3, 4, 8]
-    >>> common_cuts([3, 4], [4, 3]) is None
-    True
-    """
-    if prod(left) != prod(right):
-        return None
-    cuts = sorted({prod(left[: i + 1]) for i in range(len(left))} | {prod(right[: i + 1]) for i in range(len(right))})
-    sizes, previous = [], 1
-    for cut in cuts:
-        if cut % previous:
-            return None
-        if cut != previous:
-            sizes.append(cut // previous)
-        previous = cut
-    return sizes
 
 
 class Axes:
