@@ -172,7 +172,7 @@ def choose_labels(
 
     Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the solver finds no labels.
     """
-    from autopar.search.labels.solve import LabelOptions, label  # not needed if labels are kept
+    from autopar.search.labels.solve import label  # not needed if labels are kept
     from autopar.search.labels.tensor_dims import tensor_dims
 
     analysis = analyse(program, degrees.mesh)
@@ -186,9 +186,8 @@ def choose_labels(
     if on_two is not None and not on_two[2].added_work:
         return on_two
     pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
-    options = LabelOptions(pinned=pinned, regather=regather)
     try:
-        found = label(program, analysis, degrees, cluster, options=options, known=known)
+        found = label(program, analysis, degrees, cluster, pinned=pinned, regather=regather, known=known)
     except (PlanError, InfeasibleError):
         if on_two is None:
             raise

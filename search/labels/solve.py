@@ -11,7 +11,6 @@ does not know how much a later one will shrink a value.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -36,22 +35,7 @@ from autopar.search.labels.network import Solution
 from autopar.search.labels.prices import prices_of
 from autopar.search.labels.result import Labelling
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelOptions:
-    """Options of `label`.
-
-    With `hidden_axes` the residual stream's hidden axes may be split too. With `regather` the backward pass gathers
-    values again instead of keeping them. `pinned` gives the types of parameters that are held already, one per mesh
-    dimension. `time_limit_s` bounds HiGHS on a mesh dimension that needs it.
-    """
-
-    hidden_axes: bool = False
-    regather: bool = True
-    pinned: Mapping[str, tuple[Type, ...]] = field(default_factory=dict)
-    time_limit_s: float = 60.0
-
-
+TIME_LIMIT_S = 60.0  # of HiGHS on a mesh dimension that needs it
 _Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
 
 
@@ -78,20 +62,23 @@ def label(
     cluster: ClusterSpec,
     *,
     mesh: Mesh | None = None,
-    options: LabelOptions | None = None,
+    regather: bool = True,
+    hidden_axes: bool = False,
+    pinned: Mapping[str, tuple[Type, ...]] | None = None,
     known: Known | None = None,
 ) -> Labelling:
     """The best labels on the mesh of `degrees`, or on `mesh`, for which `analysis` was refined.
 
-    `known` holds the results of earlier labellings of the same program. An operator that a degree does not divide is
-    computed whole, and noted.
+    With `regather` the backward pass gathers values again instead of keeping them. With `hidden_axes` the residual
+    stream's hidden axes may be split too. `pinned` gives the types of parameters that are held already, one per mesh
+    dimension. `known` holds the results of earlier labellings of the same program. An operator that a degree does not
+    divide is computed whole, and noted.
 
     Raises `PlanError`, naming every axis, if nothing would be split, or if a batch or a required sequence cannot be
     split. Raises `InfeasibleError` if the solver finds no labels in time.
     """
     started = time.perf_counter()
-    mesh, options = mesh or degrees.mesh, options or LabelOptions()
-    known = known or Known()
+    mesh, pinned, known = mesh or degrees.mesh, pinned or {}, known or Known()
     boundary = known.boundary(program, analysis)
     problems = legal.batch_problems(program, mesh)
     if degrees.sequence_parallel:
@@ -105,13 +92,14 @@ def label(
     for index in _order(mesh):
         if problems and mesh.names[index] == DATA:
             continue  # reported below, with the other indivisible axes
-        turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, options, known)
-        found, solution, size_of, verdict = turn.settle()
-        if verdict.splits_nothing and mesh.names[index] != DATA and not options.hidden_axes:
-            # a plain sequence of layers has a block for each layer, so every width is a hidden axis
-            everywhere = replace(options, hidden_axes=True)
-            turn = _Turn(program, analysis, boundary, degrees, cluster, mesh, index, solved, everywhere, known)
+        # a plain sequence of layers has a block for each layer, so every width is a hidden axis
+        for hidden in dict.fromkeys((hidden_axes, True)):
+            turn = _Turn(
+                program, analysis, boundary, degrees, cluster, mesh, index, solved, regather, hidden, pinned, known
+            )
             found, solution, size_of, verdict = turn.settle()
+            if not verdict.splits_nothing or mesh.names[index] == DATA:
+                break
         problems, notes, added_work = (
             problems + verdict.problems,
             notes + verdict.notes,
@@ -154,15 +142,16 @@ class _Turn:
         mesh: Mesh,
         index: int,
         solved: list[Solved],
-        options: LabelOptions,
+        regather: bool,
+        hidden_axes: bool,
+        pinned: Mapping[str, tuple[Type, ...]],
         known: Known,
     ) -> None:
         self.program, self.analysis, self.boundary, self.degrees = program, analysis, boundary, degrees
-        self.mesh, self.index, self.solved, self.options, self.known = mesh, index, list(solved), options, known
+        self.mesh, self.index, self.solved, self.known = mesh, index, list(solved), known
+        self.regather, self.hidden_axes, self.pinned = regather, hidden_axes, pinned
         self.prices = prices_of(program, analysis, boundary, cluster, mesh, index)
-        self.axes = owned_axes(
-            analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, options.hidden_axes
-        )
+        self.axes = owned_axes(analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, hidden_axes)
 
     def settle(self) -> tuple[Solved, Solution, tuple[int, int], legal.Verdict]:
         """The best legal labels, and their loss by axes that the degree does not divide."""
@@ -179,7 +168,8 @@ class _Turn:
         if self.solved:
             return self._solve_anew(relaxed)
         mesh = self.mesh.names[self.index], self.mesh.degrees[self.index], self.index
-        asked = (self.analysis, mesh, self.axes, self.prices, self.options, *self._wanted, relaxed)
+        how = self.regather, self.hidden_axes, self.pinned, *self._wanted, relaxed
+        asked = (self.analysis, mesh, self.axes, self.prices, *how)
         found = next((found for known, found in self.known.first if known == asked), None)
         if found is None:
             found = self._solve_anew(relaxed)
@@ -203,7 +193,7 @@ class _Turn:
             self.axes,
             required,
             relaxed,
-            self.options.pinned,
+            self.pinned,
         )
         problem = DimProblem(
             self.program,
@@ -212,15 +202,14 @@ class _Turn:
             space,
             self.solved,
             self.prices,
-            regather=self.options.regather,
+            regather=self.regather,
             accumulate=accumulate,
         )
-        found = problem.solve(self.options.time_limit_s)
+        found = problem.solve(TIME_LIMIT_S)
         if found is None:
             name = self.mesh.names[self.index]
             raise InfeasibleError(
-                f"no labels for {name}={self.mesh.degrees[self.index]} within {self.options.time_limit_s:g} s; "
-                f"allow more time or another degree"
+                f"no labels for {name}={self.mesh.degrees[self.index]} within {TIME_LIMIT_S:g} s; use another degree"
             )
         return *found, (problem.network.num_choices, len(problem.network.values))
 

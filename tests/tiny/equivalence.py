@@ -11,7 +11,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import Mesh
 from autopar.runtime.verify.float64_program import promoted
-from autopar.search.labels.solve import LabelOptions, label
+from autopar.search.labels.solve import label
 from autopar.testing.equivalence import TOLERANCE, compare_runs, run_labels, run_program
 from autopar.testing.equivalence import SingleDeviceRun as Case
 from autopar.testing.one_process import Outcome
@@ -49,6 +49,5 @@ def labelled(
     """The solver's labels of a case on a mesh of `dp` and `tp`."""
     names = mesh.as_dict()
     degrees = Degrees(tp=names.get("tp", 1), dp_shard=names.get("dp", 1), sequence_parallel=sequence_parallel)
-    options = LabelOptions(regather=regather)
     cluster = ClusterSpec.preset("8xh100")
-    return label(case.program, case.analysis(mesh), degrees, cluster, mesh=mesh, options=options).blocks
+    return label(case.program, case.analysis(mesh), degrees, cluster, mesh=mesh, regather=regather).blocks

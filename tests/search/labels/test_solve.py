@@ -17,7 +17,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import I, P, R, S
 from autopar.search.labels.check import check
-from autopar.search.labels.solve import LabelOptions, label
+from autopar.search.labels.solve import label
 
 MODELS = ("llama", "gpt2")
 TP = Degrees(tp=2)
@@ -162,7 +162,7 @@ def test_more_freedom_is_never_dearer() -> None:
         analysis_of("llama"),
         TP,
         ClusterSpec.preset("4xcpu"),
-        options=LabelOptions(hidden_axes=True),
+        hidden_axes=True,
     )
     assert hidden.objective["tp"] <= objective[TP] + 1e-3
 
