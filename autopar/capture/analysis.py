@@ -82,7 +82,7 @@ class _Unifier:
         linked: set[tuple[Any, ...]] = set()
         for call in self.program.calls:
             block = self.program.blocks[call.block]
-            pairs = [*zip((p.name for p in block.ports), call.arguments, strict=True)]
+            pairs = [*zip(block.ports, call.arguments, strict=True)]
             pairs += zip(block.outputs, call.results, strict=True)
             for name, outer in pairs:
                 if not isinstance(outer, str):
@@ -228,7 +228,7 @@ def _zero_padded(
     block: Block, rules: Mapping[NodeName, tuple[Rule, object]], operands: Mapping[NodeName, tuple[NodeName, ...]]
 ) -> set[NodeName]:
     """Values of a block whose padding is zero: parameters, and linear functions of such values alone."""
-    found = {port.name for port in block.ports if port.role == "parameter"}
+    found = {name for name, role in block.ports.items() if role == "parameter"}
     for name, (rule, _) in rules.items():
         if operands[name] and rule.linear and all(operand in found for operand in operands[name]):
             found.add(name)

@@ -85,7 +85,7 @@ def _port_bounds(block: Block, wanted: Mapping[str, ValueRange]) -> dict[int, Va
             pairs += _bounds_before(node, bounds[node])
         for operand, found in pairs:
             bounds[operand] = bounds.get(operand, ValueRange()).both(found)
-    places = {port.name: place for place, port in enumerate(block.ports)}
+    places = {port: place for place, port in enumerate(block.ports)}
     return {places[n.name]: found for n, found in bounds.items() if n.op == "placeholder"}
 
 

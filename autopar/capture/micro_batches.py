@@ -66,7 +66,7 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
 
 
 def _block_statuses(block: Block, call: CallSite, analysis: Analysis, given: Sequence[Status]) -> list[Status]:
-    known: dict[str, Status] = {port.name: status for port, status in zip(block.ports, given, strict=True)}
+    known: dict[str, Status] = dict(zip(block.ports, given, strict=True))
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue

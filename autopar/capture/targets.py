@@ -91,7 +91,7 @@ def _readers(program: Program, name: str) -> set[fx.Node]:
     for call in program.calls:
         block = program.blocks[call.block]
         results = dict(zip(block.outputs, call.results, strict=True))
-        ports = {port.name for port, argument in zip(block.ports, call.arguments, strict=True) if argument == name}
+        ports = {port for port, argument in zip(block.ports, call.arguments, strict=True) if argument == name}
         views = {node for node in block.graph.nodes if node.op == "placeholder" and node.name in ports}
         for node in block.graph.nodes:
             if node.op == "output" or views.isdisjoint(node.all_input_nodes):
@@ -147,7 +147,7 @@ def _input_of(program: Program, call_index: int, mask: _Mask) -> str | None:
             if not isinstance(operand, fx.Node) or not (padded or node.target in _VIEWS):
                 return None
             node = operand
-        ports = [port.name for port in program.blocks[call.block].ports]
+        ports = list(program.blocks[call.block].ports)
         name = call.arguments[ports.index(node.name)]
         if not isinstance(name, str):
             return None

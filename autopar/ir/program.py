@@ -90,25 +90,22 @@ class InputInfo:
     sequence_dim: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
-    """One placeholder of a block: what may be bound to it."""
-
-    name: str
-    role: Role
-    differentiable: bool
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Block:
-    """A distinct block: its graph, ports, output node names, and axes once analysed."""
+    """A distinct block: its graph, the role of each port, output node names, and axes once analysed."""
 
     name: str
     graph: "fx.Graph"
-    ports: tuple[Port, ...]
+    ports: Mapping[str, Role]
     outputs: tuple[str, ...]
     signature: str
     dims: Mapping[str, Dims] = field(default_factory=dict)
+
+    @property
+    def differentiable_ports(self) -> tuple[str, ...]:
+        """The ports into which a cotangent may flow. A lifted scalar is none of them."""
+        infos = ((node.name, node.meta.get("info")) for node in self.graph.nodes if node.op == "placeholder")
+        return tuple(name for name, info in infos if info is not None and info.differentiable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,7 +159,7 @@ def sources_of(program: Program, call: CallSite, results: Sequence[str]) -> tupl
     outputs = [o for o, r in zip(block.outputs, call.results, strict=True) if r in results]
     needed = {node.name for node in ancestors(block, outputs)}
     pairs = zip(block.ports, call.arguments, strict=True)
-    return tuple(a for port, a in pairs if port.name in needed and isinstance(a, str))
+    return tuple(a for port, a in pairs if port in needed and isinstance(a, str))
 
 
 def ancestors(
@@ -260,7 +260,7 @@ def separates(program: Program, stage: Stage, recomputed: Collection[int]) -> bo
     for i in stage.calls:
         call = program.calls[i]
         block = program.blocks[call.block]
-        arguments = dict(zip((port.name for port in block.ports), call.arguments, strict=True))
+        arguments = dict(zip(block.ports, call.arguments, strict=True))
         trained = {port for port, a in arguments.items() if a in program.parameters and _is_trained(program, str(a))}
         users = {node.name: len(node.users) for node in block.graph.nodes if node.op == "placeholder"}
         names = [str(arguments[port]) for port in trained]

@@ -111,7 +111,7 @@ def boundary_types(program: Program, labels: Sequence[BlockLabels]) -> Mapping[s
     types: dict[str, tuple[Type, ...]] = {}
     for call in program.calls:
         block, own = program.blocks[call.block], labels[call.block]
-        pairs = [(own.ports.get(p.name), a) for p, a in zip(block.ports, call.arguments, strict=True)]
+        pairs = [(own.ports.get(p), a) for p, a in zip(block.ports, call.arguments, strict=True)]
         pairs += [(own.results[o], r) for o, r in zip(block.outputs, call.results, strict=True)]
         for kinds, outer in pairs:
             if isinstance(outer, str) and kinds is not None:

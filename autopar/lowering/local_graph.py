@@ -264,9 +264,10 @@ def local_graph(
     products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward.
     """
     writer = _Writer(block, mesh, analysis.dims[index], device, join)
+    flows = block.differentiable_ports
     for port in block.ports:
-        node = writer.graph.placeholder(port.name)
-        writer.define(port.name, node, tuple(labels.ports.get(port.name, ())), port.differentiable)
+        node = writer.graph.placeholder(port)
+        writer.define(port, node, tuple(labels.ports.get(port, ())), port in flows)
     needed = _needed(block, keep)
     for node in block.graph.nodes:
         if node.op != "call_function" or node.name not in needed:

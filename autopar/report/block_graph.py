@@ -62,7 +62,7 @@ class _Drawing:
         labels = plan.blocks[index]
         self.graph = local_graph(analysis, self.block, index, labels, plan.mesh).graph
         self.keys: Mapping[str, str] = {n.name: str(n.meta.get("key", "")) for n in self.block.graph.nodes}
-        self.values = {port.name for port in self.block.ports if port.role in ("value", "input")}
+        self.values = {name for name, role in self.block.ports.items() if role in ("value", "input")}
         self.flowing: set[fx.Node] = set()  # what depends on a value, not on weights and constants alone
         for node in self.graph.nodes:
             if node.name in self.values or not self.flowing.isdisjoint(node.all_input_nodes):
@@ -167,13 +167,13 @@ class _Drawing:
 
     def weights(self) -> Iterable[tuple[str, str, str]]:
         """Parameters of the block: name, shape, split."""
-        for port in self.block.ports:
-            if port.role == "parameter":
-                shape = " × ".join(f"{size:,}" for size in self.dims[port.name].shape) or "scalar"
+        for port, role in self.block.ports.items():
+            if role == "parameter":
+                shape = " × ".join(f"{size:,}" for size in self.dims[port].shape) or "scalar"
                 types = zip(
                     self.plan.mesh.names,
                     self.plan.mesh.degrees,
-                    self.plan.blocks[self.index].ports[port.name],
+                    self.plan.blocks[self.index].ports[port],
                     strict=True,
                 )
                 split = [
@@ -181,7 +181,7 @@ class _Drawing:
                     for name, degree, t in types
                     if t.kind == "S" and degree > 1
                 ]
-                yield port.name, shape, ", ".join(split) or "whole"
+                yield port, shape, ", ".join(split) or "whole"
 
     def _layers(self, groups: list[_Group]) -> list[int]:
         numbers = {node: i for i, group in enumerate(groups) for node in group.members}

@@ -112,7 +112,7 @@ def _first_uses(program: Program) -> dict[str, tuple[_TypesOf, str]]:
     for call in program.calls:
         for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
             if isinstance(name, str) and name in program.parameters and name not in found:
-                found[name] = _TypesOf(call.block, port.name), operators.get((call.block, port.name), "")
+                found[name] = _TypesOf(call.block, port), operators.get((call.block, port), "")
     return found
 
 

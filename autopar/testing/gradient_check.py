@@ -74,7 +74,7 @@ def _stored(program: Program, generated: Sequence[LocalGraph]) -> dict[str, tupl
         ports = generated[call.block].ports
         for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
             if isinstance(name, str) and name in program.parameters:
-                own = tuple(ports[port.name])
+                own = tuple(ports[port])
                 if types.setdefault(name, own) != own:
                     raise VerificationError(f"{name} is stored as {types[name]} and, at {call.path}, as {own}")
     return types
@@ -127,7 +127,7 @@ def _uses(
             for port, argument in zip(program.blocks[block].ports, call.arguments, strict=True):
                 if argument == name:
                     graph = generated[block].graph
-                    node = next(n for n in graph.nodes if n.op == "placeholder" and n.name == port.name)
+                    node = next(n for n in graph.nodes if n.op == "placeholder" and n.name == port)
                     found += _returns(node, index, mesh_dim)
     return list(dict.fromkeys(found))
 

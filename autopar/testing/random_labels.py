@@ -49,7 +49,7 @@ def random_labels(program: Program, analysis: Analysis, mesh: Mesh, seed: int) -
             continue
         block = program.blocks[call.block]
         arguments = zip(block.ports, call.arguments, strict=True)
-        ports = {p.name: outer_types(classes.get(a, a)) for p, a in arguments if isinstance(a, str)}
+        ports = {p: outer_types(classes.get(a, a)) for p, a in arguments if isinstance(a, str)}
         results = {o: outer_types(classes.get(r, r)) for o, r in zip(block.outputs, call.results, strict=True)}
         labels = {}
         for node in block.graph.nodes:
@@ -73,7 +73,7 @@ def _boundary_classes(program: Program) -> dict[str, str]:
     first: dict[tuple[int, str], str] = {}
     for call in program.calls:
         block = program.blocks[call.block]
-        pairs = [(p.name, a) for p, a in zip(block.ports, call.arguments, strict=True) if isinstance(a, str)]
+        pairs = [(p, a) for p, a in zip(block.ports, call.arguments, strict=True) if isinstance(a, str)]
         for port, name in [*pairs, *zip(block.outputs, call.results, strict=True)]:
             known = first.setdefault((call.block, port), name)
             parent[find(name)] = find(known)

@@ -164,7 +164,8 @@ class _Checker:
         self.generated = generated
         self.dims = analysis.dims[index]
         self.infos = {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}
-        self.differentiable = {p.name: p.differentiable for p in block.ports}
+        flows = block.differentiable_ports
+        self.differentiable = {port: port in flows for port in block.ports}
         self.axes = [ranks.dims[name] for name in ranks.spec.names]
         self.values: dict[fx.Node, Any] = {}
         self.regions: list[Region] = []

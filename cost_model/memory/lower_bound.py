@@ -50,7 +50,7 @@ def least_memory(
     """The lower bound under `labels` on the mesh of `degrees`, of the pipeline rank with the largest state."""
     held = (0.0, "", False)
     for index, block in enumerate(program.blocks):
-        parameters = {port.name for port in block.ports if port.role == "parameter"}
+        parameters = {name for name, role in block.ports.items() if role == "parameter"}
         for node in block.graph.nodes:
             if node.op != "call_function" or is_view(call := analysis.calls[index][node.name]):
                 continue
@@ -106,9 +106,9 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
     """Parameters, gradients and moments of one rank: ZeRO 1 divides the moments, 2 the gradients too, 3 everything."""
     types: dict[str, tuple[Type, ...]] = {}
     for call in program.calls:
-        for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
-            if isinstance(name, str) and port.role == "parameter":
-                types.setdefault(name, tuple(labels[call.block].ports[port.name]))
+        for (port, role), name in zip(program.blocks[call.block].ports.items(), call.arguments, strict=True):
+            if isinstance(name, str) and role == "parameter":
+                types.setdefault(name, tuple(labels[call.block].ports[port]))
     copies = [(1, 3), (1, 2), (_NUM_MOMENTS, 1)]  # (copies, ZeRO stage from which they are divided)
     per_byte = sum(count / (degrees.dp_shard if degrees.zero >= stage else 1) for count, stage in copies)
     weights_only = 1 / (degrees.dp_shard if degrees.zero == 3 else 1)

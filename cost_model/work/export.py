@@ -175,7 +175,7 @@ def _zero() -> Expr:
 
 
 def _inputs(flow: Flow) -> list[str]:
-    return [p.name for p in flow.block.ports if p.role == "value" and p.differentiable]
+    return [p for p in flow.block.differentiable_ports if flow.roles[p] == "value"]
 
 
 def _value_bytes(flow: Flow, name: str) -> Expr:
@@ -388,12 +388,12 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
                 yield Sent(
                     collective="all_reduce", mesh_dim="_".join(names), is_forward=True, whole_bytes=rows, of="inside"
                 )
-    for port in flow.block.ports:
-        if port.role != "parameter" or not port.differentiable:
+    for port in flow.block.differentiable_ports:
+        if flow.roles[port] != "parameter":
             continue
-        for j, kind in enumerate(flow.types(port.name)):
+        for j, kind in enumerate(flow.types(port)):
             if kind.kind == "R" and mesh.degrees[j] > 1:
-                whole = polynomial(_value_bytes(flow, port.name))
+                whole = polynomial(_value_bytes(flow, port))
                 yield Sent(
                     collective="all_reduce", mesh_dim=mesh.names[j], is_forward=False, whole_bytes=whole, of="parameter"
                 )
@@ -403,12 +403,12 @@ def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
     """Parameter elements on one rank: split by some mesh dimension, whole, and of experts' matrices."""
     of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] == "grouped_mm"}
     split = whole = expert = _zero()
-    for port in flow.block.ports:
-        if port.role != "parameter":
+    for port, role in flow.roles.items():
+        if role != "parameter":
             continue
-        types = flow.types(port.name)
-        elements = flow.naming.local(flow.dims[port.name], types)
-        if port.name in of_experts:
+        types = flow.types(port)
+        elements = flow.naming.local(flow.dims[port], types)
+        if port in of_experts:
             expert += elements
         elif any(t.kind == "S" for t in types):
             split += elements

@@ -49,9 +49,9 @@ class Flow:
     regathered: frozenset[Edge]
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def roles(self) -> Mapping[str, str]:
-        return {port.name: str(port.role) for port in self.block.ports}
+        return self.block.ports
 
     @cached_property
     def operators(self) -> Mapping[str, str]:

@@ -166,7 +166,7 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
     for call, role in zip(main_calls(program), roles, strict=True):
         block = program.blocks[program.calls[call].block]
         infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
-        found = [infos[port.name] for port in block.ports if port.role == "value" and port.differentiable]
+        found = [infos[port] for port in block.differentiable_ports if block.ports[port] == "value"]
         if role not in ("first", "last") and found:
             return found[0].shape[-1], found[0].dtype.itemsize, str(found[0].dtype).removeprefix("torch.")
     dtypes = [info.dtype for info in program.parameters.values()]
@@ -200,7 +200,8 @@ def _is_split(program: Program, roles: Sequence[str], labels: Sequence[BlockLabe
     tensor = [i for i, (name, n) in enumerate(zip(mesh.names, mesh.degrees, strict=True)) if name != DATA and n > 1]
     for call, role in zip(main_calls(program), roles, strict=True):
         index = program.calls[call].block
-        ports = [p.name for p in program.blocks[index].ports if p.role == "value" and p.differentiable]
+        block = program.blocks[index]
+        ports = [port for port in block.differentiable_ports if block.ports[port] == "value"]
         if role not in ("first", "last") and ports:
             return any(labels[index].ports[ports[0]][i].kind == "S" for i in tensor)
     return False

@@ -58,7 +58,7 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
         if len(found) == len(chosen) and not rewrites_fit(bound, found, mesh.degrees):
             problems.append(Problem(path=f"{where}, {key}", rule="a rewrite needs a contiguous range", value=chosen))
     typed = {**labels.ports, **labels.results}
-    names = [p.name for p in block.ports if p.role != "scalar"] + list(block.outputs)
+    names = [name for name, role in block.ports.items() if role != "scalar"] + list(block.outputs)
     for name in names:
         types, dims = typed.get(name, ()), analysis.dims[index][name]
         problems += _type(f"{where}, {name}", types, dims, mesh, analysis.batch_axes)
@@ -99,9 +99,9 @@ def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabe
 
     for call in program.calls:
         block, of_block = program.blocks[call.block], labels[call.block]
-        for port, argument in zip(block.ports, call.arguments, strict=True):
-            if isinstance(argument, str) and port.role != "scalar":
-                bind(argument, of_block.ports, port.name, call.path)
+        for (port, role), argument in zip(block.ports.items(), call.arguments, strict=True):
+            if isinstance(argument, str) and role != "scalar":
+                bind(argument, of_block.ports, port, call.path)
         for output, result in zip(block.outputs, call.results, strict=True):
             bind(result, of_block.results, output, call.path)
     for name in sorted(program.invariant):

@@ -101,10 +101,10 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
 
     for call in program.calls:
         block = program.blocks[call.block]
-        for port, argument in zip(block.ports, call.arguments, strict=True):
-            if isinstance(argument, str) and port.role != "scalar":
-                link = call.block, port.name, argument
-                roles[argument] = str(port.role)
+        for (port, role), argument in zip(block.ports.items(), call.arguments, strict=True):
+            if isinstance(argument, str) and role != "scalar":
+                link = call.block, port, argument
+                roles[argument] = role
                 readers[link] += 1
                 if readers[link] == 1:
                     parent[find(argument)] = find(first.setdefault(link[:2], argument))
@@ -135,7 +135,7 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
             consumed=used,
             shared=not shared.isdisjoint(members),
         )
-    ports = {(i, p.name) for i, b in enumerate(program.blocks) for p in b.ports}
+    ports = {(i, port) for i, b in enumerate(program.blocks) for port in b.ports}
     return Boundary(
         classes=classes,
         ports={key: find(name) for key, name in first.items() if key in ports},
@@ -309,7 +309,7 @@ def share_of(solved: list[Solved], boundary: Boundary, key: NodeKey) -> float:
 
 def parameter_values(program: Program, analysis: Analysis, block: int) -> set[str]:
     """Parameters of a block, and views and casts of them."""
-    found = {port.name for port in program.blocks[block].ports if port.role == "parameter"}
+    found = {name for name, role in program.blocks[block].ports.items() if role == "parameter"}
     for node, names in analysis.operands[block].items():
         if names and all(name in found for name in names):
             found.add(node)

@@ -184,7 +184,7 @@ class DimProblem:
             if leaves_as in self.classes:
                 wanted = [_plain(t, infos[name].differentiable) for t in self.space.types[leaves_as]]
                 uses.setdefault(name, []).append(_Use(self.classes[leaves_as], wanted, False))
-        roles = {port.name: str(port.role) for port in block.ports}
+        roles: dict[str, str] = dict(block.ports)
         roles |= dict.fromkeys(parameter_values(self.program, self.analysis, index), "parameter")
         for name, found in uses.items():
             self.values.append(self._value(index, name, roles.get(name, "value"), infos[name], found))

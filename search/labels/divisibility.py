@@ -113,7 +113,7 @@ def weight_of(program: Program, analysis: Analysis, key: NodeKey) -> float:
     bound, call = analysis.bounds[block][node], analysis.calls[block][node]
     if bound.rule.flops is not None:
         return bound.rule.factor_flops()
-    constants = {p.name for p in program.blocks[block].ports if p.role in ("constant", "buffer")}
+    constants = {n for n, role in program.blocks[block].ports.items() if role in ("constant", "buffer")}
     if bound.rule.outermost and constants.isdisjoint(analysis.operands[block][node]):
         return 2.0 * prod(call.operands[0].shape) * (program.batch or 1) * (program.sequence or 1)
     return 0.0

@@ -238,7 +238,7 @@ def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Solve
         BlockLabels(
             name=block.name,
             signature=block.signature,
-            ports={p.name: types(boundary.ports[i, p.name]) for p in block.ports if p.role != "scalar"},
+            ports={p: types(boundary.ports[i, p]) for p, role in block.ports.items() if role != "scalar"},
             labels={n.meta["key"]: labels((i, n.name)) for n in block.graph.nodes if n.op == "call_function"},
             results={name: types(boundary.results[i, name]) for name in block.outputs},
         )

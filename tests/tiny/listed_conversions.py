@@ -73,7 +73,7 @@ def _of_block(
 ) -> Iterator[ListedConversion]:
     block = program.blocks[index]
     calls = len(program.uses_of_block(index))
-    roles = {port.name: str(port.role) for port in block.ports}
+    roles = dict(block.ports)
     infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
     for step in conversion_steps(block, analysis, index, labels, mesh):
         info, dims, i = infos[step.value], analysis.dims[index][step.value], step.indices[0]

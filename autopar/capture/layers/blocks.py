@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.capture.nodes import operator_name
-from autopar.ir.program import Block, CallSite, Port, Role
+from autopar.ir.program import Block, CallSite, Role
 
 INDEXED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
 
@@ -108,7 +108,7 @@ def build_block(
     """The block of a segment: its own graph, with one placeholder per external value and per lifted scalar."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    ports: list[Port] = []
+    ports: dict[str, Role] = {}
     taken: Counter[str] = Counter()
     for node in segment.externals:
         role = role_of[node]
@@ -116,12 +116,12 @@ def build_block(
         placeholder.meta["info"] = node.meta["info"]
         placeholder.meta["key"] = placeholder.name
         values[node] = placeholder
-        ports.append(Port(name=placeholder.name, role=role, differentiable=node.meta["info"].differentiable))
+        ports[placeholder.name] = role
     scalars: dict[int, fx.Node] = {}
     for index in sorted(lifted):
         scalars[index] = graph.placeholder(f"scalar_{len(scalars)}")
         scalars[index].meta["key"] = scalars[index].name
-        ports.append(Port(name=scalars[index].name, role="scalar", differentiable=False))
+        ports[scalars[index].name] = "scalar"
     position = iter(range(len(segment.floats)))
 
     def copy(value: Any) -> Any:
@@ -151,23 +151,22 @@ def build_block(
     outputs = tuple(values[n].name for n in segment.outputs)
     graph.output(tuple(values[n] for n in segment.outputs))
     signature = signature_of(graph, ports, outputs)
-    return Block(name=name, graph=graph, ports=tuple(ports), outputs=outputs, signature=signature)
+    return Block(name=name, graph=graph, ports=ports, outputs=outputs, signature=signature)
 
 
-def signature_of(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str]) -> str:
+def signature_of(graph: fx.Graph, ports: Mapping[str, Role], outputs: Sequence[str]) -> str:
     """The hash of a block's computation: operators, literals, shapes, dtypes, and the roles of its ports."""
     return hashlib.sha256(block_text(graph, ports, outputs).encode()).hexdigest()
 
 
-def block_text(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str], *, with_floats: bool = True) -> str:
+def block_text(graph: fx.Graph, ports: Mapping[str, Role], outputs: Sequence[str], *, with_floats: bool = True) -> str:
     """A block as text without names of values. Without floats, blocks with the same skeleton have the same text."""
-    roles = {port.name: port.role for port in ports}
     values: dict[fx.Node, str] = {}
     lines: list[str] = []
 
     def text(value: Any) -> str:
         if isinstance(value, fx.Node):
-            is_lifted = roles.get(value.name) == "scalar"
+            is_lifted = ports.get(value.name) == "scalar"
             return "<float>" if is_lifted and not with_floats else values[value]
         if isinstance(value, float):
             return repr(value) if with_floats else "<float>"
@@ -176,13 +175,13 @@ def block_text(graph: fx.Graph, ports: Sequence[Port], outputs: Sequence[str], *
         return repr(value)
 
     for node in graph.nodes:
-        if node.op == "output" or (not with_floats and roles.get(node.name) == "scalar"):
+        if node.op == "output" or (not with_floats and ports.get(node.name) == "scalar"):
             continue
         values[node] = f"%{len(values)}"
         info = node.meta.get("info")
         described = f"{tuple(info.shape)}:{info.dtype}:{info.differentiable}" if info is not None else ""
         if node.op == "placeholder":
-            lines.append(f"@{roles[node.name]}:{described}")
+            lines.append(f"@{ports[node.name]}:{described}")
             continue
         arguments = ",".join(text(a) for a in node.args)
         named = ",".join(f"{k}={text(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory"))

@@ -36,7 +36,6 @@ from autopar.ir.program import (
     InputInfo,
     ParameterInfo,
     PartOf,
-    Port,
     Program,
 )
 from autopar.rules.operators import output_of
@@ -205,7 +204,7 @@ class _Reader:
             node = nodes[one.name] = self.node(graph, one, nodes)
             node.meta["batch_literal"], node.meta["key"] = one.batch_literal, one.key
         graph.output(tuple(_of(nodes, name) for name in record.outputs))
-        ports = tuple(Port(name=p.name, role=p.role, differentiable=p.differentiable) for p in record.ports)
+        ports = {port.name: port.role for port in record.ports}
         signature = signature_of(graph, ports, record.outputs)
         return Block(name=record.name, graph=graph, ports=ports, outputs=record.outputs, signature=signature)
 

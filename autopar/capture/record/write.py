@@ -158,16 +158,17 @@ class _Writer:
     def block(self, block: Block, small: Block) -> BlockRecord:
         _same("ports", (block.name, block.ports, block.outputs), (small.name, small.ports, small.outputs))
         pairs = _twins(block.graph, small.graph)
+        flows = block.differentiable_ports
         holders = [(a, b) for a, b in pairs if a.op == "placeholder"]
         ports = tuple(
             LeafRecord(
-                name=port.name,
+                name=name,
                 target=str(a.target),
-                role=port.role,
-                differentiable=port.differentiable,
+                role=role,
+                differentiable=name in flows,
                 info=self.info(a, b) if "info" in a.meta else None,
             )
-            for port, (a, b) in zip(block.ports, holders, strict=True)
+            for (name, role), (a, b) in zip(block.ports.items(), holders, strict=True)
         )
         nodes = tuple(self.node(block.name, a, b) for a, b in pairs if a.op == "call_function")
         return BlockRecord(name=block.name, ports=ports, nodes=nodes, outputs=block.outputs, axes=axes_of(small))

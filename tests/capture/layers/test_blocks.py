@@ -27,7 +27,7 @@ def test_a_scalar_that_differs_is_an_argument() -> None:
     calls = layers(program)
     assert len({c.block for c in calls}) == 1
     block = program.blocks[calls[0].block]
-    position = [i for i, p in enumerate(block.ports) if p.role == "scalar"]
+    position = [i for i, role in enumerate(block.ports.values()) if role == "scalar"]
     assert len(position) == 1
     scales = [c.arguments[position[0]] for c in calls]
     assert len(set(scales)) == 3

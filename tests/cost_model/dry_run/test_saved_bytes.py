@@ -52,10 +52,11 @@ def saved_bytes(tp: int, *, sequence_parallel: bool = False, regather: bool = Fa
     infos = {n.name: n.meta["info"] for n in block.graph.nodes if "info" in n.meta}
     arguments: dict[str, torch.Tensor] = {}
     for port in block.ports:
-        shape = analysis.dims[index][port.name].local_shape(generated.ports[port.name], degrees.mesh.degrees)
-        tensor = torch.zeros(shape, dtype=infos[port.name].dtype, requires_grad=port.differentiable)
-        arguments[port.name] = tensor
-    parameters = {arguments[p.name].untyped_storage().data_ptr() for p in block.ports if p.role == "parameter"}
+        shape = analysis.dims[index][port].local_shape(generated.ports[port], degrees.mesh.degrees)
+        flows = port in block.differentiable_ports
+        arguments[port] = torch.zeros(shape, dtype=infos[port].dtype, requires_grad=flows)
+    weights = [arguments[port] for port, role in block.ports.items() if role == "parameter"]
+    parameters = {weight.untyped_storage().data_ptr() for weight in weights}
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

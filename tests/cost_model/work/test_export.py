@@ -184,9 +184,9 @@ def test_saved_bytes_are_those_of_one_run_of_the_block() -> None:
         arguments = [torch.empty(n.meta["info"].shape, dtype=n.meta["info"].dtype)
                      for n in block.graph.nodes if n.op == "placeholder"]  # fmt: skip
         for tensor, port in zip(arguments, block.ports, strict=True):
-            tensor.requires_grad_(port.differentiable)
-        kinds = zip(arguments, block.ports, strict=True)
-        given = {t.untyped_storage()._cdata for t, p in kinds if p.role != "value" or not p.differentiable}
+            tensor.requires_grad_(port in block.differentiable_ports)
+        kinds = zip(arguments, block.ports.values(), strict=True)
+        given = {t.untyped_storage()._cdata for t, role in kinds if role != "value" or not t.requires_grad}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()

@@ -102,11 +102,11 @@ def test_data_parallel_splits_the_batch_everywhere(model: str) -> None:
     found = labelled(model, BOTH)
     program = program_of(model)
     for index, block in enumerate(program.blocks):
-        for p in block.ports:
-            if p.role == "parameter":
-                assert found.blocks[index].ports[p.name][0] == R
-            elif p.role in ("input", "value") and analysis_of(model).dims[index][p.name].sizes:
-                assert found.blocks[index].ports[p.name][0] == S(0)
+        for name, role in block.ports.items():
+            if role == "parameter":
+                assert found.blocks[index].ports[name][0] == R
+            elif role in ("input", "value") and analysis_of(model).dims[index][name].sizes:
+                assert found.blocks[index].ports[name][0] == S(0)
     sent = listed_conversions(program, analysis_of(model), found.blocks, found.mesh)
     assert [(c.source, c.target, c.forward, c.backward) for c in sent if c.mesh_dim == "dp"] == [
         (P, I, "all_reduce", None)  # the sums of the denominator and of the loss
