@@ -34,14 +34,13 @@ from autopar.capture.shared_axes import axes_of, with_note_on_axes
 from autopar.errors import CaptureError
 from autopar.ir.program import (
     Block,
-    BufferInfo,
     CallSite,
     Constants,
     InputInfo,
-    ParameterInfo,
     PartOf,
     Program,
     Role,
+    StateInfo,
 )
 
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
@@ -411,7 +410,7 @@ def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Cons
     return Constants(graph=graph, buffers=tuple(buffers), results=tuple(names))
 
 
-def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, ParameterInfo]:
+def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, StateInfo]:
     """The parameters by first name, in the model's order. Pieces replace the unequally packed parameters."""
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
@@ -427,7 +426,7 @@ def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, Para
     for part in sorted(parts.values(), key=lambda part: part.start):
         packed.setdefault(part.name, []).append(part)
     infos = [
-        ParameterInfo(
+        StateInfo(
             name=name if part is None else part.piece_name,
             aliases=tuple(aliases[name]),
             shape=tuple(p.shape) if part is None else part.piece_shape,
@@ -441,14 +440,14 @@ def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, Para
     return {info.name: info for info in infos}
 
 
-def _buffers(model: nn.Module) -> dict[str, BufferInfo]:
+def _buffers(model: nn.Module) -> dict[str, StateInfo]:
     lasting = {id(buffer) for buffer in _persistent(model)}
     names: dict[int, list[str]] = {}
     found = dict(model.named_buffers(remove_duplicate=False))
     for name, buffer in found.items():
         names.setdefault(id(buffer), []).append(name)
     return {
-        first: BufferInfo(
+        first: StateInfo(
             name=first,
             aliases=tuple(others),
             shape=tuple(found[first].shape),

@@ -42,8 +42,8 @@ class PartOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterInfo:
-    """A parameter: its first name, every other name it is tied to, shape and dtype.
+class StateInfo:
+    """A parameter or a buffer of the model: its first name, every other name, shape and dtype.
 
     `part` is set for a piece of a parameter of the model: an unequal packing is split into parameters of their own.
     """
@@ -52,7 +52,8 @@ class ParameterInfo:
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: "torch.dtype"
-    requires_grad: bool = True
+    requires_grad: bool = False
+    persistent: bool = True  # a state dict holds it
     part: PartOf | None = None
 
     @property
@@ -66,17 +67,6 @@ class ParameterInfo:
         for size in self.shape:
             total *= size
         return total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferInfo:
-    """A buffer of the model: its first name, every other name, shape, dtype, and whether a state dict holds it."""
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: "torch.dtype"
-    persistent: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +133,7 @@ class Program:
 
     blocks: tuple[Block, ...]
     calls: tuple[CallSite, ...]
-    parameters: Mapping[str, ParameterInfo]
+    parameters: Mapping[str, StateInfo]
     inputs: tuple[InputInfo, ...]
     constants: Constants
     loss: str
@@ -156,14 +146,14 @@ class Program:
     hidden_axes: frozenset[int] = frozenset()
     loss_reduction: Literal["sum", "mean"] = "sum"
     mixes_batch: str | None = None
-    unused: Mapping[str, ParameterInfo] = field(default_factory=dict)
-    buffers: Mapping[str, BufferInfo] = field(default_factory=dict)
+    unused: Mapping[str, StateInfo] = field(default_factory=dict)
+    buffers: Mapping[str, StateInfo] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     analysis: object = field(default=None, repr=False, compare=False)
 
     @property
-    def every_parameter(self) -> Mapping[str, ParameterInfo]:
+    def every_parameter(self) -> Mapping[str, StateInfo]:
         """The model's parameters. Parameters that no block takes come last."""
         return {**self.parameters, **self.unused}
 

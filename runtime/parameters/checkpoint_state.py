@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import local_shape_and_offset
-from autopar.ir.program import ParameterInfo, Program
+from autopar.ir.program import Program, StateInfo
 from autopar.runtime.parameters.packed import by_model_parameter
 from autopar.runtime.parameters.placement import ParameterPlacement
 
@@ -141,7 +141,7 @@ def flat_state(tensor: torch.Tensor, how: ParameterPlacement) -> Any:
 
 
 def whole_state(
-    infos: Sequence[ParameterInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, ParameterPlacement]
+    infos: Sequence[StateInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, ParameterPlacement]
 ) -> Any:
     """What `flat_state` says of a parameter, for one that is held in pieces too."""
     rows = [

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from autopar.ir.program import ParameterInfo, Program
+from autopar.ir.program import Program, StateInfo
 
 Source = Callable[[str], torch.Tensor]
 
@@ -27,9 +27,9 @@ def packed_source(program: Program, source: Source) -> Source:
     return get
 
 
-def by_model_parameter(program: Program) -> Iterator[tuple[str, list[ParameterInfo]]]:
+def by_model_parameter(program: Program) -> Iterator[tuple[str, list[StateInfo]]]:
     """The model's parameters by name, each with its pieces in order, or with itself."""
-    found: dict[str, list[ParameterInfo]] = {}
+    found: dict[str, list[StateInfo]] = {}
     for info in program.every_parameter.values():
         found.setdefault(info.whole_name, []).append(info)
     yield from found.items()

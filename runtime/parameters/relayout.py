@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.ir.program import ParameterInfo
+from autopar.ir.program import StateInfo
 from autopar.ir.sharding import DATA, Dims, I, Mesh, R, Type, chunk
 from autopar.lowering.functions import CONVERT
 from autopar.runtime.distributed.mesh import RankMesh
@@ -16,7 +16,7 @@ from autopar.runtime.parameters.placement import ParameterPlacement, placement_o
 from autopar.runtime.parameters.shards import pad_axis
 
 
-def whole_placement(info: ParameterInfo, mesh: Mesh) -> ParameterPlacement:
+def whole_placement(info: StateInfo, mesh: Mesh) -> ParameterPlacement:
     """How a parameter is held that no block takes: whole on every rank."""
     sizes = tuple((size,) if size != 1 else () for size in info.shape)
     types = tuple(

@@ -30,13 +30,12 @@ from autopar.capture.record.schema import (
 from autopar.errors import CaptureError
 from autopar.ir.program import (
     Block,
-    BufferInfo,
     CallSite,
     Constants,
     InputInfo,
-    ParameterInfo,
     PartOf,
     Program,
+    StateInfo,
 )
 from autopar.rules.operators import output_of
 from autopar.rules.registry import load_families
@@ -94,7 +93,7 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         batch=sizes.batch,
         sequence=sizes.sequence,
         buffers={
-            b.name: BufferInfo(
+            b.name: StateInfo(
                 name=b.name,
                 aliases=b.aliases,
                 shape=b.shape,
@@ -301,9 +300,9 @@ def _literal(record: LiteralRecord) -> torch.Tensor:
         raise BadRecord("a tensor's elements do not make up its shape") from None
 
 
-def _parameter(record: ParameterRecord) -> ParameterInfo:
+def _parameter(record: ParameterRecord) -> StateInfo:
     part = record.part
-    return ParameterInfo(
+    return StateInfo(
         name=record.name,
         aliases=record.aliases,
         shape=record.shape,

@@ -28,7 +28,7 @@ from autopar.capture.record.schema import (
     SizesRecord,
 )
 from autopar.capture.shared_axes import axes_of
-from autopar.ir.program import Block, BufferInfo, CallSite, Constants, ParameterInfo
+from autopar.ir.program import Block, CallSite, Constants, StateInfo
 
 MAX_LITERAL = 65_536  # elements of a tensor that is written out
 
@@ -263,7 +263,7 @@ def _literal(name: str, literal: Any, other: Any) -> LiteralRecord | None:
     return LiteralRecord(shape=shape, dtype=dtype, values=values)
 
 
-def _parameter(info: ParameterInfo) -> ParameterRecord:
+def _parameter(info: StateInfo) -> ParameterRecord:
     part = info.part
     return ParameterRecord(
         name=info.name,
@@ -277,7 +277,7 @@ def _parameter(info: ParameterInfo) -> ParameterRecord:
     )
 
 
-def _buffer(info: BufferInfo) -> BufferRecord:
+def _buffer(info: StateInfo) -> BufferRecord:
     return BufferRecord(
         name=info.name,
         aliases=info.aliases,
