@@ -30,10 +30,9 @@ from autopar.planning.labels import LABELLED_DP
 from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.runtime.distributed.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
-from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.shape_cache import InputShapes, Replan
-from autopar.runtime.model.tied_parameters import names_on_stage_rank
+from autopar.runtime.model.tied_parameters import names_on_this_rank
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.parameters.placement import ParameterPlacement
 from autopar.search.result.format import nothing_fits
@@ -96,17 +95,16 @@ def parallelize(
     again = _replan(model, cluster, inputs, program, decided, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    mesh = training_mesh(decided.degrees, device.type)
     differ = state is None and weights_differ(model)
     if differ and decided.degrees.pp == 1:
         source = from_first_rank(source)
     elif differ:  # ranks of a pipeline ask for different names
         names = [info.whole_name for info in program.every_parameter.values()]
-        needed = {*names_on_stage_rank(program, decided, mesh.stage_rank), *program.buffers}
+        needed = {*names_on_this_rank(program, decided, device.type), *program.buffers}
         source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)
     # of a model that holds weights nothing but buffers is kept
     buffers = source if on_meta else {name: source(name) for name in program.buffers}.__getitem__
-    return ParallelModel(program, decided, mesh, source, device, seed=seed, replan=again, buffers=buffers)
+    return ParallelModel(program, decided, source, device, seed=seed, replan=again, buffers=buffers)
 
 
 def start_process_group(cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S) -> torch.device:

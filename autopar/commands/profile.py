@@ -12,7 +12,6 @@ from autopar.capture.record.pickled import to_bytes
 from autopar.commands.verify import Job, built_on_rank, decide
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import DEFAULT_TIMEOUT_S, Ranks
-from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.profile.chrome_trace import TrackTime, check_writable, track_times
@@ -59,7 +58,7 @@ def trace_model(
 def traced_on_rank(rank: int, job: Job, plan_json: str, program_bytes: bytes, path: str) -> None:
     """The work of one rank."""
     model, program, plan = built_on_rank(job, plan_json, program_bytes)
-    mesh, source = training_mesh(plan.degrees, "cpu"), parameter_source(model.model, seed=job.seed)
-    parallel = ParallelModel(program, plan, mesh, source, torch.device("cpu"), seed=job.seed)
+    source = parameter_source(model.model, seed=job.seed)
+    parallel = ParallelModel(program, plan, source, torch.device("cpu"), seed=job.seed)
     (batch,) = random_batches(program, plan.degrees, 1, job.seed)
-    parallel.trace(path, this_ranks_part(program, batch, plan.degrees, mesh.dims["dp"].coordinate))
+    parallel.trace(path, this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.dims["dp"].coordinate))

@@ -26,7 +26,17 @@ from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device
 if TYPE_CHECKING:
     from autopar.ir.cluster_file import ClusterEntry, ResolvedDevice
 
-__all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Peaks", "Tier"]
+__all__ = [
+    "ClusterSpec",
+    "ClusterWarning",
+    "Device",
+    "HostGroup",
+    "Link",
+    "Peaks",
+    "Tier",
+    "memory_bytes_per_s",
+    "peak_flops_per_s",
+]
 
 Tier = Literal["in_host", "inter_host", "spine"]
 _MAX_DEVICES = 10_000_000
@@ -413,3 +423,18 @@ class ClusterSpec:
         parts = [f"{g.num_hosts}x{g.devices_per_host} {g.device.name}" for g in self.groups[:4]]
         more = ", ..." if len(self.groups) > 4 else ""
         return f"ClusterSpec({self.name!r}: {', '.join(parts)}{more}; {self.backend})"
+
+
+def peak_flops_per_s(cluster: ClusterSpec, dtype: Any) -> float:
+    """The slowest device's dense peak in a torch dtype. A dtype without a peak counts as float32."""
+    name = str(dtype).removeprefix("torch.")
+
+    def peak(peaks: Mapping[str, float]) -> float:
+        return peaks.get(name) or peaks.get("float32") or max(peaks.values())
+
+    return min(peak(device.peak_flops_per_s) for device in cluster.devices)
+
+
+def memory_bytes_per_s(cluster: ClusterSpec) -> float:
+    """The memory bandwidth of the slowest device."""
+    return min(device.memory_bandwidth_bytes_per_s for device in cluster.devices)

@@ -28,12 +28,10 @@ from autopar.cost_model.work.operator_cost import (
     forward_flops,
     is_view,
     local_sizes,
-    memory_bytes_per_s,
-    peak_flops_per_s,
     saved_operands,
     target_name,
 )
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
-from autopar.ir.cluster import ClusterSpec
 from autopar.rules.rule import Call, Rule, Slot
 
 _V = TypeVar("_V")
@@ -96,20 +95,6 @@ def _counted_flops(call: Call) -> float:
         except (NotImplementedError, RuntimeError):  # no meta kernel: its work is unknown
             return 0.0
     return float(counter.get_total_flops())
-
-
-def peak_flops_per_s(cluster: ClusterSpec, dtype: Any) -> float:
-    """The slowest device's dense peak in a torch dtype. A dtype without a peak counts as float32."""
-    name = str(dtype).removeprefix("torch.")
-
-    def peak(peaks: Mapping[str, float]) -> float:
-        return peaks.get(name) or peaks.get("float32") or max(peaks.values())
-
-    return min(peak(device.peak_flops_per_s) for device in cluster.devices)
-
-
-def memory_bytes_per_s(cluster: ClusterSpec) -> float:
-    return min(device.memory_bandwidth_bytes_per_s for device in cluster.devices)
 
 
 def saved_operands(call: Call, rule: Rule) -> tuple[int, ...]:

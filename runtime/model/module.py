@@ -15,7 +15,7 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Stage, recomputed_calls
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place, reports_position
-from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.inputs import (
@@ -50,7 +50,6 @@ class ParallelModel(ShardedModel):
     Args:
         program: The captured training program.
         plan: The plan of this program.
-        mesh: The process groups of this job.
         source: A function from a parameter's name to its whole tensor. It is not kept.
         device: This rank's device.
         seed: The seed of dropout and other random operators.
@@ -72,7 +71,6 @@ class ParallelModel(ShardedModel):
         self,
         program: Program,
         plan: Plan,
-        mesh: RankMesh,
         source: Callable[[str], torch.Tensor],
         device: torch.device,
         *,
@@ -80,6 +78,7 @@ class ParallelModel(ShardedModel):
         replan: Replan | None = None,
         buffers: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
+        mesh = training_mesh(plan.degrees, device.type)
         super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device), buffers or source)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()

@@ -14,7 +14,6 @@ from autopar.ir.program import Program
 from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.passes.without_dropout import without_dropout
-from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.checkpoint_state import FlatShards
@@ -157,10 +156,9 @@ def parallel_steps(
     program: Program, plan: Plan, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]]
 ) -> Steps:
     """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors."""
-    mesh = training_mesh(plan.degrees, "cpu")
-    model = ParallelModel(program, plan, mesh, source, torch.device("cpu"))
+    model = ParallelModel(program, plan, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    coordinate = mesh.dims["dp"].coordinate
+    coordinate = model.rank_mesh.dims["dp"].coordinate
     found = Steps()
     for step, batch in enumerate(data):
         own = this_ranks_part(program, batch, plan.degrees, coordinate)

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.operator_cost import memory_bytes_per_s, peak_flops_per_s
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.search.labels.choices import Boundary, parameter_values

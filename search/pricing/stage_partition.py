@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from autopar.capture.analysis import Analysis
 from autopar.capture.passes.constants import is_random
 from autopar.cost_model.work.coverage import works_of
-from autopar.cost_model.work.operator_cost import is_view, local_flops, memory_bytes_per_s, peak_flops_per_s
+from autopar.cost_model.work.operator_cost import is_view, local_flops
 from autopar.errors import PlanError, did_you_mean
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program

@@ -8,7 +8,6 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planning.fixed import capture_for
-from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.verify.verify import this_ranks_part
 
@@ -27,8 +26,8 @@ def one_step(rank: int, source: Source, plan: Plan, program_bytes: bytes) -> Ste
     """Loss and gradients of the plan's ranks, made whole; rank 0 returns them."""
     (model, inputs), program = source.build(), from_bytes(program_bytes)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    mesh = training_mesh(plan.degrees, "cpu")
-    parallel = ParallelModel(program, plan, mesh, lambda name: values[name].detach(), torch.device("cpu"))
-    loss = parallel.forward_backward(this_ranks_part(program, inputs, plan.degrees, mesh.dims["dp"].coordinate))
+    parallel = ParallelModel(program, plan, lambda name: values[name].detach(), torch.device("cpu"))
+    coordinate = parallel.rank_mesh.dims["dp"].coordinate
+    loss = parallel.forward_backward(this_ranks_part(program, inputs, plan.degrees, coordinate))
     gradients = {name: grad.detach() for name, grad in parallel.whole_gradients().items()}
     return (loss.detach(), gradients) if rank == 0 else None

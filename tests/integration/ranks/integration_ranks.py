@@ -15,7 +15,6 @@ from integration_models import Wanted, built, recorded_batch, seeded_recorded
 from autopar.api import parallelize
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
-from autopar.runtime.distributed.mesh import training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.verify import this_ranks_part
@@ -56,7 +55,7 @@ def counted(profile: Any) -> dict[str, tuple[int, int]]:
 def model_of(wanted: Wanted, plan: Plan) -> tuple[ParallelModel, Any]:
     """A parallel model of this rank, and its program."""
     program, source = built(wanted, plan.degrees)
-    model = ParallelModel(program, plan, training_mesh(plan.degrees, "cpu"), source, torch.device("cpu"))
+    model = ParallelModel(program, plan, source, torch.device("cpu"))
     return model, program
 
 

@@ -110,7 +110,7 @@ def asked_for(rank: int, wanted: Wanted, plan: Plan) -> tuple[set[str], set[str]
         asked.add(name)
         return source(name)
 
-    model = ParallelModel(program, plan, training_mesh(plan.degrees, "cpu"), recording, torch.device("cpu"))
+    model = ParallelModel(program, plan, recording, torch.device("cpu"))
     return asked & program.parameters.keys(), {name for name, _ in model.named_parameters()}
 
 

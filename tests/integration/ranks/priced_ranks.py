@@ -13,7 +13,7 @@ from autopar._torch import private
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.distributed.collective_log import LoggedCollective, kind_of, log_collectives
-from autopar.runtime.distributed.mesh import RankMesh, training_mesh
+from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.stage import attribute
 from autopar.runtime.profile.trace_step import tracks_of
@@ -26,16 +26,15 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, int]]:
     """Calls and operand bytes of every collective of one step, and bytes of what this rank holds, by category."""
     program, source = captured(one.spec, one.layers)
-    mesh = training_mesh(plan.degrees, "cpu")
-    model = ParallelModel(program, plan, mesh, source, torch.device("cpu"))
+    model = ParallelModel(program, plan, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = random_batches(program, plan.degrees, 2, 0)
-    parts = [this_ranks_part(program, batch, plan.degrees, mesh.dims["dp"].coordinate) for batch in data]
+    parts = [this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate) for batch in data]
     model.forward_backward(parts[0])  # opens connections
     optimizer.step()
     optimizer.zero_grad()
     with kept_for_backward(model, program, parts[1]) as most:
-        counts = counted(model, mesh, parts[1])
+        counts = counted(model, model.rank_mesh, parts[1])
     held = [p for stage in model.stage_modules().values() for p in stage.parameters()]
     memory = {
         "parameters": distinct_bytes(local(p) for p in held),
