@@ -26,17 +26,7 @@ from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device
 if TYPE_CHECKING:
     from autopar.ir.cluster_file import ClusterEntry, ResolvedDevice
 
-__all__ = [
-    "ClusterSpec",
-    "ClusterWarning",
-    "Device",
-    "HostGroup",
-    "Link",
-    "Peaks",
-    "Tier",
-    "memory_bytes_per_s",
-    "peak_flops_per_s",
-]
+__all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Peaks", "Tier"]
 
 Tier = Literal["in_host", "inter_host", "spine"]
 _MAX_DEVICES = 10_000_000

@@ -13,8 +13,8 @@ Per mesh dimension an operator is labelled by one way of `Rule` (see `autopar.ru
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -36,13 +36,17 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator call: its target, its arguments with `Slot`s in place of tensors, and the shapes of the tensors."""
+    """One operator call: its target, its arguments with `Slot`s in place of tensors, and the shapes of the tensors.
+
+    If it is the call of one rank, the shapes are local, and `split` has the mesh dimensions that split a factor.
+    """
 
     target: Any
     args: tuple[Argument, ...]
     kwargs: Mapping[str, Argument]
     operands: tuple[TensorInfo, ...]
     output: TensorInfo
+    split: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)  # ((mesh dimension, degree), ...)
 
     @property
     def key(self) -> object:
@@ -53,22 +57,6 @@ class Call:
         """Argument by position or by name."""
         return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
 
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Stands for the tensor operand `index` inside a call's arguments."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """The facts of a rank when an operator is emitted: local shapes, and the mesh dimensions that split a factor."""
-
-    operand_shapes: tuple[tuple[int, ...], ...]
-    output_shape: tuple[int, ...]
-    split: Mapping[str, tuple[tuple[str, int], ...]]  # factor -> ((mesh dimension, degree), ...)
-
     def degree(self, factors: Sequence[str]) -> int:
         """By how much the mesh divides a product of factors that are reduced, hence even."""
         return prod(degree for factor in factors for _, degree in self.split.get(factor, ()))
@@ -77,6 +65,23 @@ class Local:
         """The mesh dimension that splits a factor, or the two joined ones that do; None where none does."""
         names = [name for name, _ in self.split.get(factor, ())]
         return MeshDimRef("_".join(names)) if names else None
+
+    def on_one_rank(
+        self,
+        operand_shapes: Iterable[tuple[int, ...]],
+        output_shape: tuple[int, ...],
+        split: Mapping[str, tuple[tuple[str, int], ...]],
+    ) -> "Call":
+        """The call as one rank makes it."""
+        operands = tuple(replace(info, shape=s) for info, s in zip(self.operands, operand_shapes, strict=True))
+        return replace(self, operands=operands, output=replace(self.output, shape=output_shape), split=split)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the tensor operand `index` inside a call's arguments."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Step:
     kwargs: Mapping[str, Argument] = field(default_factory=dict)
 
 
-Emit = Callable[[Call, Local], tuple[Step, ...]]
+Emit = Callable[[Call], tuple[Step, ...]]  # from the call of one rank
 
 
 @dataclass(frozen=True, slots=True)

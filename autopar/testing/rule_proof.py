@@ -22,7 +22,7 @@ from autopar.ir.sharding import Dims, Mesh, Type, chunk
 from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.families.random import is_random
 from autopar.rules.registry import operator_of, rule_for
-from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step, TensorInfo
+from autopar.rules.rule import Call, Dim, Rule, Slot, Step, TensorInfo
 from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
 from autopar.runtime.parameters.shards import all_shards, assemble, coordinates, local_shard
 
@@ -217,12 +217,9 @@ def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Varian
             split[variant.factor] = (*split.get(variant.factor, ()), (f"m{m}", degree))
     types = [[variant.operands[k] for variant in variants] for k in range(len(call.operands))]
     out_types = [variant.output for variant in variants]
-    local = Local(
-        tuple(bound.operands[k].local_shape(types[k], degrees) for k in range(len(call.operands))),
-        bound.output.local_shape(out_types, degrees),
-        split,
-    )
-    steps = rule.emit(call, local) if rule.emit else (Step(call.target, call.args, call.kwargs),)
+    shapes = (bound.operands[k].local_shape(types[k], degrees) for k in range(len(call.operands)))
+    local = call.on_one_rank(shapes, bound.output.local_shape(out_types, degrees), split)
+    steps = rule.emit(local) if rule.emit else (Step(call.target, call.args, call.kwargs),)
     named = {step.target for step in steps if isinstance(step.target, str)}
     if named:
         assert named <= set(REWRITES), f"unknown runtime function in {named}"
@@ -244,8 +241,8 @@ def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Varian
     except Exception as error:  # the operator did not raise this error on the whole
         raise Disproved(f"{where}: the operator does not take its shards: {type(error).__name__}: {error}") from error
     for output in outputs:
-        if tuple(output.shape) != local.output_shape or output.dtype is not reference.dtype:
-            raise Disproved(f"{where}: local output {tuple(output.shape)}, expected {local.output_shape}")
+        if tuple(output.shape) != local.output.shape or output.dtype is not reference.dtype:
+            raise Disproved(f"{where}: local output {tuple(output.shape)}, expected {local.output.shape}")
     if is_random(call):
         return True
     combined = _assembled([o.detach() for o in outputs], bound.output, out_types, mesh)

@@ -10,7 +10,7 @@ from autopar.rules.families._notation import rule_from
 from autopar.rules.families.random import is_random
 from autopar.rules.families.views import spans
 from autopar.rules.registry import pattern, registered, rule, rule_of
-from autopar.rules.rule import Call, Local, MeshDimRef, Rule, Step, TensorInfo, parse
+from autopar.rules.rule import Call, MeshDimRef, Rule, Step, TensorInfo, parse
 from autopar.testing.rule_proof import sample_of
 
 aten = torch.ops.aten
@@ -29,9 +29,13 @@ def rule_for(target: Any, *args: Any, **kwargs: Any) -> Rule:
     return rule_of(sample_of(target, args, kwargs).call)
 
 
+Local = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], dict[str, tuple[tuple[str, int], ...]]]
+
+
 def emitted(rule: Rule, target: Any, args: tuple[Any, ...], local: Local) -> tuple[Step, ...]:
+    """The steps of a rank with these operand shapes, output shape and splits."""
     assert rule.emit is not None
-    return rule.emit(sample_of(target, args, {}).call, local)
+    return rule.emit(sample_of(target, args, {}).call.on_one_rank(*local))
 
 
 # parser
@@ -137,7 +141,7 @@ def test_packed_projection_is_cut_inside() -> None:
     found = rule_for(aten.slice.Tensor, x, 1, 64, 128)
     assert found.inputs == ((("d0",), ("c", "e")),) and found.output == (("d0",), ("e",))
     assert found.whole == {"c"}
-    local = Local(((2, 48),), (2, 16), {"e": (("tp", 4),)})
+    local: Local = ((2, 48),), (2, 16), {"e": (("tp", 4),)}
     (step,) = emitted(found, aten.slice.Tensor, (x, 1, 64, 128), local)
     assert step.args[1:] == (1, 16, 32)
 
@@ -182,14 +186,14 @@ def test_vocabulary_is_split_by_rewrites() -> None:
     ids = torch.zeros(6, dtype=torch.int64)
     embedding = rule_for(aten.embedding.default, real(10, 4), ids, 3)
     assert embedding.reduced == embedding.outermost == {"v"} and not embedding.invariant
-    local = Local(((5, 4), (6,)), (6, 4), {"v": (("tp", 2),)})
+    local: Local = ((5, 4), (6,)), (6, 4), {"v": (("tp", 2),)}
     (step,) = emitted(embedding, aten.embedding.default, (real(10, 4), ids, 3), local)
     assert step.target == "vocab_parallel_embedding" and step.args[2:] == (3, MeshDimRef("tp"))
 
     arguments = (real(6, 10), ids, None, 2, -1, 0.0)
     loss = rule_for(aten.cross_entropy_loss.default, *arguments)
     assert loss.reduced == {"t0", "v"} and loss.invariant == loss.outermost == {"v"}
-    (step,) = emitted(loss, aten.cross_entropy_loss.default, arguments, Local(((6, 5), (6,)), (), local.split))
+    (step,) = emitted(loss, aten.cross_entropy_loss.default, arguments, (((6, 5), (6,)), (), local[2]))
     assert step.target == "vocab_parallel_cross_entropy_sum" and step.args[2:] == (-1, 0.0, 10, MeshDimRef("tp"))
     assert rule_for(aten.cross_entropy_loss.default, real(6, 10), ids, None, 2, -1, 0.1).whole == {"v"}
     assert rule_for(aten.cross_entropy_loss.default, real(6, 10), ids).whole == {"t0", "v"}

@@ -8,7 +8,7 @@ import torch
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.rule import Call, Dim, Emit, Local, Rule, Slot, Spec, Step, make_rule
+from autopar.rules.rule import Call, Dim, Emit, Rule, Slot, Spec, Step, make_rule
 
 PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "flops", "emit"})
 
@@ -125,19 +125,19 @@ def original(call: Call) -> Step:
     return Step(call.target, call.args, call.kwargs)
 
 
-def emit_reshape(call: Call, local: Local) -> tuple[Step, ...]:
+def emit_reshape(local: Call) -> tuple[Step, ...]:
     """The first operand reshaped to the local output shape."""
-    return (Step(aten.reshape.default, (call.args[0], list(local.output_shape))),)
+    return (Step(aten.reshape.default, (local.args[0], list(local.output.shape))),)
 
 
 def emit_mean(factors: Collection[str]) -> Emit:
     """The call itself, a mean over local elements, divided by the number of ranks that hold the others."""
 
-    def emit(call: Call, local: Local) -> tuple[Step, ...]:
+    def emit(local: Call) -> tuple[Step, ...]:
         degree = local.degree(tuple(factors))
         if degree == 1:
-            return (original(call),)
-        return (original(call), Step(aten.div.Tensor, (Slot(-1), degree)))
+            return (original(local),)
+        return (original(local), Step(aten.div.Tensor, (Slot(-1), degree)))
 
     return emit
 

@@ -8,7 +8,7 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import in_order, rule_from, slot_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
+from autopar.rules.rule import Call, Dim, Rule, Slot, Step
 
 
 def _flops(sizes: Mapping[str, int]) -> float:
@@ -62,9 +62,9 @@ def convolution(call: Call) -> Rule:
     by_name = isinstance(call.arg(4, "padding", 0), str)
     given_padding = call.args[4] if by_name else padding
 
-    def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        operands = (*call.args[:2], bias, stride, given_padding, dilation)
-        return (Step(call.target, (*operands, local.operand_shapes[x][1] // local.operand_shapes[weight][1])),)
+    def emit(local: Call) -> tuple[Step, ...]:
+        operands = (*local.args[:2], bias, stride, given_padding, dilation)
+        return (Step(local.target, (*operands, local.operands[x].shape[1] // local.operands[weight].shape[1])),)
 
     additive = {bias.index} if isinstance(bias, Slot) else set()
     linear = [{x} | additive]

@@ -6,7 +6,7 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import dims, rule_from
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Local, Rule, Step
+from autopar.rules.rule import Call, Rule, Step
 
 
 def _sized(call: Call, position: int) -> Rule:
@@ -15,10 +15,10 @@ def _sized(call: Call, position: int) -> Rule:
     An operand of the output's shape shares its factors: a tensor created beside the samples has their batch axis.
     """
 
-    def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        arguments: list[Any] = list(call.args)
-        arguments[position] = list(local.output_shape)
-        return (Step(call.target, tuple(arguments), call.kwargs),)
+    def emit(local: Call) -> tuple[Step, ...]:
+        arguments: list[Any] = list(local.args)
+        arguments[position] = list(local.output.shape)
+        return (Step(local.target, tuple(arguments), local.kwargs),)
 
     if len(call.args) <= position:
         raise RuleError("a shape given by name")

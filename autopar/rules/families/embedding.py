@@ -4,16 +4,16 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import dims, in_order, original, rule_from, slot_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Local, Rule, Step
+from autopar.rules.rule import Call, Dim, Rule, Step
 
 
-def _emit_embedding(call: Call, local: Local) -> tuple[Step, ...]:
+def _emit_embedding(local: Call) -> tuple[Step, ...]:
     """With rows split, each rank looks up its own ids and yields zeros for the others."""
     mesh_dim = local.mesh_dim("v")
     if mesh_dim is None:
-        return (original(call),)
-    padding = call.arg(2, "padding_idx", -1)
-    return (Step("vocab_parallel_embedding", (call.args[0], call.args[1], padding, mesh_dim)),)
+        return (original(local),)
+    padding = local.arg(2, "padding_idx", -1)
+    return (Step("vocab_parallel_embedding", (*local.args[:2], padding, mesh_dim)),)
 
 
 @rule(aten.embedding.default)

@@ -8,25 +8,28 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import broadcast, dims, emit_mean, in_order, original, rule_from, slot_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
+from autopar.rules.rule import Call, Dim, Emit, Rule, Slot, Step
 
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def _emit_cross_entropy(call: Call, local: Local) -> tuple[Step, ...]:
+def _emit_cross_entropy(classes: int) -> Emit:
     """With classes split, each rank holds part of every row and the rewrite sums over ranks inside."""
-    mesh_dim = local.mesh_dim("v")
-    if mesh_dim is None:
-        return (original(call),)
-    ignore, smoothing = call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
-    rank = len(local.operand_shapes[slot_of(call.args[0])])
-    classes = call.operands[slot_of(call.args[0])].shape[1 if rank > 1 else 0]
-    logits, steps = call.args[0], tuple[Step, ...]()
-    if rank > 2:  # the rewrite wants the classes last
-        steps = (Step(aten.permute.default, (logits, [0, *range(2, rank), 1])),)
-        logits = Slot(-1)
-    arguments = (logits, call.args[1], ignore, smoothing, classes, mesh_dim)
-    return (*steps, Step("vocab_parallel_cross_entropy_sum", arguments))
+
+    def emit(local: Call) -> tuple[Step, ...]:
+        mesh_dim = local.mesh_dim("v")
+        if mesh_dim is None:
+            return (original(local),)
+        ignore, smoothing = local.arg(4, "ignore_index", -100), local.arg(5, "label_smoothing", 0.0)
+        rank = len(local.operands[slot_of(local.args[0])].shape)
+        logits, steps = local.args[0], tuple[Step, ...]()
+        if rank > 2:  # the rewrite wants the classes last
+            steps = (Step(aten.permute.default, (logits, [0, *range(2, rank), 1])),)
+            logits = Slot(-1)
+        arguments = (logits, local.args[1], ignore, smoothing, classes, mesh_dim)
+        return (*steps, Step("vocab_parallel_cross_entropy_sum", arguments))
+
+    return emit
 
 
 def _classes(call: Call) -> tuple[dict[int, list[Dim]], list[Dim], bool]:
@@ -62,7 +65,9 @@ def cross_entropy_loss(call: Call) -> Rule:
     rewritable = by_id and not isinstance(call.arg(2, "weight"), Slot) and smoothing == 0
     if not rewritable:
         return rule_from(call, inputs, [], whole={"v"})
-    return rule_from(call, inputs, [], invariant={"v"}, outermost={"v"}, emit=_emit_cross_entropy)
+    logits = call.operands[slot_of(call.args[0])].shape
+    emit = _emit_cross_entropy(logits[1 if len(logits) > 1 else 0])
+    return rule_from(call, inputs, [], invariant={"v"}, outermost={"v"}, emit=emit)
 
 
 @rule(aten.nll_loss_nd.default, aten.nll_loss.default)

@@ -7,7 +7,7 @@ from autopar.errors import RuleError
 from autopar.rules.families._notation import dims, in_order, rule_from, slot_of
 from autopar.rules.operators import BATCH_STATISTIC
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Local, Rule, Slot, Step
+from autopar.rules.rule import Call, Dim, Rule, Slot, Step
 
 
 def _over_last(call: Call, count: int, affine: list[Any]) -> Rule:
@@ -41,9 +41,9 @@ def group_norm(call: Call) -> Rule:
     specs: dict[int, list[Dim]] = {x: spec} | {a.index: [("g", "c")] for a in affine}
     whole = {"c", *(f"d{d}" for d in range(2, len(spec)))}
 
-    def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        num_groups = local.operand_shapes[x][1] // sizes["c"]
-        return (Step(call.target, (call.args[0], num_groups, *call.args[2:]), call.kwargs),)
+    def emit(local: Call) -> tuple[Step, ...]:
+        num_groups = local.operands[x].shape[1] // sizes["c"]
+        return (Step(local.target, (local.args[0], num_groups, *local.args[2:]), local.kwargs),)
 
     return rule_from(call, in_order(call, specs), spec, sizes=sizes, whole=whole, emit=emit)
 

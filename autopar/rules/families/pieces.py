@@ -4,17 +4,17 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import dim_index, dims, rule_from, slots_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Emit, Local, Rule, Step
+from autopar.rules.rule import Call, Emit, Rule, Step
 
 
 def _emit_slice(d: int, index: int, step: int, pieces: int) -> Emit:
     """Piece `index` of equal ones; with a step, the elements whose position is `index` modulo `step`."""
 
-    def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        length = local.output_shape[d]
+    def emit(local: Call) -> tuple[Step, ...]:
+        length = local.output.shape[d]
         if step == 1:
-            return (Step(aten.slice.Tensor, (call.args[0], d, index * length, (index + 1) * length)),)
-        return (Step(aten.slice.Tensor, (call.args[0], d, index, length * pieces, step)),)
+            return (Step(aten.slice.Tensor, (local.args[0], d, index * length, (index + 1) * length)),)
+        return (Step(aten.slice.Tensor, (local.args[0], d, index, length * pieces, step)),)
 
     return emit
 

@@ -8,7 +8,7 @@ from autopar.errors import RuleError
 from autopar.ir.sharding import common_cuts
 from autopar.rules.families._notation import broadcast, dim_index, dim_indices, dims, emit_reshape, rule_from
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Local, Rule, Step
+from autopar.rules.rule import Call, Dim, Rule, Step
 
 
 def spans(left: Sequence[int], right: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -123,8 +123,8 @@ def movedim(call: Call) -> Rule:
     return _permuted(call, [placed[d] if d in placed else next(rest) for d in range(rank)])
 
 
-def _emit_expand(call: Call, local: Local) -> tuple[Step, ...]:
-    return (Step(aten.expand.default, (call.args[0], list(local.output_shape))),)
+def _emit_expand(local: Call) -> tuple[Step, ...]:
+    return (Step(aten.expand.default, (local.args[0], list(local.output.shape))),)
 
 
 @rule(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
@@ -134,11 +134,11 @@ def expand(call: Call) -> Rule:
     return rule_from(call, broadcast(call, spec), spec, linear=[{0}], emit=_emit_expand)
 
 
-def _emit_repeat(call: Call, local: Local) -> tuple[Step, ...]:
-    source = local.operand_shapes[0]
-    padded = (1,) * (len(local.output_shape) - len(source)) + source
-    repeats = [out // size for out, size in zip(local.output_shape, padded, strict=True)]
-    return (Step(aten.repeat.default, (call.args[0], repeats)),)
+def _emit_repeat(local: Call) -> tuple[Step, ...]:
+    source = local.operands[0].shape
+    padded = (1,) * (len(local.output.shape) - len(source)) + source
+    repeats = [out // size for out, size in zip(local.output.shape, padded, strict=True)]
+    return (Step(aten.repeat.default, (local.args[0], repeats)),)
 
 
 @rule(aten.repeat.default)
@@ -165,9 +165,9 @@ def repeat_interleave(call: Call) -> Rule:
         raise RuleError("repeat_interleave of a flattened or an empty tensor")
     d = dim_index(dim, len(source))
 
-    def emit(call: Call, local: Local) -> tuple[Step, ...]:
-        repeats = local.output_shape[d] // local.operand_shapes[0][d]
-        return (Step(call.target, (call.args[0], repeats, d)),)
+    def emit(local: Call) -> tuple[Step, ...]:
+        repeats = local.output.shape[d] // local.operands[0].shape[d]
+        return (Step(local.target, (local.args[0], repeats, d)),)
 
     spec = dims(source)
     output = [*spec]
