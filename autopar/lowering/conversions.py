@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from autopar.ir.sharding import Kind, Type
+from autopar.ir.sharding import Kind
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Primitive = Collective | Literal["nothing", "slice", "place_in_zeros", "first_rank_keeps"]
@@ -78,12 +78,10 @@ CONVERSIONS: Mapping[tuple[Kind, Kind], Conversion] = {(row.source, row.target):
 BY_FUNCTION: Mapping[str, Conversion] = {row.function: row for row in _ROWS}
 
 
-def wire(source: Type, target: Type, differentiable: bool) -> Wire:
-    """The collectives of a conversion, forward and backward.
+def wire(source: Kind, target: Kind, differentiable: bool) -> Wire:
+    """The collectives of a conversion from one kind of type to another, forward and backward.
 
     A value without a cotangent sends nothing in the backward pass.
     """
-    if source == target:
-        return None, None
-    forward, backward = CONVERSIONS[source.kind, target.kind].wire
+    forward, backward = CONVERSIONS[source, target].wire
     return forward, backward if differentiable else None

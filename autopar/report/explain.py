@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from torch import fx
-
 from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.nodes import operator_name, value_infos
 from autopar.cost_model.machine.collectives import sent_bytes
@@ -22,11 +20,7 @@ from autopar.ir.sharding import DATA, Dims, Type
 from autopar.ir.stages import stages_of
 from autopar.ir.storage import boundary_types
 from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
-from autopar.lowering.conversions import Collective
-from autopar.lowering.functions import conversion_of
-from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
-from autopar.lowering.local_graph import local_graph
-from autopar.lowering.vocabulary import vocab_parallel_cross_entropy_sum
+from autopar.lowering.collectives import collectives_of
 from autopar.search.pricing.stage_partition import block_seconds
 
 _FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("embedding", 0): "vocabulary-parallel"}
@@ -135,13 +129,12 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
     used = {a for call in program.calls for a in call.arguments} | {program.loss, program.denominator}
     uses = program.uses_of_block(index)
     kept = [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in uses)]
-    generated = local_graph(
-        analysis, block, index, plan.blocks[index], plan.mesh,
-        keep=kept, regather=plan.regather, fuse=True,
-    )  # fmt: skip
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for dim, when, collective, size in _sends(generated.graph, analysis, plan, index):
+    for dim, when, collective, whole_bytes in collectives_of(
+        analysis, block, index, plan.blocks[index], plan.mesh, keep=kept, regather=plan.regather
+    ):
         count, sent = totals.get((dim, when, collective), (0, 0))
+        size = round(sent_bytes(collective, whole_bytes, plan.mesh.degree_of(dim)))
         totals[dim, when, collective] = (count + 1, sent + size)
     names = analysis.dims[index]
     results = (f"{placed(program, names[o], plan.blocks[index].results[o], plan)} ({o})" for o in kept)
@@ -169,86 +162,6 @@ def placed(program: Program, dims: Dims, types: tuple[Type, ...], plan: Plan) ->
     whole = "scalar" if not words else f"({', '.join(words)})"
     partial = [m for m, t in zip(plan.mesh.names, types, strict=True) if t.kind == "P"]
     return f"{whole}, a sum over {' and '.join(partial)} still to come" if partial else whole
-
-
-def _sends(graph: fx.Graph, analysis: Analysis, plan: Plan, index: int) -> Iterator[tuple[str, str, Collective, int]]:
-    """Every collective of a generated block: mesh dimension, pass, kind, and the bytes that one rank sends."""
-    for node in graph.nodes:
-        conversion = conversion_of(node.target)
-        wires: tuple[tuple[str, Collective | None], ...] = ()
-        if conversion is not None:
-            forward, backward = conversion.wire
-            wires = (("forward", forward), ("backward", backward if _source(node).meta["differentiable"] else None))
-        elif node.target in (gather_linear, kept_gather_linear):
-            wires = (("forward", "all_gather"), ("backward", "reduce_scatter"))
-            wires += (("backward", "all_gather"),) if node.target is gather_linear else ()
-        elif node.target is vocab_parallel_cross_entropy_sum:
-            yield from _loss_sends(node, analysis, plan, index)
-            continue
-        for when, collective in wires:
-            if collective is not None:
-                dim = str(node.args[1].target)
-                yield dim, when, collective, _sent(node, collective, analysis, plan, index)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """The value of the captured block that a chain of conversions starts from."""
-    while "differentiable" not in node.meta:
-        source = node.args[0]
-        assert isinstance(source, fx.Node), node
-        node = source
-    return node
-
-
-def _sent(node: fx.Node, collective: Collective, analysis: Analysis, plan: Plan, index: int) -> int:
-    mesh_dim = node.args[1]
-    assert isinstance(mesh_dim, fx.Node)
-    source, here = _source(node), plan.mesh.indices(str(mesh_dim.target))
-    # the splits of other mesh dimensions do not change here; "types" of a fused gather are the types of its input
-    held = node.meta.get("types") or _typed(node)
-    names = analysis.dims[index]
-    dims = names[source.name] if source.name in names else names[re.sub(r"_\d+$", "", source.name)]
-    others = (
-        d for j, (t, d) in enumerate(zip(held, plan.mesh.degrees, strict=True)) if j not in here and t.kind == "S"
-    )
-    whole = prod(dims.shape) * _item_bytes(source, analysis, index) / prod(others)
-    return round(sent_bytes(collective, whole, plan.mesh.degree_of(str(mesh_dim.target))))
-
-
-def _split_by_others(types: tuple[Type, ...], plan: Plan, here: tuple[int, ...]) -> int:
-    """The factor by which the other mesh dimensions, outside a collective, divide a value."""
-    pairs = enumerate(zip(types, plan.mesh.degrees, strict=True))
-    return prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
-
-
-def _typed(node: fx.Node) -> tuple[Type, ...]:
-    source = node.args[0]
-    assert isinstance(source, fx.Node), node
-    found: tuple[Type, ...] = source.meta["types"]
-    return found
-
-
-def _item_bytes(source: fx.Node, analysis: Analysis, index: int) -> int:
-    for call, names in zip(analysis.calls[index].values(), analysis.operands[index].values(), strict=True):
-        if source.name in names:
-            return int(call.operands[names.index(source.name)].dtype.itemsize)
-    own = analysis.calls[index].get(source.name)
-    return int(own.output.dtype.itemsize) if own is not None else 4
-
-
-def _loss_sends(
-    node: fx.Node, analysis: Analysis, plan: Plan, index: int
-) -> Iterator[tuple[str, str, Collective, int]]:
-    """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`lowering.vocabulary`)."""
-    dim = str(node.args[-1].target) if isinstance(node.args[-1], fx.Node) else ""
-    first = node if node.meta["operand_types"] else node.args[0]  # before it, classes may be moved behind the tokens
-    assert isinstance(first, fx.Node)
-    logits, target = analysis.calls[index][node.name].operands[:2]
-    types: tuple[Type, ...] = first.meta["operand_types"][1]
-    others = _split_by_others(types, plan, plan.mesh.indices(dim))
-    tokens = prod(target.shape) * logits.dtype.itemsize / others
-    for count in (1, 2):
-        yield dim, "forward", "all_reduce", round(sent_bytes("all_reduce", count * tokens, plan.mesh.degree_of(dim)))
 
 
 # ---- stages ----

@@ -369,7 +369,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
         whole = polynomial(naming.whole(flow.dims[step.value]) / divisor * info.dtype.itemsize)
         name = mesh.names[i] if len(step.indices) == 1 else mesh.joined(i) or ""
         of: Cause = "parameter" if flow.roles.get(step.value) == "parameter" else "value"
-        passes = wire(step.before[i], step.target[i], info.differentiable)
+        passes = wire(step.before[i].kind, step.target[i].kind, info.differentiable)
         for collective, is_forward in zip(passes, (True, False), strict=True):
             if collective:
                 yield Sent(collective=collective, mesh_dim=name, is_forward=is_forward, whole_bytes=whole, of=of)

@@ -143,7 +143,8 @@ def _sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Ed
     names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
     found = set()
     for step in steps:
-        if wire(step.before[step.indices[0]], step.target[step.indices[0]], True)[0]:
+        i = step.indices[0]
+        if wire(step.before[i].kind, step.target[i].kind, True)[0]:
             found |= {(names.get(user, "result"), k) for user, k in step.users}
     return frozenset(found)
 

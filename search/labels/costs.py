@@ -20,7 +20,7 @@ from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Kind, Type, chunk
-from autopar.lowering.conversions import CONVERSIONS, Wire
+from autopar.lowering.conversions import Wire, wire
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
 from autopar.search.labels.choices import (
@@ -269,8 +269,7 @@ class DimProblem:
         return self.converted[asked]
 
     def _converted(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
-        forward, backward = CONVERSIONS[source, target].wire
-        sends = forward, backward if differentiable else None
+        sends = wire(source, target, differentiable)
         if role in ("constant", "buffer") and sends == (None, None):
             return PER_RANK
         seconds = self._wire_s(sends, whole, whole, gradient_latency=role != "parameter")

@@ -86,7 +86,7 @@ def _of_block(
         ranks = prod(mesh.degrees[j] for j in step.indices)
         if len(step.indices) == 1:  # joined shards are even
             whole *= _padding(dims, step.before[i], step.target[i], ranks)
-        forward, backward = wire(step.before[i], step.target[i], info.differentiable)
+        forward, backward = wire(step.before[i].kind, step.target[i].kind, info.differentiable)
         yield ListedConversion(
             block=index,
             value=step.value,

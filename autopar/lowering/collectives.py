@@ -1,0 +1,102 @@
+"""The collectives of a block's local graph, with the bytes of the tensors that they work on."""
+
+import re
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from torch import fx
+
+from autopar.capture.analysis import Analysis
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block
+from autopar.ir.sharding import Mesh, Type
+from autopar.lowering.conversions import Collective
+from autopar.lowering.functions import conversion_of
+from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.local_graph import local_graph
+from autopar.lowering.vocabulary import vocab_parallel_cross_entropy_sum
+
+
+def collectives_of(
+    analysis: Analysis,
+    block: Block,
+    index: int,
+    labels: BlockLabels,
+    mesh: Mesh,
+    *,
+    keep: Sequence[str] | None = None,
+    regather: bool = False,
+) -> Iterator[tuple[str, str, Collective, float]]:
+    """Every collective of a block: mesh dimension, "forward" or "backward", kind, and bytes of the whole tensor.
+
+    The arguments are those of `local_graph`.
+    """
+    generated = local_graph(analysis, block, index, labels, mesh, keep=keep, regather=regather, fuse=True)
+    for node in generated.graph.nodes:
+        conversion = conversion_of(node.target)
+        wires: tuple[tuple[str, Collective | None], ...] = ()
+        if conversion is not None:
+            forward, backward = conversion.wire
+            wires = (("forward", forward), ("backward", backward if _source(node).meta["differentiable"] else None))
+        elif node.target in (gather_linear, kept_gather_linear):
+            wires = (("forward", "all_gather"), ("backward", "reduce_scatter"))
+            wires += (("backward", "all_gather"),) if node.target is gather_linear else ()
+        elif node.target is vocab_parallel_cross_entropy_sum:
+            yield from _of_loss(node, analysis, index, mesh)
+        for when, collective in wires:
+            if collective is not None:
+                yield str(node.args[1].target), when, collective, _whole_bytes(node, analysis, index, mesh)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The value of the captured block that a chain of conversions starts from."""
+    while "differentiable" not in node.meta:
+        source = node.args[0]
+        assert isinstance(source, fx.Node), node
+        node = source
+    return node
+
+
+def _whole_bytes(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> float:
+    """Bytes of a converted value before it is scattered or after it is gathered."""
+    mesh_dim = node.args[1]
+    assert isinstance(mesh_dim, fx.Node)
+    source, here = _source(node), mesh.indices(str(mesh_dim.target))
+    # the splits of other mesh dimensions do not change here; "types" of a fused gather are the types of its input
+    held = node.meta.get("types") or _typed(node)
+    names = analysis.dims[index]
+    dims = names[source.name] if source.name in names else names[re.sub(r"_\d+$", "", source.name)]
+    return prod(dims.shape) * _item_bytes(source, analysis, index) / _split_by_others(held, mesh, here)
+
+
+def _split_by_others(types: Sequence[Type], mesh: Mesh, here: Sequence[int]) -> int:
+    """The factor by which the other mesh dimensions, outside a collective, divide a value."""
+    pairs = enumerate(zip(types, mesh.degrees, strict=True))
+    return prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
+
+
+def _typed(node: fx.Node) -> tuple[Type, ...]:
+    source = node.args[0]
+    assert isinstance(source, fx.Node), node
+    types: tuple[Type, ...] = source.meta["types"]
+    return types
+
+
+def _item_bytes(source: fx.Node, analysis: Analysis, index: int) -> int:
+    for call, names in zip(analysis.calls[index].values(), analysis.operands[index].values(), strict=True):
+        if source.name in names:
+            return int(call.operands[names.index(source.name)].dtype.itemsize)
+    made_by = analysis.calls[index].get(source.name)
+    return int(made_by.output.dtype.itemsize) if made_by is not None else 4
+
+
+def _of_loss(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> Iterator[tuple[str, str, Collective, float]]:
+    """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`autopar.lowering.vocabulary`)."""
+    dim = str(node.args[-1].target) if isinstance(node.args[-1], fx.Node) else ""
+    first = node if node.meta["operand_types"] else node.args[0]  # before it, classes may be moved behind the tokens
+    assert isinstance(first, fx.Node)
+    logits, target = analysis.calls[index][node.name].operands[:2]
+    types: tuple[Type, ...] = first.meta["operand_types"][1]
+    tokens = prod(target.shape) * logits.dtype.itemsize / _split_by_others(types, mesh, mesh.indices(dim))
+    for count in (1, 2):
+        yield dim, "forward", "all_reduce", count * tokens
