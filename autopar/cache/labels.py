@@ -14,21 +14,22 @@ from autopar.cost_model.work.block_work import Family, from_plain, to_json
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import InputError, Problem
-from autopar.files.plain_data import read_plain
+from autopar.files.plain_data import Reader, read_plain
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.plan import BlockLabels, labels_from_dict, labels_to_dict
+from autopar.ir.plan import labels_to_dict
 from autopar.ir.program import Program
+from autopar.ir.sharding import Type
 from autopar.search.labels.result import Labelling
 
 Chosen = tuple[Degrees, Labelling, ProgramWorks]
 # values that are gathered for products are gathered again in backward; or kept, with the same labels; or kept, with
 # labels chosen for it
 AGAIN, KEPT, CHOSEN_FOR_KEPT = "gathered again", "kept", "kept, labels chosen so"
-_READERS = {
-    BlockLabels: labels_from_dict,
+_READERS: dict[Any, Reader] = {
     Family[Polynomial]: from_plain,
     Degrees: degrees_from,
+    Type: Type.parse,
 }
 
 

@@ -8,6 +8,7 @@ import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import Problem, did_you_mean
@@ -45,7 +46,7 @@ def _dataclass(kind: Any, data: Any, problems: list[Problem], path: str, readers
     if not isinstance(data, Mapping):
         problems.append(Problem(path=path, rule="must be an object", value=data))
         return None
-    hints = get_type_hints(kind, localns={known.__name__: known for known in readers or {}})
+    hints = _hints(kind, tuple(readers or ()))
     before = len(problems)
     for key in data:
         if key not in hints:
@@ -59,6 +60,11 @@ def _dataclass(kind: Any, data: Any, problems: list[Problem], path: str, readers
         elif field.default is MISSING and field.default_factory is MISSING:
             problems.append(Problem(path=here, rule="is required"))
     return kind(**values) if len(problems) == before else None
+
+
+@cache
+def _hints(kind: Any, known: tuple[Any, ...]) -> dict[str, Any]:
+    return get_type_hints(kind, localns={each.__name__: each for each in known})
 
 
 def _tuple(

@@ -1,13 +1,14 @@
 """The plan: everything decided. A value that prints, compares and round-trips through JSON; running needs only it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import InputError, PlanError, Problem, did_you_mean, short_repr
+from autopar.errors import InputError, PlanError, Problem, short_repr
 from autopar.files.atomic import write_text
+from autopar.files.plain_data import read_plain
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.explanation import as_text
 from autopar.ir.sharding import Mesh, Type
@@ -46,7 +47,7 @@ class Plan:
     """
 
     fingerprint: str  # of the captured program; another program is refused
-    model: str
+    model: str = ""
     degrees: Degrees
     blocks: tuple[BlockLabels, ...]  # one entry for each distinct block
     regather: bool = True  # gathered inputs of products are kept as shards, and gathered again in the backward pass
@@ -74,12 +75,7 @@ class Plan:
             >>> parallel.plan.to_dict()["degrees"]["tp"]
             1
         """
-        data = asdict(self)
-        data["blocks"] = [labels_to_dict(block) for block in self.blocks]
-        for name in ("notes", "cuts", "recomputed"):
-            data[name] = list(getattr(self, name))
-        data["summary"] = None if self.summary is None else self.summary.to_dict()
-        return data
+        return asdict(self) | {"blocks": [labels_to_dict(block) for block in self.blocks]}
 
     def explain(self) -> str:
         """Explain the plan in words and tables.
@@ -182,79 +178,33 @@ class Plan:
             raise PlanError(
                 f"{source}: schema version {short_repr(version)}, this autopar reads {_VERSION}; plan again"
             )
-        problems = _problems(data, _KINDS, _REQUIRED, "")
-        degrees, summary = Degrees(), data.get("summary")
+        problems: list[Problem] = []
+
+        def degrees(given: Any) -> Degrees:
+            try:
+                return degrees_from(given, "degrees")
+            except PlanError as error:
+                nested = [replace(p, path=f"degrees.{p.path}") for p in error.problems]
+                problems.extend(nested or [Problem(path="degrees", rule="must be an object")])
+                return Degrees()
+
         try:
-            degrees = degrees_from(data.get("degrees", {}), "degrees")
-        except PlanError as error:
-            nested = [replace(p, path=f"degrees.{p.path}") for p in error.problems]
-            problems += nested or [Problem(path="degrees", rule="must be an object")]
-        for i, block in enumerate(data["blocks"] if isinstance(data.get("blocks"), list) else []):
-            problems += _problems(block, _BLOCK_KINDS, set(_BLOCK_KINDS), f"blocks[{i}].")
-        if problems:
-            raise PlanError(f"{source} cannot be used", problems)
-        try:
-            return Plan(
-                fingerprint=data["fingerprint"],
-                model=data.get("model", ""),
-                degrees=degrees,
-                blocks=tuple(labels_from_dict(block) for block in data["blocks"]),
-                regather=data.get("regather", True),
-                batch=data.get("batch"),
-                sequence=data.get("sequence"),
-                torch_version=data.get("torch_version", ""),
-                notes=tuple(str(n) for n in data.get("notes", ())),
-                summary=None if summary is None else Summary.from_dict(summary, f"{source}: summary"),
-                cuts=_cuts(data.get("cuts", []), degrees.num_stages),
-                recomputed=tuple(str(n) for n in data.get("recomputed", ())),
-            )
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            plan: Plan | None = read_plain(Plan, data, problems, readers={Degrees: degrees, Type: Type.parse})
+        except (TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{source}: {error}; write the plan again with `autopar plan`") from error
+        problems += [] if plan is None else _wrong_numbers(plan)
+        if plan is None or problems:
+            raise PlanError(f"{source} cannot be used", problems)
+        return plan
 
 
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "fingerprint": (str,),
-    "model": (str,),
-    "degrees": (dict,),
-    "blocks": (list,),
-    "regather": (bool,),
-    "batch": (int, type(None)),
-    "sequence": (int, type(None)),
-    "torch_version": (str,),
-    "notes": (list,),
-    "cuts": (list,),
-    "recomputed": (list,),
-    "summary": (dict, type(None)),
-    "version": (int,),
-}
-_REQUIRED = {"fingerprint", "degrees", "blocks", "version"}
-_BLOCK_KINDS: Mapping[str, tuple[type, ...]] = {
-    "name": (str,),
-    "signature": (str,),
-    "ports": (dict,),
-    "labels": (dict,),
-    "results": (dict,),
-}
-_WORDS = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a whole number above 0"}
-
-
-def _problems(data: Any, kinds: Mapping[str, tuple[type, ...]], required: set[str], prefix: str) -> list[Problem]:
-    """Unknown and missing keys, and values of a wrong type, all of them."""
-    if not isinstance(data, dict):
-        return [Problem(path=prefix.rstrip("."), value=data, rule="must be an object")]
-    found = [
-        Problem(path=f"{prefix}{key}", rule=f"unknown key; {did_you_mean(str(key), sorted(kinds))}")
-        for key in data
-        if key not in kinds
-    ]
-    found += [Problem(path=f"{prefix}{key}", rule="is missing") for key in sorted(required - set(data))]
-    for key, allowed in kinds.items():
-        if key not in data:
-            continue
-        value = data[key]
-        is_kind = isinstance(value, allowed) and (bool in allowed or not isinstance(value, bool))
-        if not is_kind or (int in allowed and value is not None and value < 1):
-            found.append(Problem(path=f"{prefix}{key}", value=value, rule=f"must be {_WORDS[allowed[0]]}"))
+def _wrong_numbers(plan: Plan) -> list[Problem]:
+    sizes = {"batch": plan.batch, "sequence": plan.sequence}
+    rule = "must be a whole number above 0"
+    found = [Problem(path=k, value=v, rule=rule) for k, v in sizes.items() if v is not None and v < 1]
+    if len(plan.cuts) != plan.degrees.num_stages - 1:
+        rule = f"must be {plan.degrees.num_stages - 1} whole numbers, one less than stages"
+        found.append(Problem(path="cuts", value=list(plan.cuts), rule=rule))
     return found
 
 
@@ -271,12 +221,6 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number that JSON has")
 
 
-def _cuts(data: Sequence[Any], num_stages: int) -> tuple[int, ...]:
-    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in data) or len(data) != num_stages - 1:
-        raise ValueError(f"cuts {short_repr(data)}: must be {num_stages - 1} whole numbers, one less than stages")
-    return tuple(data)
-
-
 def labels_to_dict(block: BlockLabels) -> dict[str, Any]:
     """Plain data for JSON."""
     return {
@@ -286,12 +230,3 @@ def labels_to_dict(block: BlockLabels) -> dict[str, Any]:
         "labels": {k: list(v) for k, v in block.labels.items()},
         "results": {k: [str(t) for t in v] for k, v in block.results.items()},
     }
-
-
-def labels_from_dict(data: Mapping[str, Any]) -> BlockLabels:
-    """The inverse of `labels_to_dict`; raises what Python does on data of another form."""
-    types = {part: {k: tuple(Type.parse(t) for t in v) for k, v in data[part].items()} for part in ("ports", "results")}
-    labels = {str(k): tuple(str(x) for x in v) for k, v in data["labels"].items()}
-    return BlockLabels(
-        name=data["name"], signature=data["signature"], ports=types["ports"], labels=labels, results=types["results"]
-    )

@@ -162,7 +162,7 @@ def test_plan_of_something_else(change: dict[str, Any], parts: tuple[str, ...], 
     "field, value, parts",
     (
         ("version", 99, ("schema version 99", "reads 1")),
-        ("colour", "red", ("colour", "unknown key")),
+        ("colour", "red", ("colour", "not a known key")),
         ("degrees", {"tp": 2.5}, ("tp", "whole number", "2.5")),
     ),
 )

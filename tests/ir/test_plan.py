@@ -131,6 +131,9 @@ def written(tmp_path: Path, change: Any) -> Path:
         (lambda d: d["blocks"][0].pop("labels"), "labels"),
         (lambda d: d["blocks"][0]["ports"].update(x=["S(", "I"]), "SPMD type"),
         (lambda d: d.update(blocks=3), "plan"),
+        (lambda d: d.update(batch=0), "batch: must be a whole number above 0"),
+        (lambda d: d.update(cuts=[1]), "cuts: must be 0 whole numbers, one less than stages"),
+        (lambda d: d.update(summary={}), "summary.blocks: is required"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, change: Any, message: str) -> None:
