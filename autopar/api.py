@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,13 @@ from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan
 from autopar.planning.labels import LABELLED_DP
 from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
-from autopar.runtime.distributed.broadcast import any_rank, broadcast_text, from_first_rank, kept_from_first_rank
+from autopar.runtime.distributed.broadcast import (
+    any_rank,
+    broadcast,
+    from_first_rank,
+    kept_from_first_rank,
+    run_on_first_rank,
+)
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.shape_cache import InputShapes, Replan
 from autopar.runtime.model.tied_parameters import names_on_this_rank
@@ -134,7 +139,7 @@ def weights_differ(model: nn.Module) -> bool:
             some = flat[:: max(1, flat.numel() // NUM_COMPARED)].double().cpu()
             digest.update(name.encode() + some.numpy().tobytes())
     own = digest.hexdigest()
-    return any_rank(own != broadcast_text(own))
+    return any_rank(own != broadcast(own))
 
 
 def _derived_inputs(model: nn.Module) -> Inputs:
@@ -200,16 +205,10 @@ def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:
 
 def _from_first_rank(solve: Callable[[], Plan]) -> Plan:
     """Rank 0's plan on every rank, or what kept it from having one as `PlanError` on every rank. Collective."""
-    text = error_text = ""
-    if dist.get_rank() == 0:
-        try:
-            text = solve().to_json()
-        except AutoparError as error:
-            error_text = str(error)
-    error_text = broadcast_text(error_text)
-    if error_text:
-        raise PlanError(error_text)
-    return Plan.from_dict(_parsed(broadcast_text(text)), "the plan of rank 0")
+    try:
+        return run_on_first_rank(solve)
+    except AutoparError as error:
+        raise PlanError(str(error)) from None
 
 
 def _refuse_another_model(plan: Plan, program: Program) -> None:
@@ -240,12 +239,6 @@ def _replan(
         return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
 
     return replan
-
-
-def _parsed(text: str) -> Any:
-    import json
-
-    return json.loads(text)
 
 
 def _warn_torch_version(plan: Plan) -> None:

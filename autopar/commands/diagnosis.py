@@ -9,14 +9,16 @@ This module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median, median_low
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.ir.cluster import ClusterSpec
 
+if TYPE_CHECKING:
+    from autopar.runtime.measure.doctor_speed import SpeedMeasurement
+
 SLOW = 0.8  # of the median speed
-_Kind = Literal["flops", "copy", "all-reduce", "point-to-point"]
 Unit = Literal["FLOP/s", "B/s", "s"]
 _LATENCY_BYTES = 1024  # a message this small measures latency
 
@@ -114,43 +116,24 @@ class Diagnosis:
             entry["slow"] = {str(rank): part for rank, part in entry["slow"].items()}
         return {"passed": self.passed, "slow_ranks": slow} | found
 
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Diagnosis":
-        """What `to_dict` gave."""
-        checks = ({k: v for k, v in one.items() if k != "passed"} for one in content["checks"])
-        figures = [
-            Figure(
-                name=one["name"],
-                unit=one["unit"],
-                of_ranks=tuple(one["of_ranks"]),
-                of_cluster=tuple(one["of_cluster"]),
-                slow={int(rank): part for rank, part in one["slow"].items()},
-            )
-            for one in content["figures"]
-        ]
-        return cls(
-            cluster=content["cluster"],
-            backend=content["backend"],
-            ranks=tuple(Rank(**one) for one in content["ranks"]),
-            checks=tuple(Check(**one) for one in checks),
-            figures=tuple(figures),
-            notes=tuple(content["notes"]),
-        )
 
-
-def diagnose(cluster: ClusterSpec, parts: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> Diagnosis:
-    """The diagnosis from what every rank gives: itself, its checks and its measurements, as plain data."""
-    ranks = tuple(Rank(**own) for own, _, _ in parts)
+def diagnose(
+    cluster: ClusterSpec,
+    parts: Sequence[tuple[Rank, Sequence[Check], Sequence["SpeedMeasurement"]]],
+    notes: Sequence[str] = (),
+) -> Diagnosis:
+    """The diagnosis from every rank's checks and measurements."""
+    ranks = tuple(rank for rank, _, _ in parts)
     by_check = zip(*(checks for _, checks, _ in parts), strict=True)
-    measured: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for rank, (_, _, own) in enumerate(parts):
-        for one in own:
-            measured.setdefault(one["name"], {})[rank] = one
+    measured: dict[str, dict[int, SpeedMeasurement]] = {}
+    for rank, (_, _, speeds) in enumerate(parts):
+        for speed in speeds:
+            measured.setdefault(speed.name, {})[rank] = speed
     return Diagnosis(
         cluster=cluster.name,
         backend=cluster.backend,
         ranks=ranks,
-        checks=tuple(_worst([Check(**{**one, "rank": r}) for r, one in enumerate(every)]) for every in by_check),
+        checks=tuple(_worst([replace(check, rank=r) for r, check in enumerate(every)]) for every in by_check),
         figures=tuple(_figure(cluster, ranks, name, own) for name, own in measured.items()),
         notes=tuple(notes),
     )
@@ -162,17 +145,17 @@ def _worst(checks: Sequence[Check]) -> Check:
 
 
 def _figure(
-    cluster: ClusterSpec, ranks: Sequence[Rank], name: str, measured: Mapping[int, Mapping[str, Any]]
+    cluster: ClusterSpec, ranks: Sequence[Rank], name: str, measured: Mapping[int, "SpeedMeasurement"]
 ) -> Figure:
     first = next(iter(measured.values()))
-    kind, amount = first["kind"], first["amount"]
+    kind, amount = first.kind, first.amount
     is_latency = kind in ("all-reduce", "point-to-point") and amount < _LATENCY_BYTES
     unit: Unit = "s" if is_latency else "FLOP/s" if kind == "flops" else "B/s"
     # the bandwidth that a ring all-reduce of n ranks needs of every link, as NCCL's tests state it
     moved = 2 * (len(ranks) - 1) / len(ranks) * amount if kind == "all-reduce" else amount
     found: dict[int, float] = {}
     for rank, one in measured.items():
-        seconds = median(one["rounds_s"])
+        seconds = median(one.rounds_s)
         found[rank] = seconds if is_latency else moved / seconds
     every = range(len(ranks))
     compared = kind != "all-reduce" and not is_latency  # all ranks of a collective take as long as the slowest
@@ -180,24 +163,22 @@ def _figure(
         name=name,
         unit=unit,
         of_ranks=tuple(found.get(rank) for rank in every),
-        of_cluster=tuple(_promised(cluster, kind, name, rank, measured, is_latency) for rank in every),
+        of_cluster=tuple(_promised(cluster, rank, measured.get(rank), is_latency) for rank in every),
         slow=_slow(cluster, ranks, measured) if compared else {},
     )
 
 
-def _promised(
-    cluster: ClusterSpec, kind: _Kind, name: str, rank: int, measured: Mapping[int, Mapping[str, Any]], is_latency: bool
-) -> float | None:
+def _promised(cluster: ClusterSpec, rank: int, speed: "SpeedMeasurement | None", is_latency: bool) -> float | None:
     """The figure of a rank in the cluster description."""
     device = cluster.place_of(rank)[0].device
-    if rank not in measured:
+    if speed is None:
         return None
-    if kind == "flops":
-        return device.peak_flops_per_s.get(name.rpartition(" ")[2])
-    if kind == "copy":
+    if speed.kind == "flops":
+        return device.peak_flops_per_s.get(speed.name.rpartition(" ")[2])
+    if speed.kind == "copy":
         return device.memory_bandwidth_bytes_per_s
-    if kind == "point-to-point":
-        link = cluster.link(rank, measured[rank]["peer"])
+    if speed.peer is not None:
+        link = cluster.link(rank, speed.peer)
         return link.latency_s if is_latency else link.bytes_per_s
     if is_latency:
         return None  # it depends on the algorithm how many hops there are
@@ -205,16 +186,16 @@ def _promised(
     return min(cluster.link(r, (r + 1) % size).bytes_per_s for r in range(size))
 
 
-def _slow(cluster: ClusterSpec, ranks: Sequence[Rank], measured: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+def _slow(cluster: ClusterSpec, ranks: Sequence[Rank], measured: Mapping[int, "SpeedMeasurement"]) -> dict[int, float]:
     """The ranks below `SLOW` of the median speed of their peers, with the part that they reach."""
     peers: dict[str, list[int]] = {}
     for rank, one in measured.items():
-        group = ranks[rank].device if one["peer"] is None else cluster.tier(rank, one["peer"])
+        group = ranks[rank].device if one.peer is None else cluster.tier(rank, one.peer)
         peers.setdefault(group, []).append(rank)
     found = {}
     for own in peers.values():
-        rounds = list(zip(*(measured[rank]["rounds_s"] for rank in own), strict=True))
-        best = [min(measured[rank]["rounds_s"]) for rank in own]
+        rounds = list(zip(*(measured[rank].rounds_s for rank in own), strict=True))
+        best = [min(measured[rank].rounds_s) for rank in own]
         for index, rank in enumerate(own):
             usual = median(median_low(times) / times[index] for times in rounds)
             at_best = median_low(best) / best[index]

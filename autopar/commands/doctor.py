@@ -2,14 +2,12 @@
 
 Checks compare tiny runs on these ranks with the same run on one rank: every conversion between SPMD types, FSDP2, and a
 two-stage pipeline through `autopar.parallelize`. Speeds are measured on all ranks at once, and compared with each other
-and with the `ClusterSpec`. Rank 0 gathers all results and makes the `Diagnosis`.
+and with the `ClusterSpec`. Every rank gathers all results and makes the same `Diagnosis`.
 """
 
-import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from math import isfinite
@@ -23,7 +21,7 @@ from autopar.api import parallelize, start_process_group
 from autopar.commands.diagnosis import Check, Diagnosis, Rank, diagnose
 from autopar.errors import AutoparError, ClusterError, RankError
 from autopar.ir.cluster import ClusterSpec
-from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
+from autopar.runtime.distributed.broadcast import gather
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.measure.doctor_checks import (
     CONVERSION_CASES,
@@ -58,7 +56,6 @@ def examine(
             f"--nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
         )
     device = start_process_group(cluster, timeout_s=timeout_s)
-    rank = dist.get_rank()
     together = _Together(timeout_s)
     checks, measured = list[Check](), list[SpeedMeasurement]()
     world = together("process groups", lambda: world_mesh(device.type))
@@ -74,14 +71,9 @@ def examine(
     measured += together("speed of devices", lambda: list(device_speeds(device, _common_dtypes(cluster))))
     on_progress("speed of links")
     measured += together("speed of links", lambda: list(link_speeds(device)))
-    own = Rank(rank=rank, host=socket.gethostname(), device=_device_name(device))
-    part = [asdict(own), [asdict(check) for check in checks], [asdict(one) for one in measured]]
-    texts = gather_texts(json.dumps(part))
-    text = ""
-    if rank == 0:
-        notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * (world_size % 2))]
-        text = json.dumps(diagnose(cluster, [json.loads(one) for one in texts], notes).to_dict())
-    return Diagnosis.from_dict(json.loads(broadcast_text(text)))
+    own = Rank(rank=dist.get_rank(), host=socket.gethostname(), device=_device_name(device))
+    notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * (world_size % 2))]
+    return diagnose(cluster, gather((own, checks, measured)), notes)
 
 
 def leave() -> None:
@@ -101,13 +93,13 @@ def examine_here(num_ranks: int, cluster: ClusterSpec | None, *, timeout_s: floa
             f"cluster {spec.name} has {spec.num_devices} devices, --ranks starts {num_ranks}; make them equal"
         )
     with Ranks(num_ranks, timeout_s=timeout_s, checked=False) as ranks:
-        found = ranks.run("autopar.commands.doctor:examine_rank", spec.to_dict(), timeout_s)[0]
-    return Diagnosis.from_dict(found)
+        found: list[Diagnosis] = ranks.run("autopar.commands.doctor:examine_rank", spec, timeout_s)
+    return found[0]
 
 
-def examine_rank(rank: int, cluster: dict[str, object], timeout_s: float) -> dict[str, object]:
+def examine_rank(rank: int, cluster: ClusterSpec, timeout_s: float) -> Diagnosis:
     """The work of one rank that was started here."""
-    return examine(ClusterSpec.from_dict(cluster), timeout_s=timeout_s).to_dict()
+    return examine(cluster, timeout_s=timeout_s)
 
 
 class _Together:

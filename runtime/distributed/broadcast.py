@@ -1,9 +1,14 @@
-"""Texts and tensors from rank 0 to all ranks."""
+"""Values and tensors from rank 0 to all ranks."""
 
 from collections.abc import Callable, Container, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from autopar.errors import AutoparError
+
+T = TypeVar("T")
 
 
 def _device() -> torch.device:
@@ -17,32 +22,32 @@ def any_rank(flag: bool) -> bool:
     return bool(count.item())
 
 
-def broadcast_text(text: str) -> str:
-    """Rank 0's text on every rank, as bytes. Collective."""
-    device = _device()
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device) if text else torch.empty(0)
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, 0)
-    if not size.item():
-        return ""
-    if dist.get_rank() != 0:
-        data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(data, 0)
-    return bytes(data.cpu().numpy()).decode()
+def broadcast(value: T) -> T:
+    """Rank 0's value on every rank. Collective."""
+    held = [value]
+    dist.broadcast_object_list(held)
+    return held[0]
 
 
-def gather_texts(text: str) -> list[str]:
-    """Every rank's text on rank 0, in rank order; nothing elsewhere. Collective."""
-    device, world_size, is_first = _device(), dist.get_world_size(), dist.get_rank() == 0
-    data = torch.tensor(bytearray(text.encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    lengths = [int(size.item()) for size in sizes]
-    own = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device)
-    own[: len(data)] = data.to(device)
-    every = [torch.empty_like(own) for _ in range(world_size)] if is_first else None
-    dist.gather(own, every, dst=0)
-    return [bytes(one[:length].cpu().numpy()).decode() for one, length in zip(every or (), lengths, strict=is_first)]
+def gather(value: T) -> list[T]:
+    """Every rank's value on every rank, in rank order. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def run_on_first_rank(action: Callable[[], T]) -> T:
+    """The result of rank 0's action on every rank. Its `AutoparError` is raised on every rank. Collective."""
+    result = error = None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except AutoparError as raised:
+            error = raised
+    result, error = broadcast((result, error))
+    if error is not None:
+        raise error
+    return cast(T, result)
 
 
 def from_first_rank(source: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Three steps run. The first warms up, the second logs its collectives (`autopar.runtime.distributed.collective_log`),
 and the third runs under torch's profiler alone. Every rank makes slices of its own profile
-(`autopar.runtime.profile.timeline`), and rank 0 gathers them as JSON.
+(`autopar.runtime.profile.timeline`), and rank 0 writes them.
 
 Slices have the clock of their rank's host. Ranks of one host share a clock; clocks of different hosts may differ.
 """
@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from autopar._torch import private
-from autopar.errors import InputError
 from autopar.ir.degrees import Degrees
-from autopar.runtime.distributed.broadcast import broadcast_text, gather_texts
+from autopar.runtime.distributed.broadcast import broadcast, gather, run_on_first_rank
 from autopar.runtime.distributed.collective_log import log_collectives
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.profile.chrome_trace import check_writable, chrome_trace, write_whole
-from autopar.runtime.profile.timeline import ProfileContext, Slice, slices_of
+from autopar.runtime.profile.timeline import ProfileContext, slices_of
 
 ALL_RANKS = "all ranks"
 
@@ -46,17 +45,17 @@ def trace_step(
     The file keeps `sizes`, for a comparison with a prediction. Raises `InputError` on all ranks if the file cannot be
     written.
     """
-    _on_first_rank(lambda: check_writable(path))
+    run_on_first_rank(lambda: check_writable(path))
     step()  # the first of a pipeline opens connections
     with log_collectives() as sent:
         step()
-    origin_ns = int(broadcast_text(str(time.time_ns())))
+    origin_ns = broadcast(time.time_ns())
     document = _profiled(step, device)
     groups = {one.group for one in sent if one.group is not None}
     setting = ProfileContext(tracks=tracks_of(mesh, groups), micro_batches=degrees.micro_batches, origin_ns=origin_ns)
     slices = slices_of(document, sent, setting)
     name = rank_label(dist.get_rank(), degrees)
-    texts = gather_texts(json.dumps([name, [asdict(one) for one in slices]]))
+    ranks = gather((name, slices))
     about = {
         "schedule": degrees.schedule if degrees.pp > 1 else "",
         "world_size": dist.get_world_size(),
@@ -67,11 +66,7 @@ def trace_step(
         "clocks": "each rank's slices carry the clock of its host",
     }
 
-    def write() -> None:
-        ranks = [(named, [Slice(**one) for one in own]) for named, own in map(json.loads, texts)]
-        write_whole(path, chrome_trace(ranks, about))
-
-    _on_first_rank(write)
+    run_on_first_rank(lambda: write_whole(path, chrome_trace(ranks, about)))
 
 
 def _profiled(step: Callable[[], object], device: torch.device) -> Any:
@@ -86,19 +81,6 @@ def _profiled(step: Callable[[], object], device: torch.device) -> Any:
         file = Path(folder) / "rank.json"
         recorded.export_chrome_trace(str(file))
         return json.loads(file.read_text())
-
-
-def _on_first_rank(action: Callable[[], None]) -> None:
-    """Run an action on rank 0. Its `InputError` is raised on all ranks. Collective."""
-    error_text = ""
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except InputError as error:
-            error_text = str(error)
-    error_text = broadcast_text(error_text)
-    if error_text:
-        raise InputError(error_text)
 
 
 def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:

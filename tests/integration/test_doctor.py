@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def diagnosed(ranks: Ranks, who: int, fault: str) -> Diagnosis:
-    found = ranks.run("doctor_ranks:with_fault", ranks.world_size, who, fault)
+    found: list[Diagnosis] = ranks.run("doctor_ranks:with_fault", ranks.world_size, who, fault)
     assert all(one == found[0] for one in found)
-    return Diagnosis.from_dict(found[0])
+    return found[0]
 
 
 def test_every_row_of_the_table_is_checked() -> None:

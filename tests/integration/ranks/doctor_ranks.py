@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from autopar.commands.diagnosis import Diagnosis
 from autopar.commands.doctor import examine
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.distributed.mesh import MeshDim
@@ -13,7 +14,7 @@ from autopar.runtime.measure import doctor_speed
 FEW_ROUNDS, TINY = 3, {"cpu": 64}
 
 
-def with_fault(rank: int, num_ranks: int, who: int, fault: str) -> dict[str, Any]:
+def with_fault(rank: int, num_ranks: int, who: int, fault: str) -> Diagnosis:
     """A diagnosis where rank `who` has a fault; measured briefly, and of nothing large."""
     kept = {name: getattr(doctor_speed, name) for name in ("ROUNDS", "MATMUL_SIZE", "multiply")}
     gather = MeshDim.start_all_gather
@@ -21,7 +22,7 @@ def with_fault(rank: int, num_ranks: int, who: int, fault: str) -> dict[str, Any
     if rank == who:
         plant(fault)
     try:
-        return examine(ClusterSpec.preset(f"{num_ranks}xcpu"), timeout_s=90).to_dict()
+        return examine(ClusterSpec.preset(f"{num_ranks}xcpu"), timeout_s=90)
     finally:
         MeshDim.start_all_gather = gather  # type: ignore[method-assign]
         for name, value in kept.items():
