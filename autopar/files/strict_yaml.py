@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import Problem
+from autopar.files.strict_text import read_text
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
@@ -33,8 +33,10 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
     After duplicate keys alone the content is returned too, so that a caller can report all problems at once.
     Never raises for anything the file contains.
     """
+    text, problems = read_text(path, max_bytes=MAX_BYTES)
+    if text is None:
+        return None, problems
     try:
-        text = read_text(Path(path), max_bytes=MAX_BYTES)
         events, duplicates = _scan(text)
         return _construct(events), duplicates
     except _Refused as refused:
@@ -51,40 +53,6 @@ def files_naming(folder: Path, word: str) -> list[Path]:
     alone = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
     found = [path for path, text in texts.items() if path.stem == word or word in text]
     return sorted(found, key=lambda path: (path.stem != word, not alone.search(texts[path])))
-
-
-def read_text(path: Path, *, max_bytes: int) -> str:
-    """The text of a regular UTF-8 file of at most `max_bytes`."""
-    try:
-        # O_NONBLOCK: opening a pipe that nobody writes to must not wait
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError:
-        raise _Refused(Problem(path=str(path), rule="no such file", suggestion="check the path")) from None
-    except (OSError, ValueError) as error:
-        raise _Refused(Problem(path=str(path), rule=f"cannot be opened: {error}")) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _Refused(Problem(path=str(path), rule="must be a regular file"))
-    with open(descriptor, "rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        rule = f"must be at most {max_bytes} bytes"
-        raise _Refused(Problem(path=str(path), rule=rule, suggestion="is it the right file?"))
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _Refused(Problem(path=str(path), rule=f"must be UTF-8 text; byte {error.start} is not")) from None
-    if "\0" in text:
-        raise _Refused(Problem(path=str(path), rule="must be text; it has NUL bytes"))
-    return text
-
-
-def read_json_text(path: Path, *, max_bytes: int) -> tuple[str | None, list[Problem]]:
-    """`read_text` with the same calling convention as `read_yaml`, for JSON files."""
-    try:
-        return read_text(path, max_bytes=max_bytes), []
-    except _Refused as refused:
-        return None, [refused.problem]
 
 
 def _yaml() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.errors import InputError, PlanError, Problem, short_repr
 from autopar.files.atomic import write_text
 from autopar.files.plain_data import read_plain
+from autopar.files.strict_text import read_json
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.explanation import as_text
 from autopar.ir.sharding import Mesh, Type
@@ -144,13 +145,11 @@ class Plan:
             raise PlanError(
                 f"there is no plan file {file}; write one with `autopar plan MODEL --cluster C --out {file}`"
             )
-        if file.stat().st_size > MAX_PLAN_BYTES:
-            raise PlanError(f"plan file {file} has {file.stat().st_size} bytes, more than {MAX_PLAN_BYTES}; not a plan")
-        try:
-            text = file.read_text(encoding="utf-8")
-            data = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        except (ValueError, RecursionError, UnicodeDecodeError) as error:
-            raise PlanError(f"plan file {file} is not JSON: {error}; write it again with `autopar plan`") from error
+        data, problems = read_json(file, max_bytes=MAX_PLAN_BYTES)
+        if problems:
+            raise PlanError(
+                f"plan file {file} is not JSON that autopar reads; write it again with `autopar plan`", problems
+            )
         return Plan.from_dict(data, str(file))
 
     @staticmethod
@@ -206,19 +205,6 @@ def _wrong_numbers(plan: Plan) -> list[Problem]:
         rule = f"must be {plan.degrees.num_stages - 1} whole numbers, one less than stages"
         found.append(Problem(path="cuts", value=list(plan.cuts), rule=rule))
     return found
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key!r} stands twice")
-        found[key] = value
-    return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number that JSON has")
 
 
 def labels_to_dict(block: BlockLabels) -> dict[str, Any]:

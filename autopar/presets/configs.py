@@ -18,13 +18,12 @@ its inputs, becomes 0). Every dropout becomes 0, because a scaled model is one f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError, Problem
-from autopar.files.strict_yaml import read_json_text
+from autopar.files.strict_text import read_json
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_LAYERS = 10_000
@@ -57,18 +56,7 @@ _IMPLEMENTATIONS = {
 
 def read_config(path: Path) -> dict[str, Any]:
     """The content of a config file, its fields unchecked. Raises InputError with every problem of its form."""
-    text, problems = read_json_text(path, max_bytes=MAX_CONFIG_BYTES)
-    content: object = None
-    if text is not None:
-        try:
-            content = json.loads(
-                text,
-                object_pairs_hook=lambda pairs: _mapping(pairs, problems),
-                parse_constant=lambda name: _constant(name, problems),
-            )
-        except (ValueError, RecursionError) as error:
-            what = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
-            problems.append(Problem(path=str(path), rule=what[:300]))
+    content, problems = read_json(path, max_bytes=MAX_CONFIG_BYTES)
     if not problems and not isinstance(content, dict):
         problems.append(Problem(path=str(path), value=content, rule="must be a JSON object"))
     if problems or not isinstance(content, dict):
@@ -210,16 +198,3 @@ def _fit_token_ids(config: dict[str, Any], vocab: int) -> None:
 
 def _is_count(value: object, limit: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
-
-
-def _mapping(pairs: list[tuple[str, Any]], problems: list[Problem]) -> dict[str, Any]:
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            problems.append(Problem(path=key, rule="duplicate key", suggestion="keep one"))
-        seen.add(key)
-    return dict(pairs)
-
-
-def _constant(name: str, problems: list[Problem]) -> None:
-    problems.append(Problem(path="", rule=f"{name} is not a number that JSON has"))

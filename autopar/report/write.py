@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from autopar.errors import InputError
 from autopar.files.atomic import write_text
+from autopar.files.strict_text import read_json
 from autopar.ir.plan import Plan
 from autopar.report.page import html_report
 from autopar.report.perfetto import perfetto_trace
@@ -28,12 +28,9 @@ def read_source(path: str | Path) -> SearchResult | Plan:
         raise InputError(
             f"there is no file {file}; write one with `autopar plan MODEL --cluster C --json > result.json`"
         )
-    if file.stat().st_size > _MAX_BYTES:
-        raise InputError(f"{file} has {file.stat().st_size:,} bytes, more than {_MAX_BYTES:,}; it is no search result")
-    try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not JSON: {error}; write it again with `autopar plan`") from error
+    data, problems = read_json(file, max_bytes=_MAX_BYTES)
+    if problems:
+        raise InputError(f"{file} is not JSON that autopar reads; write it again with `autopar plan`", problems)
     if isinstance(data, dict) and data.get("kind") == KIND:
         return SearchResult.from_dict(data, str(file))
     if isinstance(data, dict) and "fingerprint" in data:
@@ -51,7 +48,3 @@ def write_trace(source: SearchResult | Plan, path: str | Path) -> int:
     if isinstance(source, Plan):
         raise InputError("a plan alone has no predicted time line; give the result of a search (`autopar plan --json`)")
     return write_text(path, json.dumps(perfetto_trace(source), separators=(",", ":")) + "\n")
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number that JSON has")

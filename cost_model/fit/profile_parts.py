@@ -10,14 +10,12 @@ gloo a pass of a pipeline stage begins where the schedule enters it, so that tim
 waiting, too. Format: docs/trace.md.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError, Problem
-from autopar.files.strict_yaml import read_json_text
+from autopar.files.strict_text import read_json
 
 _MAX_BYTES = 512 * 2**20
 COMPUTE, HOST, MESSAGES, IDLE = "compute", "host", "point-to-point", "idle"
@@ -27,16 +25,13 @@ Span = tuple[float, float]
 
 def read_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """A file that `autopar trace` wrote. Raises InputError where it is something else."""
-    text, problems = read_json_text(Path(path), max_bytes=_MAX_BYTES)
-    if text is None:
+    content, problems = read_json(path, max_bytes=_MAX_BYTES)
+    if not problems and not isinstance(content, dict):
+        problems = [Problem(path="", rule="must be an object with traceEvents")]
+    if problems:
         raise InputError(f"trace {os.fspath(path)!r} cannot be used", problems)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"trace {os.fspath(path)!r} cannot be used: it is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"trace {os.fspath(path)!r} cannot be used: it must be an object with traceEvents")
-    return content
+    trace: Mapping[str, Any] = content
+    return trace
 
 
 def measured_parts(trace: Mapping[str, Any], *, rank: int | None = None) -> dict[str, float]:

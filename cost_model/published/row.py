@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError, Problem, did_you_mean
-from autopar.files.strict_yaml import read_json_text
+from autopar.files.strict_text import read_text
 
 MAX_FILE_BYTES = 32 * 1024 * 1024
 _MAX_ROWS = 100_000
@@ -190,7 +189,7 @@ def parse_rows(
 
 def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """The header of a CSV file and its lines that are not empty, each with its number; bounded in size."""
-    text, problems = read_json_text(Path(path), max_bytes=MAX_FILE_BYTES)
+    text, problems = read_text(path, max_bytes=MAX_FILE_BYTES)
     if text is None:
         raise InputError(f"{path} cannot be read", problems)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)

@@ -1,0 +1,59 @@
+"""Reading text and JSON files that others wrote, within a size and strictly. Nothing in a file can raise here."""
+
+import json
+import os
+import stat
+from typing import Any
+
+from autopar.errors import Problem
+
+
+def read_text(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[str | None, list[Problem]]:
+    """The text of a regular UTF-8 file, or None and the reason why it cannot be read."""
+    try:
+        # O_NONBLOCK: opening a pipe that nobody writes to must not wait
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return _refused(path, "no such file", "check the path")
+    except (OSError, ValueError) as error:
+        return _refused(path, f"cannot be opened: {error}")
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return _refused(path, "must be a regular file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        return _refused(path, f"must be at most {max_bytes} bytes", "is it the right file?")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return _refused(path, f"must be UTF-8 text; byte {error.start} is not")
+    return _refused(path, "must be text; it has NUL bytes") if "\0" in text else (text, [])
+
+
+def read_json(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[Any, list[Problem]]:
+    """The data of a JSON file, or None and every problem: also keys that stand twice, and ``NaN``."""
+    text, problems = read_text(path, max_bytes=max_bytes)
+    if text is None:
+        return None, problems
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = [name for name in content if names.count(name) > 1]
+            problems.extend(Problem(path=name, rule="duplicate key", suggestion="keep one") for name in twice)
+        return content
+
+    def constant(name: str) -> None:
+        problems.append(Problem(path="", rule=f"{name} is not a number that JSON has"))
+
+    try:
+        content = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        what = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
+        problems.append(Problem(path=str(path), rule=what[:300]))
+    return (None, problems) if problems else (content, [])
+
+
+def _refused(path: str | os.PathLike[str], rule: str, suggestion: str | None = None) -> tuple[None, list[Problem]]:
+    return None, [Problem(path=os.fspath(path), rule=rule, suggestion=suggestion)]
