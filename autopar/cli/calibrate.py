@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.options.checks import problems_of_ranks, problems_of_target, refuse
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress_bar, table
-from autopar.errors import InputError, Problem
+from autopar.errors import Problem
 from autopar.ir.explanation import readable_seconds
 
 if TYPE_CHECKING:
     from autopar.commands.calibrate import Calibration
     from autopar.cost_model.machine.profile import DeviceProfile
 
-MAX_RANKS, MAX_MINUTES = 64, 120.0
+MAX_MINUTES = 120.0
 
 
 def calibrate(
@@ -37,18 +38,10 @@ def calibrate(
 
     The file has a value, source and date for every number, and how far the fit is off what was measured.
     """
-    problems = []
-    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
-        problems.append(Problem(path="--ranks", value=ranks, rule=f"must be from 1 to {MAX_RANKS}"))
-    if ranks is not None and "RANK" in os.environ:
-        problems.append(Problem(path="--ranks", value=ranks, rule="must be left out under torchrun, which has ranks"))
+    problems = problems_of_ranks(ranks) + problems_of_target("--out", out)
     if not 0 < minutes <= MAX_MINUTES:
         problems.append(Problem(path="--minutes", value=minutes, rule=f"must be above 0 and at most {MAX_MINUTES:g}"))
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK)):
-        rule = "cannot be written: name a file in a folder that exists and that you may write to"
-        problems.append(Problem(path="--out", value=str(out), rule=rule))
-    if problems:
-        raise InputError("the options cannot be used", problems)
+    refuse(problems)
     is_first = os.environ.get("RANK", "0") == "0"
     with progress_bar("importing torch", shown=is_first) as on_progress:
         from autopar.commands.calibrate import calibrate as measure
@@ -73,7 +66,7 @@ def _show(found: "Calibration", out: Path | None) -> None:
     profile, screen = found.profile, console()
     assert profile.measured is not None and profile.device is not None
     seconds = profile.measured.seconds
-    screen.print(f"{profile.device.name}: {profile.measured.how}, {seconds:.0f} s\n", markup=False, style="bold")
+    screen.print(f"{profile.device.name}: {profile.measured.how}, {seconds:.0f} s\n", style="bold")
     columns = ("constant", "fitted", "of")
     screen.print(table(columns, _rows(profile), right=("fitted",)))
     screen.print()
@@ -85,11 +78,11 @@ def _show(found: "Calibration", out: Path | None) -> None:
         screen.print(f"note: {found.num_skipped} works took too long and were left out; --minutes gives more time")
     if found.is_disturbed:
         text = f"passes differ by {found.spread:.0%}: this machine did other things; calibrate again when it does not"
-        screen.print(f"note: {text}", style="yellow", markup=False)
+        screen.print(f"note: {text}", style="yellow")
     for sentence in profile.assumptions():
-        screen.print(f"note: {sentence}", markup=False)
+        screen.print(f"note: {sentence}")
     if out is not None:
-        screen.print(f"written to {out}", markup=False)
+        screen.print(f"written to {out}")
 
 
 def _rows(profile: "DeviceProfile") -> list[tuple[str, str, str]]:

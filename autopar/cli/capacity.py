@@ -74,7 +74,7 @@ def capacity(
         rows.append([f"{count:,}", *(_billions(mine[way].parameters) for way in WAYS), plan])
     out.print(table(["devices", *WAYS, "the best plan is"], rows, right=["devices", *WAYS]))
     if chart is not None:
-        out.print(f"written to {chart}", markup=False)
+        out.print(f"written to {chart}")
 
 
 def _counts(text: str) -> list[int]:

@@ -30,7 +30,7 @@ def clusters(as_json: Json = False) -> None:
         rows.append((preset.name, ", ".join(preset.aliases), *cells))
     out = console()
     out.print(table(columns, rows, right=columns[2:]))
-    out.print("\nCLUSTER is <n>x<device>, such as 8xh100, or a YAML file, or detect.", markup=False)
+    out.print("\nCLUSTER is <n>x<device>, such as 8xh100, or a YAML file, or detect.")
 
 
 def _entry(preset: DevicePreset) -> dict[str, object]:

@@ -40,6 +40,9 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
 
     def run(**given: Any) -> None:
         wants_traceback = given.pop("traceback") or os.environ.get("AUTOPAR_DEBUG", "") not in ("", "0")
+        # remarks of libraries about things that are on purpose; ranks that a command starts inherit this
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("TORCH_LOGS", "-dtensor")
         with _Guard(wants_traceback):
             if takes_options:
                 given["options"] = PlanOptions(**{name: given.pop(name) for name in command_options()})

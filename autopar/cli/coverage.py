@@ -1,6 +1,5 @@
 """`autopar coverage`: the part of a model's work that a mesh splits, and the price of operators that stay whole."""
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +38,6 @@ def coverage(
     wanted = asked.get("tp", 1) * asked.get("dp", 1) * asked.get("dp_replicate", 1)
     spec = ClusterSpec.parse(cluster or f"{wanted}x{DEFAULT_DEVICE}")
     degrees = options.degrees(spec.num_devices)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"building {model} without memory") as on_progress:
         batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.num_micro_batches
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
@@ -58,7 +56,7 @@ def coverage(
         return
     _show(found.name, spec, covered)
     for note in (*found.notes, *(f"assumed: {assumption}" for assumption in spec.assumptions)):
-        console().print(note, markup=False)
+        console().print(note)
 
 
 def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
@@ -66,11 +64,11 @@ def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
 
     out = console()
     mesh = " × ".join(f"{dim} {degree}" for dim, degree in covered.mesh.items()) or "one rank"
-    out.print(f"{name} on {mesh} of {cluster.name}\n", markup=False, style="bold")
+    out.print(f"{name} on {mesh} of {cluster.name}\n", style="bold")
     dims = grouped_dims(covered.mesh)
     for dim in dims:
         flops, moved = covered.split_flops(dim), covered.split_bytes(dim)
-        out.print(f"{dim} splits {flops:.1%} of FLOP and {moved:.1%} of bytes moved", markup=False)
+        out.print(f"{dim} splits {flops:.1%} of FLOP and {moved:.1%} of bytes moved")
     out.print()
     columns = ("operator", "calls", "without rule", "GFLOP", *(f"split on {dim}" for dim in dims))
     rows = [
@@ -85,9 +83,9 @@ def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
     ]
     out.print(table(columns, rows, right=columns[1:]))
     if not covered.whole:
-        out.print("\nNo operator with notable work stays whole.", markup=False)
+        out.print("\nNo operator with notable work stays whole.")
         return
-    out.print(f"\nWhole operators, of {readable_seconds(covered.seconds)} that one rank works in a step", markup=False)
+    out.print(f"\nWhole operators, of {readable_seconds(covered.seconds)} that one rank works in a step")
     columns = ("whole on", "operator", "where", "times", "rule", "time", "memory")
     rows = [
         (

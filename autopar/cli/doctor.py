@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.options.checks import problems_of_ranks, refuse
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
-from autopar.errors import InputError, Problem
+from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_seconds
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from autopar.commands.diagnosis import Diagnosis
 
 _FAILED = 1
-_MAX_RANKS = 64
 
 
 def doctor(
@@ -38,16 +38,10 @@ def doctor(
 
     Exit status: 0 right, 1 a check failed or a rank did, 2 bad input.
     """
-    problems = []
-    if ranks is not None and not 1 <= ranks <= _MAX_RANKS:
-        problems.append(Problem(path="--ranks", value=ranks, rule=f"must be from 1 to {_MAX_RANKS}"))
-    if ranks is not None and "RANK" in os.environ:
-        problems.append(Problem(path="--ranks", value=ranks, rule="must be left out under torchrun, which has ranks"))
+    problems = problems_of_ranks(ranks)
     if timeout <= 0:
         problems.append(Problem(path="--timeout", value=timeout, rule="must be greater than 0"))
-    if problems:
-        raise InputError("the options cannot be used", problems)
-    os.environ.setdefault("TORCH_LOGS", "-dtensor")
+    refuse(problems)
     with progress("importing torch") as on_progress:
         from autopar.commands.doctor import examine, examine_here, leave
 
@@ -69,7 +63,7 @@ def doctor(
 
 def _show(found: "Diagnosis") -> None:
     out = console()
-    out.print(f"{len(found.ranks)} ranks of {found.cluster}, {found.backend}\n", markup=False, style="bold")
+    out.print(f"{len(found.ranks)} ranks of {found.cluster}, {found.backend}\n", style="bold")
     columns = ("compared with one rank", "worst", "allowed", "", "where the worst is")
     rows = [
         (
@@ -87,12 +81,12 @@ def _show(found: "Diagnosis") -> None:
     for rank, parts in found.slow_ranks.items():
         where = f"rank {rank} ({found.ranks[rank].device} on {found.ranks[rank].host})"
         what = ", ".join(f"{name} {1 - part:.0%} under the median" for name, part in parts.items())
-        out.print(f"slow: {where}: {what}", markup=False, style="yellow")
+        out.print(f"slow: {where}: {what}", style="yellow")
     for note in found.notes:
-        out.print(f"note: {note}", markup=False)
+        out.print(f"note: {note}")
     failed = [f"{c.name} on rank {c.rank}" for c in found.checks if not c.passed]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: these ranks compute what one rank computes"
-    out.print(verdict, markup=False, style="bold red" if failed else "bold green")
+    out.print(verdict, style="bold red" if failed else "bold green")
 
 
 def _show_figures(found: "Diagnosis") -> None:

@@ -1,16 +1,16 @@
 """`autopar estimate`: step time, throughput, utilisation and peak memory of a plan, each with its parts."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
+from autopar.cli.options.checks import refuse
 from autopar.cli.options.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.options.search_options import Precision, Profile
 from autopar.cli.output import console, print_json, progress, table
-from autopar.errors import InputError, Problem
+from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.planning.options import PlanOptions
@@ -64,7 +64,6 @@ def estimate(
     spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
     ranks = _ranks(spec, cp, ep)
     degrees = options.degrees(ranks)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"building {model} without memory") as on_progress:
         from autopar.models.load import resolve_model
 
@@ -99,7 +98,7 @@ def estimate(
     if beside is not None and trace is not None:
         show_trace(beside, trace, correct)
     for note in found.notes:
-        console().print(note, markup=False)
+        console().print(note)
 
 
 def _inputs(
@@ -123,8 +122,7 @@ def _inputs(
         problems.append(Problem(path="--grams-co2-per-kwh", rule="is of a whole run", suggestion="add --tokens"))
     if precision is not None and precision not in PRECISIONS:
         problems.append(Problem(path="--precision", value=precision, rule=f"must be one of {', '.join(PRECISIONS)}"))
-    if problems:
-        raise InputError("the options cannot be used", problems)
+    refuse(problems)
     found = engine_named(engine)
     spec = ClusterSpec.parse(cluster)
     wanted = precision or default_precision(spec)
@@ -142,8 +140,7 @@ def _ranks(cluster: ClusterSpec, cp: int, ep: int) -> int:
     ]
     if not problems and cluster.num_devices % cp:
         problems.append(Problem(path="--cp", value=cp, rule=f"must divide the {cluster.num_devices} devices"))
-    if problems:
-        raise InputError("the options cannot be used", problems)
+    refuse(problems)
     return cluster.num_devices // cp
 
 
@@ -156,12 +153,11 @@ def _show(made: "Estimate") -> None:
     mesh = " × ".join(f"{name} {made.degrees[name]}" for name in names if made.degrees[name] > 1) or "one rank"
     zero = f", ZeRO {made.degrees['zero']}" if made.degrees["dp_shard"] > 1 else ""
     title = f"{made.model} ({made.num_parameters / 1e9:.3g} billion parameters) on {made.cluster}: {mesh}{zero}"
-    out.print(title, markup=False, style="bold")
+    out.print(title, style="bold")
     times = made.degrees["micro_batches"] * made.degrees["accumulate"]
     out.print(
         f"{made.global_batch} sequences of {made.sequence} tokens a step, {times} micro-batches of "
-        f"{made.degrees.get('micro_batch', 1)}; engine {made.engine}, {made.precision}, profile {made.profile}\n",
-        markup=False,
+        f"{made.degrees.get('micro_batch', 1)}; engine {made.engine}, {made.precision}, profile {made.profile}\n"
     )
     rows = [
         ("step", readable_seconds(made.step_s)),
@@ -175,7 +171,7 @@ def _show(made: "Estimate") -> None:
         rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {made.least_devices} devices"))
     out.print(table(("", ""), rows))
     if not made.fits:
-        out.print("does not fit the devices' memory", markup=False, style="bold red")
+        out.print("does not fit the devices' memory", style="bold red")
     out.print()
     out.print(_time_table(made))
     out.print()
@@ -185,9 +181,9 @@ def _show(made: "Estimate") -> None:
         out.print()
         out.print(table(("whole run", ""), _run_rows(made.run), right=("",)))
     for only in made.formula_only:
-        out.print(f"formula only: {only}", markup=False, style="yellow")
+        out.print(f"formula only: {only}", style="yellow")
     for assumption in made.assumptions:
-        out.print(f"assumed: {assumption}", markup=False)
+        out.print(f"assumed: {assumption}")
 
 
 def _time_table(made: "Estimate") -> object:

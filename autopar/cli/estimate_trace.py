@@ -1,14 +1,14 @@
 """What `autopar estimate --trace` adds: the estimate beside a real step, and the profile that it corrects."""
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.options.checks import problems_of_target, refuse
 from autopar.cli.output import console, table
-from autopar.errors import InputError, Problem
+from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_seconds
 
@@ -37,11 +37,7 @@ def check_trace_options(trace: Path | None, correct: Path | None, engine: str) -
     if trace is not None and engine != "autopar":
         rule = "a trace shows autopar's own engine, which must be the one that is priced"
         problems.append(Problem(path="--trace", value=engine, rule=rule, suggestion="leave out --engine"))
-    if correct is not None and (correct.is_dir() or not os.access(correct.parent, os.W_OK | os.X_OK)):
-        rule = "cannot be written: name a file in a folder that exists and that you may write to"
-        problems.append(Problem(path="--correct", value=str(correct), rule=rule))
-    if problems:
-        raise InputError("the options cannot be used", problems)
+    refuse(problems + problems_of_target("--correct", correct))
     if trace is None:
         return None
     from autopar.cost_model.fit.profile_parts import measured_parts, read_trace
@@ -104,7 +100,7 @@ def show_trace(found: "Comparison", trace: Path, correct: Path | None) -> None:
     columns = (f"beside {trace.name}", "predicted", "measured", "ratio", "")
     out.print()
     out.print(table(columns, rows, right=columns[1:4]))
-    out.print(sentence(found), markup=False)
-    out.print("the optimizer is no part of a trace, and not compared", markup=False)
+    out.print(sentence(found))
+    out.print("the optimizer is no part of a trace, and not compared")
     if correct is not None:
-        out.print(f"corrected profile written to {correct}; estimate again with --profile {correct}", markup=False)
+        out.print(f"corrected profile written to {correct}; estimate again with --profile {correct}")

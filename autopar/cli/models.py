@@ -39,4 +39,4 @@ def models(as_json: Json = False) -> None:
     columns = ("model", "parameters", "layers", "context", "what it is", "source")
     out = console()
     out.print(table(columns, rows, right=("parameters", "layers", "context")))
-    out.print("\nMODEL may also be a transformers config.json, or package.module:factory.", markup=False)
+    out.print("\nMODEL may also be a transformers config.json, or package.module:factory.")

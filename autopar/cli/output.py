@@ -22,7 +22,7 @@ def console(*, stderr: bool = False) -> Console:
     """A console; where there is no terminal, wide enough that tables are not cut, whatever ``COLUMNS`` says of one."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(file=stream, width=width, highlight=False, emoji=False)  # mine:factory: is no picture of one
+    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)  # mine:factory: is no picture
 
 
 def print_json(data: Any) -> None:

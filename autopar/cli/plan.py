@@ -1,6 +1,5 @@
 """`autopar plan`: capture a model without memory, search how to split it, say why, and write the plan."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +93,6 @@ def plan(
         precision=None if precision is None and is_factory(model) else wanted,
     )
     asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # remarks about configs are no help here
     with progress(f"capturing {model} without memory") as on_progress:
         dtype = None if is_factory(model) else DTYPES[wanted]
         captured = captured_model(
@@ -123,9 +121,9 @@ def _show(found: "SearchResult", decided: Plan, notes: Sequence[str], written: S
     print_sections(result_sections(found), stdout)
     print_sections(sections(decided), stdout)
     for note in (*notes, *(f"assumed: {assumption}" for assumption in found.assumptions)):
-        stdout.print(note, markup=False)
+        stdout.print(note)
     for path in written:
-        stdout.print(f"written to {path}", markup=False)
+        stdout.print(f"written to {path}")
 
 
 def _searched(

@@ -39,4 +39,4 @@ def report(
     stdout = console()
     for path, write in ((out, write_report), (perfetto, write_trace)):
         if path is not None:
-            stdout.print(f"written to {path} ({write(found, path) / 1000:,.0f} kB)", markup=False)
+            stdout.print(f"written to {path} ({write(found, path) / 1000:,.0f} kB)")

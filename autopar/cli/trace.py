@@ -1,14 +1,13 @@
 """`autopar trace`: one step on ranks started here, as a trace that Perfetto shows."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
-from autopar.cli.options.small_model import check_numbers, sizes_of_plan, small_sizes
+from autopar.cli.options.small_model import Batch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions
@@ -20,15 +19,13 @@ if TYPE_CHECKING:
 
 def trace(
     model: ModelArgument,
-    world_size: Annotated[int, typer.Option("--world-size", "-n", help="Ranks to start on this machine.")],
+    world_size: WorldSize,
     options: PlanOptions,
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the trace there.")] = Path("trace.json"),
     plan: Annotated[Path | None, typer.Option(help="Trace this plan file.", show_default=False)] = None,
     layers: Layers = None,
     hidden: Hidden = None,
-    batch: Annotated[
-        int | None, typer.Option(help="Sequences of one data-parallel rank in one step.", show_default=False)
-    ] = None,
+    batch: Batch = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     as_json: Json = False,
@@ -42,29 +39,13 @@ def trace(
     Sizes are small unless given, as for `autopar verify`.
     """
     check_numbers(world_size=world_size, batch=batch)
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": options.seq_len, "batch": batch}
-    if plan is not None:
-        wish = None
-        sizes |= sizes_of_plan(plan, model, world_size, options, batch)
-    else:
-        wish = options.wish()
-        sizes |= small_sizes(model, world_size, options, sizes)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TORCH_LOGS", "-dtensor")
+    wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
     with progress("importing torch") as on_progress:
         from autopar.commands.profile import trace_model
+        from autopar.commands.verify import Job
 
-        decided, times = trace_model(
-            model,
-            out,
-            world_size=world_size,
-            degrees=wish,
-            plan=None if plan is None else str(plan),
-            dtype=dtype,
-            seed=seed,
-            on_progress=on_progress,
-            **sizes,
-        )
+        job = Job(spec=model, dtype=dtype, seed=seed, **sizes)
+        decided, times = trace_model(job, out, world_size=world_size, degrees=wish, plan=plan, on_progress=on_progress)
     if as_json:
         print_json({"trace": str(out), "plan": decided.to_dict(), "tracks": [asdict(one) for one in times]})
     else:
@@ -74,7 +55,7 @@ def trace(
 def _show(model: str, plan: "Plan", times: list["TrackTime"], path: Path) -> None:
     out = console()
     first, last = min(one.start_us for one in times), max(one.end_us for one in times)
-    out.print(f"{model}: {sizes_in_words(plan)}; one step of {(last - first) / 1e3:.1f} ms", markup=False)
+    out.print(f"{model}: {sizes_in_words(plan)}; one step of {(last - first) / 1e3:.1f} ms")
     columns = ("rank", "track", "slices", "busy ms", "of the step")
     rows = [
         (
@@ -87,4 +68,4 @@ def _show(model: str, plan: "Plan", times: list["TrackTime"], path: Path) -> Non
         for one in times
     ]
     out.print(table(columns, rows, right=columns[2:]))
-    out.print(f"written to {path}; open it at https://ui.perfetto.dev", markup=False)
+    out.print(f"written to {path}; open it at https://ui.perfetto.dev")

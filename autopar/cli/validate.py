@@ -2,15 +2,16 @@
 
 import csv
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from autopar.cli.options.checks import problems_of_target, refuse
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.validate_report import html_report, percent, reasons, signed
 from autopar.errors import InputError, did_you_mean
 from autopar.files.atomic import write_text
 
@@ -60,8 +61,6 @@ def validate(
         estimates = predict(rows, estimate_rows)
     found = validation_of(compared_rows(rows, estimates), by=column)
     if report is not None:
-        from autopar.cli.validate_report import html_report
-
         page = html_report(found, title=runs.name, subtitle=f"{len(rows)} rows of tier {tier}; autopar validate")
         write_text(report, page)
     if out is not None:
@@ -72,7 +71,7 @@ def validate(
     _show(found)
     for path in (report, out):
         if path is not None:
-            console().print(f"written to {path}", markup=False)
+            console().print(f"written to {path}")
 
 
 def predictions_csv(estimates: "Sequence[RowEstimate | Unmodelled]") -> str:
@@ -115,11 +114,9 @@ def _rows(runs: Path, tier: str) -> "list[Row]":
 
 def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
     """Refuse before any work what cannot be written in the end."""
-    named = [(option, path) for option, path in (("--out", out), ("--report", report)) if path is not None]
-    for option, path in named:
-        if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-            raise InputError(f"{option} {path} cannot be written: name a file in a folder that you may write to")
-        if path.exists() and runs.exists() and path.samefile(runs):
+    refuse([*problems_of_target("--out", out), *problems_of_target("--report", report)])
+    for option, path in (("--out", out), ("--report", report)):
+        if path is not None and path.exists() and runs.exists() and path.samefile(runs):
             raise InputError(f"{option} {path} is the file of the runs: name another")
     if out is not None and report is not None and out.absolute() == report.absolute():
         raise InputError(f"--out and --report both name {out}: name two files")
@@ -128,7 +125,7 @@ def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
 def _show(found: "Validation") -> None:
     out = console()
     overall = found.overall
-    out.print(_headline(overall), markup=False, style="bold")
+    out.print(_headline(overall), style="bold")
     out.print()
     columns = (
         *(found.by_column, "rows", "modelled", "timed", "median", "mean", "p90", "worst", "bias"),
@@ -139,9 +136,9 @@ def _show(found: "Validation") -> None:
     out.print()
     weighed = found.mean_over_sources
     if weighed["step_time"] is not None:
-        memory = "" if weighed["memory"] is None else f", of memory {_percent(weighed['memory'])}"
-        text = f"every source weighed once: mean of the median errors {_percent(weighed['step_time'])}{memory}"
-        out.print(text, markup=False)
+        memory = "" if weighed["memory"] is None else f", of memory {percent(weighed['memory'])}"
+        text = f"every source weighed once: mean of the median errors {percent(weighed['step_time'])}{memory}"
+        out.print(text)
     _show_rest(found)
 
 
@@ -152,30 +149,27 @@ def _headline(overall: "Measures") -> str:
     if overall.step_time.n == 0:
         return share
     time = overall.step_time
-    return f"{share}; step time: median error {_percent(time.median)}, p90 {_percent(time.p90)}"
+    return f"{share}; step time: median error {percent(time.median)}, p90 {percent(time.p90)}"
 
 
 def _show_rest(found: "Validation") -> None:
-    from autopar.cli.validate_report import reasons
-
     out = console()
     ranking, oom = found.overall.ranking, found.overall.oom
     if ranking.groups:
         out.print(
             f"{ranking.groups} groups of layouts of the same work ({ranking.layouts} layouts): rank correlation "
             f"{ranking.correlation_median:.2f} in the median group, {ranking.correlation_p10:.2f} in the worst tenth; "
-            f"measured regret {_percent(ranking.regret_median)} and {_percent(ranking.regret_p90)}",
-            markup=False,
+            f"measured regret {percent(ranking.regret_median)} and {percent(ranking.regret_p90)}"
         )
     if oom.oom_rows:
         text = f"{oom.oom_predicted} of {oom.oom_rows} rows that ran out of memory are predicted not to fit"
-        out.print(text, markup=False)
+        out.print(text)
     if oom.ok_rows:
         text = f"{oom.ok_predicted_oom} of {oom.ok_rows} rows that ran are predicted not to fit"
-        out.print(text, markup=False)
+        out.print(text)
     for reason, ids in reasons(found).items():
         more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
-        out.print(f"not modelled, {reason}: {', '.join(ids[:MAX_IDS])}{more}", markup=False, style="yellow")
+        out.print(f"not modelled, {reason}: {', '.join(ids[:MAX_IDS])}{more}", style="yellow")
 
 
 def _cells(part: "Measures") -> tuple[str, ...]:
@@ -183,15 +177,7 @@ def _cells(part: "Measures") -> tuple[str, ...]:
     correlation = "" if ranking.correlation_median is None else f"{ranking.correlation_median:.2f}"
     return (
         *(str(part.rows), str(part.modelled), str(time.n or "")),
-        *(_percent(time.median), _percent(time.mean), _percent(time.p90), _percent(time.max), _signed(time.bias)),
-        *(str(memory.n or ""), _percent(memory.median), _percent(memory.p90), _signed(memory.bias)),
-        *(str(ranking.groups or ""), correlation, _percent(ranking.regret_median)),
+        *(percent(time.median), percent(time.mean), percent(time.p90), percent(time.max), signed(time.bias)),
+        *(str(memory.n or ""), percent(memory.median), percent(memory.p90), signed(memory.bias)),
+        *(str(ranking.groups or ""), correlation, percent(ranking.regret_median)),
     )
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.1%}"

@@ -11,7 +11,7 @@ import torch
 from autopar.capture.record.pickled import to_bytes
 from autopar.commands.verify import Job, built_on_rank, decide
 from autopar.ir.plan import Plan
-from autopar.runtime.distributed.launch import DEFAULT_TIMEOUT_S, Ranks
+from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.profile.chrome_trace import TrackTime, check_writable, track_times
@@ -20,44 +20,32 @@ from autopar.runtime.verify.verify import check_dtype, this_ranks_part
 
 
 def trace_model(
-    spec: str,
+    job: Job,
     path: str | os.PathLike[str],
     *,
     world_size: int,
     degrees: Mapping[str, Any] | None = None,
-    plan: str | None = None,
-    layers: int | None = None,
-    hidden: int | None = None,
-    seq_len: int | None = None,
-    batch: int | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    plan: Path | str | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
-    ranks: Ranks | None = None,
 ) -> tuple[Plan, list[TrackTime]]:
     """Write a trace of one step on `world_size` gloo ranks of this machine; returns the plan and the trace's tracks.
 
-    `batch` is the sequences of one data-parallel rank in one step. `ranks` reuses a world. Raises `InputError` or
-    `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
+    Raises `InputError` or `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
     """
     check_writable(path)
-    check_dtype(dtype)
-    job = Job(spec=spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype, steps=1, seed=seed)
+    check_dtype(job.dtype)
     _, program, decided = decide(job, world_size, degrees, plan, on_progress)
     on_progress(f"three steps on {world_size} ranks")
-    arguments = (job, decided.to_json(), to_bytes(program), str(Path(path).absolute()))
-    if ranks is not None:
-        ranks.run("autopar.commands.profile:traced_on_rank", *arguments)
-    else:
-        with Ranks(world_size, timeout_s=timeout_s, checked=False) as world:
-            world.run("autopar.commands.profile:traced_on_rank", *arguments)
+    with Ranks(world_size, checked=False) as world:
+        world.run(
+            "autopar.commands.profile:traced_on_rank", job, decided, to_bytes(program), str(Path(path).absolute())
+        )
     return decided, track_times(json.loads(Path(path).read_text()))
 
 
-def traced_on_rank(rank: int, job: Job, plan_json: str, program_bytes: bytes, path: str) -> None:
+def traced_on_rank(rank: int, job: Job, plan: Plan, program_bytes: bytes, path: str) -> None:
     """The work of one rank."""
-    model, program, plan = built_on_rank(job, plan_json, program_bytes)
+    model, program = built_on_rank(job, plan, program_bytes)
     source = parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, source, torch.device("cpu"), seed=job.seed)
     (batch,) = random_batches(program, plan.degrees, 1, job.seed)

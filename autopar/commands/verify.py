@@ -5,11 +5,12 @@ The command line's `autopar verify` and tests call `verify`; steps and compariso
 """
 
 import copy
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from autopar.models.load import ResolvedModel, resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for, check_plan, label_plan
 from autopar.runtime.codegen.passes.without_dropout import without_dropout
-from autopar.runtime.distributed.launch import DEFAULT_TIMEOUT_S, Ranks
+from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity, error, rms, worst
@@ -50,13 +51,13 @@ class Job:
     """What every rank needs to build the same model and plan; plain data."""
 
     spec: str
-    layers: int | None
-    hidden: int | None
-    seq_len: int | None
-    batch: int | None
+    layers: int | None = None
+    hidden: int | None = None
+    seq_len: int | None = None
+    batch: int | None = None  # sequences of one data-parallel rank in one step
     dtype: str
-    steps: int
-    seed: int
+    steps: int = 1
+    seed: int = 0
 
 
 def resolve(job: Job) -> ResolvedModel:
@@ -74,7 +75,7 @@ def verify(
     *,
     world_size: int,
     degrees: Mapping[str, Any] | None = None,
-    plan: str | None = None,
+    plan: Path | str | None = None,
     layers: int | None = None,
     hidden: int | None = None,
     seq_len: int | None = None,
@@ -82,7 +83,6 @@ def verify(
     dtype: str = "float64",
     steps: int = 3,
     seed: int = 0,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: _Progress = lambda text: None,
     ranks: Ranks | None = None,
 ) -> Report:
@@ -108,20 +108,17 @@ def verify(
     if not has_dropout and (count == 1 or decided.degrees.per_micro_batch):
         captured = against_model(model, source, split_micro_batches(program, data[0], count), reference)
     on_progress(f"the same steps on {world_size} ranks")
-    arguments, describe = (job, decided.to_json(), to_bytes(program)), partial(rank_name, decided.degrees)
-    if ranks is not None:
-        parts: list[Steps | None] = ranks.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
-    else:
-        with Ranks(world_size, timeout_s=timeout_s) as world:
-            parts = world.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
+    with nullcontext(ranks) if ranks is not None else Ranks(world_size) as world:
+        describe = partial(rank_name, decided.degrees)
+        target, arguments = "autopar.commands.verify:rank_steps", (job, decided, to_bytes(program))
+        parts: list[Steps | None] = world.run(target, *arguments, describe=describe)
     found = merge_stages([part for part in parts if part is not None])
     quantities, notes = compare_steps(reference, found, TOLERANCES[dtype], steps)
     notes += notes_on_inputs(checked)
     if has_dropout:
         notes += ("dropout was off on both sides, and the unmodified model was not compared",)
     return Report(
-        world_size=world_size,
-        plan=decided.to_dict(),
+        plan=decided,
         quantities=(*quantities, *captured),
         notes=notes,
         seconds=time.monotonic() - started,
@@ -129,7 +126,11 @@ def verify(
 
 
 def decide(
-    job: Job, world_size: int, degrees: Mapping[str, Any] | None, plan: str | None, on_progress: _Progress
+    job: Job,
+    world_size: int,
+    degrees: Mapping[str, Any] | None,
+    plan: Path | str | None,
+    on_progress: _Progress,
 ) -> tuple[ResolvedModel, Program, Plan]:
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")
@@ -169,17 +170,17 @@ def _resolved(job: Job) -> ResolvedModel:
     return resolve(job)
 
 
-def built_on_rank(job: Job, plan_json: str, program: bytes) -> tuple[ResolvedModel, Program, Plan]:
-    """The parts of a job on one rank: the model on meta, its captured program, the plan."""
+def built_on_rank(job: Job, plan: Plan, program: bytes) -> tuple[ResolvedModel, Program]:
+    """The model of a job on meta and its captured program, on one rank."""
     model = _resolved(job)  # first: it may register operators that the program has
-    plan, captured = Plan.from_dict(json.loads(plan_json)), from_bytes(program)
+    captured = from_bytes(program)
     check_plan(plan, captured, plan.degrees.world_size)
-    return model, captured, plan
+    return model, captured
 
 
-def rank_steps(rank: int, job: Job, plan_json: str, program_bytes: bytes) -> Steps | None:
+def rank_steps(rank: int, job: Job, plan: Plan, program_bytes: bytes) -> Steps | None:
     """The work of one rank: build the model on meta and run the steps. One rank of each stage returns them."""
-    model, program, plan = built_on_rank(job, plan_json, program_bytes)
+    model, program = built_on_rank(job, plan, program_bytes)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
     data = random_batches(checked, plan.degrees, job.steps, job.seed)

@@ -29,8 +29,7 @@ MAX_NORM = 1.0
 class Report:
     """The compared quantities with their worst errors, and whether all are within tolerance."""
 
-    world_size: int
-    plan: Mapping[str, Any]
+    plan: Plan
     quantities: tuple[Quantity, ...]
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -42,8 +41,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
-            "world_size": self.world_size,
-            "plan": dict(self.plan),
+            "world_size": self.plan.degrees.world_size,
+            "plan": self.plan.to_dict(),
             "quantities": [q.to_dict() for q in self.quantities],
         }
 

@@ -114,7 +114,7 @@ def test_rows_without_results_are_predicted(tmp_path: Path) -> None:
         ((str(RUNS), "--by", "gpu"), "valid: gpu_type, group, source_key"),
         ((str(SWEEP), "--tier", "core"), "none of the 1440 rows"),
         ((str(DATA / "README.md"),), "the header of"),
-        ((str(RUNS), "--out", "/no/such/folder/x.csv"), "--out /no/such/folder/x.csv cannot be written"),
+        ((str(RUNS), "--out", "/no/such/folder/x.csv"), "--out: cannot be written: name a file in a folder"),
         ((str(RUNS), "--report", str(DATA)), "cannot be written"),
         ((str(RUNS), "--out", str(RUNS)), "is the file of the runs"),
     ],

@@ -10,6 +10,8 @@ import pytest
 from run import autopar as autopar_here
 from run import refused
 
+from autopar.ir.plan import Plan
+
 pytest.importorskip("transformers")
 SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "16")
 
@@ -51,7 +53,7 @@ def test_table_and_exit_status(monkeypatch: pytest.MonkeyPatch, plan_of_two: Pat
 
     def instead(spec: str, **options: Any) -> Report:
         worst = Quantity(name="gradients", max_error=1e-12 if passed else 0.5, where="lm_head.weight", tolerance=1e-9)
-        return Report(world_size=2, plan=json.loads(plan_of_two.read_text()), quantities=(worst,))
+        return Report(plan=Plan.load(plan_of_two), quantities=(worst,))
 
     monkeypatch.setattr(autopar.commands.verify, "verify", instead)
     result = autopar_here("verify", "gpt2", "-n", "2")

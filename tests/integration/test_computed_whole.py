@@ -64,4 +64,4 @@ def test_heads_that_no_degree_divides(four_ranks: Ranks, tmp_path: Path) -> None
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     report = verify(str(path), world_size=4, degrees={"tp": 4}, seq_len=16, batch=2, steps=2, ranks=four_ranks)
     assert report.passed, report
-    assert any("4 does not divide 3 heads; nearest legal degree 3" in note for note in report.plan["notes"])
+    assert any("4 does not divide 3 heads; nearest legal degree 3" in note for note in report.plan.notes)

@@ -31,7 +31,7 @@ def test_equal_to_one_device_that_does_the_same(spec: str, wish: dict[str, Any],
     errors = {q.name: (q.where, q.max_error) for q in report.quantities}
     assert report.passed, errors
     assert {"captured loss", "captured gradients"} < errors.keys()
-    assert report.plan["degrees"]["per_micro_batch"] is True
+    assert report.plan.degrees.per_micro_batch is True
 
 
 @pytest.mark.parametrize("wish", (long({"tp": 1, "dp": 4, "zero": 2}), {"tp": 2, "dp": 2, "zero": 3}), ids=str)

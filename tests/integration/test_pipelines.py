@@ -37,7 +37,7 @@ def verified(spec: str, worlds: Worlds, batch: int, *, layers: int = 4, **wish: 
 def test_schedules(schedule: str, worlds: Worlds) -> None:
     """Four stages on two ranks, or two; the table is tied to the logits and lies on both ranks, or twice on one."""
     report = verified("gpt2", worlds, 8, pp=2, schedule=schedule, micro_batches=4)
-    stages = 1 + len(report.plan["cuts"])
+    stages = 1 + len(report.plan.cuts)
     assert stages == (2 if schedule in ("gpipe", "1f1b", "interleaved-zero-bubble") else 4)
 
 
@@ -114,7 +114,7 @@ def test_experts_and_uneven_cuts(worlds: Worlds) -> None:
     """A balance loss looks at all samples at once, so micro-batches count by themselves."""
     wish = {"pp": 2, "micro_batches": 2, "per_micro_batch": True, "cut_at": "model.layers.2"}
     report = verified("mixtral-8x7b", worlds, 4, layers=3, **wish)
-    assert report.plan["cuts"] == [3]
+    assert report.plan.cuts == (3,)
 
 
 FULL_SHORT_EMPTY = [((4, 4), 8), ((3, 1), 8), ((2, 0), 8)]

@@ -34,9 +34,9 @@ pytestmark = pytest.mark.timeout(120)
 def test_equal_to_one_device(spec: str, wish: dict[str, Any], four_ranks: Ranks) -> None:
     report = verify(f"integration_models:{spec}", world_size=4, degrees=wish, steps=2, ranks=four_ranks)
     assert report.passed, [(q.name, q.where, q.max_error) for q in report.quantities]
-    notes = " ".join(report.plan["notes"])
+    notes = " ".join(report.plan.notes)
     assert ("padding" in notes) == spec.startswith("padded"), notes
-    assert (report.plan["degrees"]["tp_dims"] is not None) == (spec == "grouped")
+    assert (report.plan.degrees.tp_dims is not None) == (spec == "grouped")
 
 
 @pytest.mark.long

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.errors import InputError, Problem
+from autopar.cli.options.checks import refuse
+from autopar.errors import Problem
 from autopar.planning.options import PlanOptions
 
 _WORD = {"dp": "dp_shard"}  # the option's name and the search's
@@ -35,8 +36,7 @@ def values_by_word(option: str, given: Sequence[str]) -> dict[str, tuple[Any, ..
             problems.append(Problem(path=f"{option} {text}", rule=f"names {word} again; give {word}=first,second"))
         else:
             values_of[word] = tuple(_value(one.strip()) for one in values.split(",") if one.strip())
-    if problems:
-        raise InputError("the options cannot be used", problems)
+    refuse(problems)
     return values_of
 
 

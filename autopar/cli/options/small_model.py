@@ -1,8 +1,11 @@
 """Sizes of a model that runs on ranks of this machine: the sizes in the plan file, or small ones."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from autopar.cli.options.checks import MAX_RANKS, refuse
 from autopar.cli.options.model_argument import is_factory
 from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.explanation import sizes_in_words
@@ -12,7 +15,8 @@ from autopar.planning.options import PlanOptions
 from autopar.presets.models import model_names, model_preset
 
 SMALL_LAYERS, SMALL_HIDDEN, SMALL_HIDDEN_BY_3, SMALL_SEQ_LEN = 2, 64, 96, 32
-_MAX_RANKS = 64
+WorldSize = Annotated[int, typer.Option("--world-size", "-n", help="Ranks to start on this machine.")]
+Batch = Annotated[int | None, typer.Option(help="Sequences of one data-parallel rank in one step.", show_default=False)]
 
 
 def check_numbers(**numbers: int | None) -> None:
@@ -22,14 +26,30 @@ def check_numbers(**numbers: int | None) -> None:
         for name, value in numbers.items()
         if value is not None and value < 1
     ]
-    if (numbers["world_size"] or 0) > _MAX_RANKS:
-        rule = f"at most {_MAX_RANKS} ranks are started on one machine"
+    if (numbers["world_size"] or 0) > MAX_RANKS:
+        rule = f"at most {MAX_RANKS} ranks are started on one machine"
         problems.append(Problem(path="--world-size", value=numbers["world_size"], rule=rule))
-    if problems:
-        raise InputError("the options cannot be used", problems)
+    refuse(problems)
 
 
-def sizes_of_plan(
+def wish_and_sizes(
+    model: str,
+    world_size: int,
+    options: PlanOptions,
+    plan: Path | None,
+    *,
+    layers: int | None,
+    hidden: int | None,
+    batch: int | None,
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The degrees that were asked for, None with a plan file, and all sizes of the model."""
+    given = {"layers": layers, "hidden": hidden, "seq_len": options.seq_len, "batch": batch}
+    if plan is not None:
+        return None, given | _sizes_of_plan(plan, model, world_size, options, batch)
+    return options.wish(), given | _small_sizes(model, world_size, options, given)
+
+
+def _sizes_of_plan(
     path: Path, model: str, world_size: int, options: PlanOptions, batch: int | None
 ) -> dict[str, int | None]:
     """Batch and sequence that the plan was made for, unless they were given."""
@@ -48,7 +68,7 @@ def sizes_of_plan(
     return {"seq_len": found.sequence, "batch": local_batch if batch is None else batch}
 
 
-def small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
+def _small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
     """Small sizes for the options that were left open; the degrees divide them."""
     if is_factory(model):
         if options.global_batch is not None:

@@ -1,0 +1,33 @@
+"""Checks of options that several commands have."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from autopar.errors import InputError, Problem
+
+MAX_RANKS = 64
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise `InputError` if there are problems."""
+    if problems:
+        raise InputError("the options cannot be used", problems)
+
+
+def problems_of_ranks(ranks: int | None) -> list[Problem]:
+    """The problems of ``--ranks``, which starts CPU ranks on this machine."""
+    problems = []
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        problems.append(Problem(path="--ranks", value=ranks, rule=f"must be from 1 to {MAX_RANKS}"))
+    if ranks is not None and "RANK" in os.environ:
+        problems.append(Problem(path="--ranks", value=ranks, rule="must be left out under torchrun, which has ranks"))
+    return problems
+
+
+def problems_of_target(option: str, path: Path | None) -> list[Problem]:
+    """The problem of a file to write, found before any work."""
+    if path is None or (not path.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)):
+        return []
+    rule = "cannot be written: name a file in a folder that exists and that you may write to"
+    return [Problem(path=option, value=str(path), rule=rule)]
