@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
+from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import StepMemory, step_memory
 from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
@@ -100,11 +100,6 @@ def layouts_of_degrees(
         recompute=column(lambda _: recompute),
         **layout_strides(order, tp=tp, pp=pp, data_ranks=data_ranks),
     )
-
-
-def family_of_layout(works: ProgramWorks, question: Question) -> Family[Any]:
-    """The numbers of a captured model's blocks for one micro-batch of a question's layout."""
-    return family_at(works, layout_of(works, question), mechanisms())
 
 
 class Pricing:

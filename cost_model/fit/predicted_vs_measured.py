@@ -58,22 +58,6 @@ class Comparison:
         notable = _NOTABLE * max(self.total.measured_s, self.total.predicted_s)
         return tuple(t for t in self.terms if abs(t.off_s) > max(notable, self.band * t.measured_s))
 
-    @property
-    def is_right(self) -> bool:
-        """Whether the step as a whole is within the band; terms that are off may cancel out."""
-        return abs(self.total.off_s) <= self.band * self.total.measured_s
-
-    @property
-    def is_optimistic(self) -> bool:
-        """Whether the step takes longer than predicted, by more than the band."""
-        return not self.is_right and self.total.off_s > 0
-
-    def lines(self) -> list[str]:
-        """What to tell a user: the step, then the terms that are off."""
-        verdict = "within" if self.is_right else "outside"
-        found = [f"{self.total}, {verdict} the band of {self.band:.0%}"]
-        return found + [f"off by {readable_seconds(abs(term.off_s))}: {term}" for term in self.outside]
-
 
 def compared_terms(
     predicted_parts: Mapping[str, float], measured_parts: Mapping[str, float], *, band: float = BAND

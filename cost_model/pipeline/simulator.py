@@ -187,30 +187,11 @@ def shared_step_s(run: "Simulation | Replayed", ranks_per_core: float) -> float:
     return float(np.sum(spans / np.maximum(faster, 1.0)) + times[order[0]])
 
 
-def peak_held_bytes(
-    orders: Orders, held_bytes: Sequence[float], held_for_weights_bytes: Sequence[float] | None = None
-) -> NDArray[np.float64]:
-    """Per rank, the most bytes that its stages hold for backward passes at once.
-
-    By stage, the bytes of one micro-batch from F to B or W, and the part of them still held after I (by default all).
-    """
-    later = held_bytes if held_for_weights_bytes is None else held_for_weights_bytes
-    found = []
-    for order in orders:
-        held = most = 0.0
-        for action in order:
-            whole, rest = held_bytes[action.stage], later[action.stage]
-            held += {"F": whole, "B": -whole, "I": rest - whole, "W": -rest}[action.kind]
-            most = max(most, held)
-        found.append(most)
-    return np.array(found)
-
-
 @lru_cache(maxsize=64)
 def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[NDArray[np.float64], ...]:
     """Per rank of a schedule, rows of how many micro-batches of every stage it holds, whenever it holds most of one.
 
-    The largest of all rows times what stages hold is `peak_held_bytes`.
+    The largest of all rows times the bytes of a micro-batch in every stage is the most that the rank holds.
     """
     stages, found = pp * virtual_stages, []
     for order in numbered_actions(schedule, pp, virtual_stages, micro_batches):

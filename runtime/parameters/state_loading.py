@@ -198,15 +198,6 @@ def _load(path: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def check_state(model: nn.Module, state: StateSource) -> None:
-    """Raise one InputError that lists how a state differs from the model: names missing, unknown, of another shape.
-
-    A tied parameter is present under any of its names. Non-persistent buffers are not looked for. Floating dtypes may
-    differ: values are cast, as ``load_state_dict`` does. Nothing is loaded.
-    """
-    compare_state(model_tensors(model), open_state(state), ignored=ignored_names(model))
-
-
 def ignored_names(model: nn.Module) -> tuple[str, ...]:
     """Patterns of names that the model itself declares as left over in old checkpoints (transformers' convention)."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -215,7 +206,11 @@ def ignored_names(model: nn.Module) -> tuple[str, ...]:
 def compare_state(
     slots: Mapping[str, ModelTensor], entries: Mapping[str, StateEntry], *, ignored: tuple[str, ...] = ()
 ) -> None:
-    """`check_state` for slots and entries at hand."""
+    """Raise one InputError that lists how a state differs from the model: names missing, unknown, of another shape.
+
+    A tied parameter is present under any of its names. Non-persistent buffers are not looked for. Floating dtypes may
+    differ: values are cast, as ``load_state_dict`` does. Nothing is loaded.
+    """
     mismatches, missing = [], []
     for slot in slots.values():
         if not slot.persistent:

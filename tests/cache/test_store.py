@@ -9,7 +9,7 @@ import pytest
 from autopar.cache import store
 from autopar.cache.captures import captured_model
 from autopar.cache.store import KeptFile, drop_oldest, kept_file, versions
-from autopar.capture.record.file import load_capture
+from autopar.capture.record.file import open_capture
 from autopar.search.result.result import SearchResult
 
 
@@ -84,7 +84,7 @@ def test_a_capture_of_an_earlier_version_is_reported_and_made_anew(tmp_path: Pat
     found = captured_model("gpt2", folder=tmp_path, **sizes)  # type: ignore[arg-type]
     assert [note for note in found.notes if "is a capture of version 0" in note and "made anew" in note]
     assert path.read_text() == whole
-    assert load_capture(path)[1].version == 1
+    assert open_capture(path)[0].version == 1
 
 
 def test_a_search_of_an_earlier_version_is_reported(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ValidationError
 
 from autopar.errors import InputError
-from autopar.files.atomic import write_text
 from autopar.files.strict_model import StrictModel
 
 if TYPE_CHECKING:
@@ -49,17 +48,6 @@ def capture_text(captured: "Capture", *, about: dict[str, str], notes: tuple[str
     body = captured.record.model_dump_json()
     header = CaptureHeader(format="autopar capture", version=_VERSION, sha256=_hash(body), about=about, notes=notes)
     return f"{header.model_dump_json()}\n{body}\n"
-
-
-def save_capture(captured: "Capture", path: Path, *, about: dict[str, str], notes: tuple[str, ...] = ()) -> None:
-    """Write a capture's file. Raises `InputError` as `capture_text` does, and if the file cannot be written."""
-    write_text(path, capture_text(captured, about=about, notes=notes))
-
-
-def load_capture(path: Path) -> tuple["Capture", CaptureHeader]:
-    """The capture of a file, without its model, and the file's header. Raises `InputError`."""
-    header, read = open_capture(path)
-    return read(), header
 
 
 def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:

@@ -5,7 +5,7 @@ Nothing in a record is executed. Operators and dtypes are looked up by name amon
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -20,12 +20,13 @@ from autopar.capture.record.schema import (
     BlockRecord,
     ConstantsRecord,
     InfoRecord,
+    InputRecord,
     LeafRecord,
     LiteralRecord,
     NodeRecord,
-    ParameterRecord,
     ProgramRecord,
     Size,
+    StateRecord,
 )
 from autopar.errors import CaptureError
 from autopar.ir.program import (
@@ -41,6 +42,7 @@ from autopar.rules.operators import output_of
 from autopar.rules.registry import load_families
 from autopar.rules.rule import TensorInfo
 
+T = TypeVar("T")
 NO_OPS = (aten.expand.default, aten.reshape.default, aten.slice.Tensor)  # capture drops them if they keep the shape
 NAMED: Mapping[str, type] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 
@@ -64,44 +66,19 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
     program = Program(
         blocks=blocks,
         calls=tuple(
-            CallSite(
-                block=c.block,
-                path=c.path,
-                arguments=tuple(read.value(a, {}) for a in c.arguments),
-                results=c.results,
-                phase=c.phase,
-            )
-            for c in record.calls
+            CallSite(**dict(c) | {"arguments": tuple(read.value(a, {}) for a in c.arguments)}) for c in record.calls
         ),
-        parameters={p.name: _parameter(p) for p in record.parameters},
-        unused={p.name: _parameter(p) for p in record.unused},
+        parameters={p.name: _state(p) for p in record.parameters},
+        unused={p.name: _state(p) for p in record.unused},
         notes=record.notes,
-        inputs=tuple(
-            InputInfo(
-                name=one.name,
-                shape=read.shape(one.shape),
-                dtype=_named("dtype", one.dtype),
-                batch_dim=one.batch_dim,
-                sequence_dim=one.sequence_dim,
-            )
-            for one in record.inputs
-        ),
+        inputs=tuple(_described(InputInfo, one, shape=read.shape(one.shape)) for one in record.inputs),
         constants=read.constants(record.constants),
         loss=record.loss,
         denominator=record.denominator,
         outputs=record.outputs,
         batch=sizes.batch,
         sequence=sizes.sequence,
-        buffers={
-            b.name: StateInfo(
-                name=b.name,
-                aliases=b.aliases,
-                shape=b.shape,
-                dtype=_named("dtype", b.dtype),
-                persistent=b.persistent,
-            )
-            for b in record.buffers
-        },
+        buffers={buffer.name: _state(buffer) for buffer in record.buffers},
         updates=record.updates,
     )
     analysis = analyse(program)
@@ -300,15 +277,10 @@ def _literal(record: LiteralRecord) -> torch.Tensor:
         raise BadRecord("a tensor's elements do not make up its shape") from None
 
 
-def _parameter(record: ParameterRecord) -> StateInfo:
-    part = record.part
-    return StateInfo(
-        name=record.name,
-        aliases=record.aliases,
-        shape=record.shape,
-        dtype=_named("dtype", record.dtype),
-        requires_grad=record.requires_grad,
-        part=None
-        if part is None
-        else PartOf(name=part.name, dim=part.dim, start=part.start, stop=part.stop, shape=part.shape),
-    )
+def _described(kind: Callable[..., T], record: StateRecord | InputRecord, **other: object) -> T:
+    """The description of a tensor, which has the same fields as its record; `other` are those with other values."""
+    return kind(**dict(record) | {"dtype": _named("dtype", record.dtype)} | other)
+
+
+def _state(record: StateRecord) -> StateInfo:
+    return _described(StateInfo, record, part=None if record.part is None else PartOf(**dict(record.part)))

@@ -90,21 +90,16 @@ class PartRecord(StrictModel):
     shape: tuple[int, ...]
 
 
-class ParameterRecord(StrictModel):
+class StateRecord(StrictModel):
+    """A `StateInfo`."""
+
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
-    part: PartRecord | None
-
-
-class BufferRecord(StrictModel):
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
     persistent: bool
+    part: PartRecord | None
 
 
 class InputRecord(StrictModel):
@@ -133,9 +128,9 @@ class ProgramRecord(StrictModel):
     sequence_is_fixed: bool
     blocks: tuple[BlockRecord, ...]
     calls: tuple[CallRecord, ...]
-    parameters: tuple[ParameterRecord, ...]
-    unused: tuple[ParameterRecord, ...]
-    buffers: tuple[BufferRecord, ...]
+    parameters: tuple[StateRecord, ...]
+    unused: tuple[StateRecord, ...]
+    buffers: tuple[StateRecord, ...]
     inputs: tuple[InputRecord, ...]
     constants: ConstantsRecord
     loss: str

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -13,7 +14,6 @@ from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
 from autopar.capture.record.schema import (
     BlockRecord,
-    BufferRecord,
     CallRecord,
     ConstantsRecord,
     InfoRecord,
@@ -21,15 +21,16 @@ from autopar.capture.record.schema import (
     LeafRecord,
     LiteralRecord,
     NodeRecord,
-    ParameterRecord,
-    PartRecord,
     ProgramRecord,
     Size,
     SizesRecord,
+    StateRecord,
 )
 from autopar.capture.shared_axes import axes_of
-from autopar.ir.program import Block, CallSite, Constants, StateInfo
+from autopar.files.strict_model import StrictModel
+from autopar.ir.program import Block, CallSite, Constants, InputInfo, StateInfo
 
+R = TypeVar("R", bound=StrictModel)
 MAX_LITERAL = 65_536  # elements of a tensor that is written out
 
 
@@ -53,17 +54,11 @@ def record_of(twice: Twice) -> ProgramRecord:
         sequence_is_fixed=twice.masks_remain,
         blocks=tuple(write.block(a, b) for a, b in zip(program.blocks, small.blocks, strict=True)),
         calls=tuple(write.call(a, b) for a, b in zip(program.calls, small.calls, strict=True)),
-        parameters=tuple(_parameter(info) for info in program.parameters.values()),
-        unused=tuple(_parameter(info) for info in program.unused.values()),
-        buffers=tuple(_buffer(info) for info in program.buffers.values()),
+        parameters=tuple(_described(StateRecord, info) for info in program.parameters.values()),
+        unused=tuple(_described(StateRecord, info) for info in program.unused.values()),
+        buffers=tuple(_described(StateRecord, info) for info in program.buffers.values()),
         inputs=tuple(
-            InputRecord(
-                name=a.name,
-                shape=write.shape(a.name, a.shape, b.shape),
-                dtype=_dtype(a.dtype),
-                batch_dim=a.batch_dim,
-                sequence_dim=a.sequence_dim,
-            )
+            _described(InputRecord, a, shape=write.shape(a.name, a.shape, b.shape))
             for a, b in zip(program.inputs, small.inputs, strict=True)
         ),
         constants=write.constants(program.constants, small.constants),
@@ -175,9 +170,7 @@ class _Writer:
 
     def call(self, call: CallSite, small: CallSite) -> CallRecord:
         arguments = (self.value(call.path, a, b) for a, b in zip(call.arguments, small.arguments, strict=True))
-        return CallRecord(
-            block=call.block, path=call.path, arguments=tuple(arguments), results=call.results, phase=call.phase
-        )
+        return CallRecord(**asdict(call) | {"arguments": tuple(arguments)})
 
     def constants(self, constants: Constants, small: Constants) -> ConstantsRecord:
         _same("constants", (constants.buffers, constants.results), (small.buffers, small.results))
@@ -263,25 +256,6 @@ def _literal(name: str, literal: Any, other: Any) -> LiteralRecord | None:
     return LiteralRecord(shape=shape, dtype=dtype, values=values)
 
 
-def _parameter(info: StateInfo) -> ParameterRecord:
-    part = info.part
-    return ParameterRecord(
-        name=info.name,
-        aliases=info.aliases,
-        shape=info.shape,
-        dtype=_dtype(info.dtype),
-        requires_grad=info.requires_grad,
-        part=None
-        if part is None
-        else PartRecord(name=part.name, dim=part.dim, start=part.start, stop=part.stop, shape=part.shape),
-    )
-
-
-def _buffer(info: StateInfo) -> BufferRecord:
-    return BufferRecord(
-        name=info.name,
-        aliases=info.aliases,
-        shape=info.shape,
-        dtype=_dtype(info.dtype),
-        persistent=info.persistent,
-    )
+def _described(kind: type[R], info: StateInfo | InputInfo, **other: object) -> R:
+    """The record of a tensor, which has the same fields; `other` are the fields with other values."""
+    return kind(**asdict(info) | {"dtype": _dtype(info.dtype)} | other)

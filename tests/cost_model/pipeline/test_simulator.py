@@ -17,7 +17,7 @@ from autopar.cost_model.pipeline.simulator import (
     Orders,
     StageSeconds,
     equal_stages,
-    peak_held_bytes,
+    most_held,
     replay_of,
     replayed,
     run_seconds,
@@ -218,12 +218,9 @@ def test_bytes_over_a_boundary_of_ranks(v: int) -> None:
 
 
 def test_bytes_held() -> None:
-    """1f1b holds min(n, p - i) micro-batches of stage i; what only I needs is freed before W."""
-    held = [8.0, 4.0, 2.0, 1.0]
-    assert peak_held_bytes(actions("1f1b", 4, 1, 8), held).tolist() == [32.0, 12.0, 4.0, 1.0]
-    orders = [[Action(0, "F", 0), Action(0, "I", 0), Action(0, "F", 1), Action(0, "I", 1), Action(0, "W", 0)]]
-    assert peak_held_bytes(orders, [10.0]).tolist() == [20.0]
-    assert peak_held_bytes(orders, [10.0], [4.0]).tolist() == [14.0]
+    """1f1b holds min(n, p - i) micro-batches of stage i."""
+    held = np.array([8.0, 4.0, 2.0, 1.0])
+    assert [(rows @ held).max() for rows in most_held("1f1b", 4, 1, 8)] == [32.0, 12.0, 4.0, 1.0]
 
 
 def orders_of(*texts: str) -> Orders:

@@ -17,7 +17,8 @@ from suites import thinned
 
 from autopar.cost_model.estimate import estimate_works
 from autopar.cost_model.machine.engine import Engine, engine_named
-from autopar.cost_model.pricing import Question, family_of_layout
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.pricing import Question, family_at, layout_of
 from autopar.cost_model.published.estimate import estimate_rows, prepare
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.work.block_work import Family
@@ -107,7 +108,11 @@ def compared(program: Program, config: Mapping[str, Any], engine: Engine, tp: in
     made = estimate_works(works, question)
     (priced,), (group,) = estimate_rows([row]), prepare([row])[0]
     assert isinstance(priced, RowEstimate)
-    mine = sums(family_of_layout(works, question), [(role, float(n)) for role, n in works.counts], engine)
+    mine = sums(
+        family_at(works, layout_of(works, question), mechanisms()),
+        [(role, float(n)) for role, n in works.counts],
+        engine,
+    )
     theirs = sums(group.family, [(role, float(np.max(n))) for role, n in group.shape.counts], engine)
     both = {key: (mine[key], theirs[key]) for key in mine}
     return {**both, "seconds": (made.step_s, priced.seconds), "peak": (made.peak_bytes, priced.peak_bytes)}

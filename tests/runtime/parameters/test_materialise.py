@@ -14,7 +14,13 @@ from torch import nn
 
 from autopar.errors import InputError
 from autopar.runtime.parameters.materialise import parameter_source
-from autopar.runtime.parameters.state_loading import check_state
+from autopar.runtime.parameters.state_loading import (
+    StateSource,
+    compare_state,
+    ignored_names,
+    model_tensors,
+    open_state,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,6 +32,10 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+
+def check_state(model: nn.Module, state: StateSource) -> None:
+    compare_state(model_tensors(model), open_state(state), ignored=ignored_names(model))
 
 
 def llama(**changes: object) -> nn.Module:
