@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import usable_bytes
-from autopar.cost_model.memory.formula import step_memory
+from autopar.cost_model.memory.formula import MemoryBasis, step_memory
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layout_strides
 from autopar.cost_model.work import block_work as expressions
 from autopar.errors import InputError
@@ -124,15 +124,14 @@ def _largest(
         is_tied=np.zeros(1, dtype=bool),
     )
     family = expressions.evaluate(expressions.family("llama"), _numbers(blocks, tp, sequence))
-    memory = step_memory(
-        family,
-        shape,
-        layouts,
-        engine,
+    basis = MemoryBasis(
+        shape=shape,
+        engine=engine,
         reserve_bytes=reserve_bytes,
         cache=mechanisms().allocator_cache,
         fused=engine.attention == "fused",
     )
+    memory = step_memory(family, layouts, basis)
     needed = memory.needed_bytes
     heads = ASPECT * blocks / HEAD
     fits = (needed <= usable_bytes(memory_bytes)) & (pp <= blocks) & (tp <= heads)

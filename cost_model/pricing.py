@@ -15,7 +15,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.memory.formula import StepMemory, step_memory
+from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, step_memory
 from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
 from autopar.cost_model.pipeline.stages import Stages, pipeline_of, stages_at, whole_message_s
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
@@ -175,7 +175,7 @@ class Pricing:
         if stages is None:
             return self.memory(layouts)
         found = [
-            memory_of_ranks(stages, self.family(one), self.shape, one, self.question.engine, **self._memory_options())
+            memory_of_ranks(stages, self.family(one), one, self._memory_basis())
             for one in self._with_and_without(layouts)
         ]
         return memory_between(self.recomputed_share(), found)
@@ -217,16 +217,20 @@ class Pricing:
         exposed, sharing = self.constants.message_exposed, self.machine.ranks_per_core
         return pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
 
-    def _memory_options(self) -> dict[str, Any]:
-        reserve = self.machine.reserve_bytes
-        return {"reserve_bytes": reserve, "cache": self.constants.allocator_cache, "fused": self.fused}
+    def _memory_basis(self) -> MemoryBasis:
+        return MemoryBasis(
+            shape=self.shape,
+            engine=self.question.engine,
+            reserve_bytes=self.machine.reserve_bytes,
+            cache=self.constants.allocator_cache,
+            fused=self.fused,
+        )
 
     def _memory(self, layouts: Layouts) -> StepMemory:
-        family, stages, given = self.family(layouts), self.stages(), self._memory_options()
-        shape, engine = self.shape, self.question.engine
+        family, stages, basis = self.family(layouts), self.stages(), self._memory_basis()
         if stages is None:
-            return step_memory(family, shape, layouts, engine, **given)
-        return staged_memory(stages, family, shape, layouts, engine, **given)
+            return step_memory(family, layouts, basis)
+        return staged_memory(stages, family, layouts, basis)
 
     def recomputed_share(self) -> float:
         """The part of the repeated blocks that computes again, where anything does."""

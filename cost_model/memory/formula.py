@@ -37,6 +37,17 @@ Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBasis:
+    """What memory depends on beside the layout and the numbers of the blocks."""
+
+    shape: Shape
+    engine: Engine
+    reserve_bytes: float  # the framework's own memory on the device
+    cache: float  # what the allocator keeps beyond the tensors, as a part of them
+    fused: bool  # attention is one kernel, which saves no scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
     """Bytes of the fullest rank, and their parts."""
 
@@ -74,36 +85,17 @@ class RankBytes:
     total: Floats
 
 
-def step_memory(
-    family: Family[Any],
-    shape: Shape,
-    layouts: Layouts,
-    engine: Engine,
-    *,
-    reserve_bytes: float,
-    cache: float,
-    fused: bool,
-) -> StepMemory:
+def step_memory(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
     """Peak of every layout."""
-    blocks = block_bytes(family, shape, layouts, engine, fused=fused)
-    ends = end_parameters(family, shape, layouts, engine)
-    return memory_of_ends(shape, layouts, engine, blocks, ends, reserve_bytes=reserve_bytes, cache=cache)
+    ends = end_parameters(family, layouts, basis)
+    return memory_of_ends(layouts, basis, block_bytes(family, layouts, basis), ends)
 
 
-def memory_of_ends(
-    shape: Shape,
-    layouts: Layouts,
-    engine: Engine,
-    blocks: BlockBytes,
-    ends: Ends,
-    *,
-    reserve_bytes: float,
-    cache: float,
-) -> StepMemory:
+def memory_of_ends(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: Ends) -> StepMemory:
     """As `step_memory`, of what blocks keep and ranks have of parameters."""
-    first, last = ends_bytes(shape, layouts, engine, blocks, ends, reserve_bytes=reserve_bytes, cache=cache)
+    first, last = ends_bytes(layouts, basis, blocks, ends)
     parts = {name: fuller(first, last, part, last.parts[name]) for name, part in first.parts.items()}
-    parts |= {"cache": fuller(first, last, first.cache, last.cache), "reserve": reserve_bytes + 0.0 * first.total}
+    parts |= {"cache": fuller(first, last, first.cache, last.cache), "reserve": basis.reserve_bytes + 0.0 * first.total}
     return StepMemory(peak_bytes=np.maximum(first.total, last.total), parts=parts)
 
 
@@ -112,28 +104,21 @@ def fuller(first: RankBytes, last: RankBytes, of_first: Floats, of_last: Floats)
     return np.where(last.total > first.total, of_last, of_first)
 
 
-def block_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> BlockBytes:
+def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> BlockBytes:
     """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
-    saved, inputs = activations(family, shape, layouts, engine, fused=fused)
-    return BlockBytes(saved=saved, inputs=inputs, logits=logit_bytes(family, shape))
+    saved, inputs = activations(family, basis.shape, layouts, basis.engine, fused=basis.fused)
+    return BlockBytes(saved=saved, inputs=inputs, logits=logit_bytes(family, basis.shape))
 
 
-def end_parameters(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine) -> Ends:
+def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:
     """Parameters of the first and of the last pipeline rank; of no field but tp, pp, ep and dp."""
-    return first_and_last(family, shape, layouts, blocks_per_rank(shape.blocks, layouts, engine)[0])
+    per_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.engine)[0]
+    return first_and_last(family, basis.shape, layouts, per_rank)
 
 
-def ends_bytes(
-    shape: Shape,
-    layouts: Layouts,
-    engine: Engine,
-    blocks: BlockBytes,
-    ends: Ends,
-    *,
-    reserve_bytes: float,
-    cache: float,
-) -> tuple[RankBytes, RankBytes]:
+def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: Ends) -> tuple[RankBytes, RankBytes]:
     """The memory of the first and of the last pipeline rank."""
+    shape, engine = basis.shape, basis.engine
     n, p, v, has_stages = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1), layouts.pp > 1
     flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
     flight = np.where(has_stages, flight, 1)
@@ -147,7 +132,8 @@ def ends_bytes(
         gathered = gathered_bytes(parameters, shape, layouts, per_rank, has_stages=has_stages)
         parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": working, "logits": logits}
         held = np.asarray(sum(parts.values()))
-        return RankBytes(parts=parts, cache=cache * held, total=held + cache * held + reserve_bytes)
+        cache = basis.cache * held
+        return RankBytes(parts=parts, cache=cache, total=held + cache + basis.reserve_bytes)
 
     return (
         of_rank(ends[0], flight, np.where(has_stages, 0.0, blocks.logits)),

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.memory.formula import (
+    MemoryBasis,
     StepMemory,
     activations,
     gathered_bytes,
@@ -24,7 +24,7 @@ from autopar.cost_model.memory.formula import (
 )
 from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, calls_by_role, per_rank
-from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
@@ -42,10 +42,11 @@ class RoleBytes:
     logits: Floats
 
 
-def role_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> RoleBytes:
+def role_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> RoleBytes:
     """What every role keeps and holds, for `held_by_ranks`."""
+    shape, engine = basis.shape, basis.engine
     alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
-    found = {role: activations(family, one, layouts, engine, fused=fused) for role, one in alone.items()}
+    found = {role: activations(family, one, layouts, engine, fused=basis.fused) for role, one in alone.items()}
     parameters = {role: block_parameters(family, layouts, role) for role in family.roles}
     return RoleBytes(
         saved={role: saved for role, (saved, _) in found.items()},
@@ -56,36 +57,14 @@ def role_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engi
     )
 
 
-def staged_memory(
-    stages: Stages,
-    family: Family[Any],
-    shape: Shape,
-    layouts: Layouts,
-    engine: Engine,
-    *,
-    reserve_bytes: float,
-    cache: float,
-    fused: bool,
-) -> StepMemory:
+def staged_memory(stages: Stages, family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
     """Peak of the fullest rank of one layout, and its parts."""
-    given: dict[str, Any] = {"reserve_bytes": reserve_bytes, "cache": cache, "fused": fused}
-    return fullest(memory_of_ranks(stages, family, shape, layouts, engine, **given))
+    return fullest(memory_of_ranks(stages, family, layouts, basis))
 
 
-def memory_of_ranks(
-    stages: Stages,
-    family: Family[Any],
-    shape: Shape,
-    layouts: Layouts,
-    engine: Engine,
-    *,
-    reserve_bytes: float,
-    cache: float,
-    fused: bool,
-) -> StepMemory:
+def memory_of_ranks(stages: Stages, family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
     """What every pipeline rank of one layout holds, in arrays of all ranks."""
-    blocks = role_bytes(family, shape, layouts, engine, fused=fused)
-    found = held_by_ranks(stages, blocks, 0, shape, layouts, engine, reserve_bytes=reserve_bytes, cache=cache)
+    found = held_by_ranks(stages, role_bytes(family, layouts, basis), 0, layouts, basis)
     if stages.again is not None:
         return found.memory(found.first_blocks(stages.again))
     return found.memory(found.calls if np.all(layouts.recompute == 2) else 0.0 * found.calls)
@@ -138,17 +117,7 @@ class HeldByRanks:
         return StepMemory(peak_bytes=np.asarray(held + parts["cache"] + parts["reserve"]), parts=parts)
 
 
-def held_by_ranks(
-    stages: Stages,
-    blocks: RoleBytes,
-    index: int,
-    shape: Shape,
-    layout: Layouts,
-    engine: Engine,
-    *,
-    reserve_bytes: float,
-    cache: float,
-) -> HeldByRanks:
+def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts, basis: MemoryBasis) -> HeldByRanks:
     """The memory of the ranks of one layout: the layout at this `index` in `blocks`."""
     roles, calls = calls_by_role(stages.roles)
     of_ranks = np.zeros((stages.pp, len(roles)))
@@ -161,9 +130,9 @@ def held_by_ranks(
     is_end = np.array([role in ENDS for role in roles])
     saved, inputs, dense = of_roles(blocks.saved), of_roles(blocks.inputs), of_roles(blocks.dense)
     ends = of_ranks * (is_end * dense)
-    elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(shape.is_tied) else ends.sum(axis=1))
+    elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(basis.shape.is_tied) else ends.sum(axis=1))
     parameters = RankParameters(dense=elements, expert=of_ranks @ of_roles(blocks.expert))
-    state = _stage_state(parameters, shape, layout, engine)
+    state = _stage_state(parameters, layout, basis)
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
     return HeldByRanks(
         stages=stages,
@@ -171,22 +140,22 @@ def held_by_ranks(
         is_block=~is_end,
         saved=saved,
         freed=saved - inputs,
-        kept_bytes=calls @ kept_bytes(saved, inputs, np.where(layout.recompute == 1, 1, 0), engine),
+        kept_bytes=calls @ kept_bytes(saved, inputs, np.where(layout.recompute == 1, 1, 0), basis.engine),
         state={name: part + nothing for name, part in state.items()},
         logits=np.where(has_last, float(_at(blocks.logits, index)), 0.0),
-        cache=cache,
-        reserve_bytes=float(reserve_bytes),
+        cache=basis.cache,
+        reserve_bytes=float(basis.reserve_bytes),
     )
 
 
-def _stage_state(parameters: RankParameters, shape: Shape, layout: Layouts, engine: Engine) -> dict[str, Floats]:
+def _stage_state(parameters: RankParameters, layout: Layouts, basis: MemoryBasis) -> dict[str, Floats]:
     """`state_bytes`, and the gathered part of them. With stages, gathered weights stay until the step ends."""
-    gathered = gathered_bytes(parameters, shape, layout, np.ones(1), has_stages=True)
-    return state_bytes(parameters, shape, layout, engine) | {"gathered": gathered}
+    gathered = gathered_bytes(parameters, basis.shape, layout, np.ones(1), has_stages=True)
+    return state_bytes(parameters, basis.shape, layout, basis.engine) | {"gathered": gathered}
 
 
 def bytes_of_roles(
-    blocks: RoleBytes, index: int, shape: Shape, layout: Layouts, engine: Engine
+    blocks: RoleBytes, index: int, layout: Layouts, basis: MemoryBasis
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The memory of one call of every role under the layout at an `index` of `blocks`.
 
@@ -198,7 +167,7 @@ def bytes_of_roles(
         for one in (blocks.dense, blocks.expert, blocks.saved, blocks.inputs)
     )
     parameters = RankParameters(dense=np.array([*dense.values()]), expert=np.array([*expert.values()]))
-    parts = _stage_state(parameters, shape, layout, engine)
+    parts = _stage_state(parameters, layout, basis)
     state = dict(zip(dense, np.sum([np.broadcast_to(one, len(dense)) for one in parts.values()], axis=0), strict=True))
     state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
     return state, saved, inputs

@@ -20,7 +20,7 @@ from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import FLOAT8, Machine, usable_bytes
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.memory.formula import StepMemory, step_memory
+from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, step_memory
 from autopar.cost_model.published.families import (
     family_name,
     family_of,
@@ -165,23 +165,19 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
     unstated = np.array([case.row.recompute is None for case in cases])
 
-    def memory_of(layouts: Layouts) -> StepMemory:
-        return step_memory(
-            family,
-            shape,
-            layouts,
-            engine,
-            reserve_bytes=machine.reserve_bytes,
-            cache=mechanisms().allocator_cache,
-            fused=first.fused,
-        )
-
-    memory = memory_of(layouts)
+    basis = MemoryBasis(
+        shape=shape,
+        engine=engine,
+        reserve_bytes=machine.reserve_bytes,
+        cache=mechanisms().allocator_cache,
+        fused=first.fused,
+    )
+    memory = step_memory(family, layouts, basis)
     for level in (1, 2):  # what does not say whether it recomputes does so as little as fits
         tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * machine.memory_bytes)
         if tight.any():
             layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
-            memory = memory_of(layouts)
+            memory = step_memory(family, layouts, basis)
     return RowGroup(
         indices=tuple(index for index, _ in members),
         cases=cases,

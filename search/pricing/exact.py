@@ -176,8 +176,7 @@ class Prepared:
 
     def _held(self, index: int, stages: Stages) -> HeldByRanks:
         shared, row = self.shared, int(self.shared.row[index])
-        shape, layout, given = shared.basis.shape, shared.layouts.at([index]), shared.memory_options
-        return held_by_ranks(stages, shared.bytes_of_roles, row, shape, layout, self.on.engine, **given)
+        return held_by_ranks(stages, shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
 
     def _is_by_stage(self, cut: Cut, must_recompute: Callable[[], bool]) -> bool:
         if isinstance(self.on.recompute_blocks, tuple):
@@ -220,8 +219,7 @@ class Prepared:
 
     def _costs(self, index: int, cut: Cut) -> CallCosts:
         shared, row = self.shared, int(self.shared.row[index])
-        layout, shape = shared.layouts.at([index]), shared.basis.shape
-        held = bytes_of_roles(shared.bytes_of_roles, row, shape, layout, self.on.engine)
+        held = bytes_of_roles(shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
         forward = {role: one for role, (one, _) in self._passes(index).items()}
         return costs_of(self.works.calls, self._weights(index, cut), forward, *held)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.memory.formula import (
     BlockBytes,
     Ends,
+    MemoryBasis,
     StepMemory,
     block_bytes,
     end_parameters,
@@ -82,23 +83,24 @@ class SharedPrices:
 
     def unstaged_memory(self, layouts: Layouts, index: _Index) -> StepMemory:
         """Memory of the candidates without stages that have these layouts."""
-        basis = self.basis
         first, last = (one.at(self.place[index]) for one in self._ends)
-        blocks = self._bytes_of_blocks.at(self.row[index])
-        return memory_of_ends(basis.shape, layouts, basis.engine, blocks, (first, last), **self.memory_options)
+        return memory_of_ends(layouts, self.memory_basis, self._bytes_of_blocks.at(self.row[index]), (first, last))
 
-    @property
-    def memory_options(self) -> dict[str, float]:
-        """The options with which memory is counted."""
-        return {
-            "reserve_bytes": self.on.machine.reserve_bytes,
-            "cache": self.on.mechanisms.allocator_cache,
-        }
+    @cached_property
+    def memory_basis(self) -> MemoryBasis:
+        """What the memory of every candidate depends on."""
+        return MemoryBasis(
+            shape=self.basis.shape,
+            engine=self.basis.engine,
+            reserve_bytes=self.on.machine.reserve_bytes,
+            cache=self.on.mechanisms.allocator_cache,
+            fused=self.basis.fused,
+        )
 
     @cached_property
     def bytes_of_roles(self) -> RoleBytes:
         """The bytes that every role saves and holds, by a candidate's row."""
-        return role_bytes(self.family, self.basis.shape, self.few, self.basis.engine, fused=self.basis.fused)
+        return role_bytes(self.family, self.few, self.memory_basis)
 
     @cached_property
     def passes(self) -> list[dict[str, tuple[float, float]]]:
@@ -123,11 +125,11 @@ class SharedPrices:
 
     @cached_property
     def _bytes_of_blocks(self) -> BlockBytes:
-        return block_bytes(self.family, self.basis.shape, self.few, self.basis.engine, fused=self.basis.fused)
+        return block_bytes(self.family, self.few, self.memory_basis)
 
     @cached_property
     def _ends(self) -> Ends:
-        return end_parameters(self._parameters(self.row_of_place), self.basis.shape, self.places, self.basis.engine)
+        return end_parameters(self._parameters(self.row_of_place), self.places, self.memory_basis)
 
     def _parameters(self, row: _Index) -> Family[Any]:
         """The blocks of rows with the numbers of their parameters alone."""
