@@ -30,7 +30,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.runtime.distributed.broadcast import (
     any_rank,
-    broadcast,
+    broadcast_object,
     from_first_rank,
     kept_from_first_rank,
     run_on_first_rank,
@@ -139,7 +139,7 @@ def weights_differ(model: nn.Module) -> bool:
             some = flat[:: max(1, flat.numel() // NUM_COMPARED)].double().cpu()
             digest.update(name.encode() + some.numpy().tobytes())
     own = digest.hexdigest()
-    return any_rank(own != broadcast(own))
+    return any_rank(own != broadcast_object(own))
 
 
 def _derived_inputs(model: nn.Module) -> Inputs:

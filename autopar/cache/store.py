@@ -28,7 +28,7 @@ MOST_BYTES = 1_000_000_000  # of one folder
 SEARCHING = ("torch", "numpy", "optuna", "highspy", "sympy")  # libraries that labels and searches depend on
 _SOURCE = (".py", ".yaml", ".json")
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def cache_folder() -> Path:
@@ -48,7 +48,7 @@ class KeptFile:
     path: Path
     what: str
 
-    def read(self, parse: Callable[[Path], T], on_note: Callable[[str], None]) -> T | None:
+    def read(self, parse: Callable[[Path], _T], on_note: Callable[[str], None]) -> _T | None:
         """The content as `parse` reads it.
 
         Returns:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import problems_of_ranks, problems_of_target, refuse
+from autopar.cli.options.checks import problems_of_ranks, problems_of_target, refuse_options
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress_bar, table
 from autopar.errors import Problem
@@ -41,7 +41,7 @@ def calibrate(
     problems = problems_of_ranks(ranks) + problems_of_target("--out", out)
     if not 0 < minutes <= MAX_MINUTES:
         problems.append(Problem(path="--minutes", value=minutes, rule=f"must be above 0 and at most {MAX_MINUTES:g}"))
-    refuse(problems)
+    refuse_options(problems)
     is_first = os.environ.get("RANK", "0") == "0"
     with progress_bar("importing torch", shown=is_first) as on_progress:
         from autopar.commands.calibrate import calibrate as measure

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import problems_of_ranks, refuse
+from autopar.cli.options.checks import problems_of_ranks, refuse_options
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
@@ -41,7 +41,7 @@ def doctor(
     problems = problems_of_ranks(ranks)
     if timeout <= 0:
         problems.append(Problem(path="--timeout", value=timeout, rule="must be greater than 0"))
-    refuse(problems)
+    refuse_options(problems)
     with progress("importing torch") as on_progress:
         from autopar.commands.doctor import examine, examine_here, leave
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
-from autopar.cli.options.checks import refuse
-from autopar.cli.options.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.checks import refuse_options
+from autopar.cli.options.model_argument import MODEL_DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.options.search_options import Precision, Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
@@ -69,7 +69,7 @@ def estimate(
 
         own = is_factory(model)
         batch = None if own else (degrees.micro_batch or 1) * degrees.num_micro_batches
-        dtype = None if own else DTYPES[wanted]
+        dtype = None if own else MODEL_DTYPES[wanted]
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
         from autopar.planning.estimate import estimate as run
 
@@ -122,7 +122,7 @@ def _inputs(
         problems.append(Problem(path="--grams-co2-per-kwh", rule="is of a whole run", suggestion="add --tokens"))
     if precision is not None and precision not in PRECISIONS:
         problems.append(Problem(path="--precision", value=precision, rule=f"must be one of {', '.join(PRECISIONS)}"))
-    refuse(problems)
+    refuse_options(problems)
     found = engine_named(engine)
     spec = ClusterSpec.parse(cluster)
     wanted = precision or default_precision(spec)
@@ -140,7 +140,7 @@ def _ranks(cluster: ClusterSpec, cp: int, ep: int) -> int:
     ]
     if not problems and cluster.num_devices % cp:
         problems.append(Problem(path="--cp", value=cp, rule=f"must divide the {cluster.num_devices} devices"))
-    refuse(problems)
+    refuse_options(problems)
     return cluster.num_devices // cp
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options.checks import problems_of_target, refuse
+from autopar.cli.options.checks import problems_of_target, refuse_options
 from autopar.cli.output import console, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
@@ -37,7 +37,7 @@ def check_trace_options(trace: Path | None, correct: Path | None, engine: str) -
     if trace is not None and engine != "autopar":
         rule = "a trace shows autopar's own engine, which must be the one that is priced"
         problems.append(Problem(path="--trace", value=engine, rule=rule, suggestion="leave out --engine"))
-    refuse(problems + problems_of_target("--correct", correct))
+    refuse_options(problems + problems_of_target("--correct", correct))
     if trace is None:
         return None
     from autopar.cost_model.fit.profile_parts import measured_parts, read_trace

@@ -9,7 +9,7 @@ import typer
 
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
-from autopar.cli.options.model_argument import DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.model_argument import MODEL_DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
 from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import (
     Fix,
@@ -94,7 +94,7 @@ def plan(
     )
     asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
     with progress(f"capturing {model} without memory") as on_progress:
-        dtype = None if is_factory(model) else DTYPES[wanted]
+        dtype = None if is_factory(model) else MODEL_DTYPES[wanted]
         captured = captured_model(
             model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
-from autopar.cli.options.small_model import Batch, WorldSize, check_numbers, wish_and_sizes
+from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions
@@ -25,7 +25,7 @@ def trace(
     plan: Annotated[Path | None, typer.Option(help="Trace this plan file.", show_default=False)] = None,
     layers: Layers = None,
     hidden: Hidden = None,
-    batch: Batch = None,
+    batch: LocalBatch = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
     as_json: Json = False,

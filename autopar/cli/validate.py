@@ -4,14 +4,14 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import problems_of_target, refuse
+from autopar.cli.options.checks import problems_of_target, refuse_options
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
-from autopar.cli.validate_report import html_report, percent, reasons, signed
+from autopar.cli.validate_report import percent, reasons, signed, validation_page
 from autopar.errors import InputError, did_you_mean
 from autopar.files.atomic import write_text
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
     from autopar.cost_model.published.validation import By, Measures, Validation
 
-TIERS = ("core", "all")
+_TIERS = ("core", "all")
 MAX_IDS = 8
 
 
@@ -48,8 +48,8 @@ def validate(
     modelled are listed with the reason.
     """
     column = _column(by)
-    if tier not in TIERS:
-        raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, TIERS)}")
+    if tier not in _TIERS:
+        raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, _TIERS)}")
     _check_targets(runs, out, report)
     from autopar.cost_model.published.validation import compared_rows, predict, validation_of
 
@@ -61,7 +61,7 @@ def validate(
         estimates = predict(rows, estimate_rows)
     found = validation_of(compared_rows(rows, estimates), by=column)
     if report is not None:
-        page = html_report(found, title=runs.name, subtitle=f"{len(rows)} rows of tier {tier}; autopar validate")
+        page = validation_page(found, title=runs.name, subtitle=f"{len(rows)} rows of tier {tier}; autopar validate")
         write_text(report, page)
     if out is not None:
         write_text(out, predictions_csv(estimates))
@@ -89,14 +89,12 @@ def predictions_csv(estimates: "Sequence[RowEstimate | Unmodelled]") -> str:
 
 
 def _column(by: str) -> "By":
-    known: dict[str, Literal["source_key", "gpu_type", "group"]] = {
-        "source_key": "source_key",
-        "gpu_type": "gpu_type",
-        "group": "group",
-    }
-    if by not in known:
-        raise InputError(f"--by {by!r} is not known; {did_you_mean(by, tuple(known))}")
-    return known[by]
+    from autopar.cost_model.published.validation import BY
+
+    for column in BY:
+        if by == column:
+            return column
+    raise InputError(f"--by {by!r} is not known; {did_you_mean(by, BY)}")
 
 
 def _rows(runs: Path, tier: str) -> "list[Row]":
@@ -114,7 +112,7 @@ def _rows(runs: Path, tier: str) -> "list[Row]":
 
 def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
     """Refuse before any work what cannot be written in the end."""
-    refuse([*problems_of_target("--out", out), *problems_of_target("--report", report)])
+    refuse_options([*problems_of_target("--out", out), *problems_of_target("--report", report)])
     for option, path in (("--out", out), ("--report", report)):
         if path is not None and path.exists() and runs.exists() and path.samefile(runs):
             raise InputError(f"{option} {path} is the file of the runs: name another")

@@ -37,12 +37,12 @@ class Dot:
     source: int
 
 
-def html_report(validation: Validation, *, title: str, subtitle: str) -> str:
+def validation_page(validation: Validation, *, title: str, subtitle: str) -> str:
     """The whole page as text."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": percent, "signed": signed, "short": short}
+    environment.filters |= {"percent": percent, "signed": signed, "short": short_name}
     text = resources.files("autopar.cli").joinpath("validate_report.html.jinja").read_text(encoding="utf-8")
     timed = [c for c in validation.compared if c.time_error is not None]
     worst = sorted(timed, key=lambda c: -abs(c.time_error or 0.0))
@@ -82,7 +82,7 @@ def signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.1%}"
 
 
-def short(name: str | None) -> str:
+def short_name(name: str | None) -> str:
     """A name of bounded length."""
     name = name or "(not stated)"
     return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 1] + "…"
@@ -105,7 +105,9 @@ def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, 
     def dot(c: Compared) -> Dot:
         measured, predicted = _seconds(c)
         source = c.row.source_key or ""
-        label = f"{short(c.row.id)}: measured {measured:.4g} s, predicted {predicted:.4g} s ({signed(c.time_error)})"
+        label = (
+            f"{short_name(c.row.id)}: measured {measured:.4g} s, predicted {predicted:.4g} s ({signed(c.time_error)})"
+        )
         x, y = MARGIN + place(log10(measured)), SIZE - MARGIN - place(log10(predicted))
         return Dot(x=round(x, 1), y=round(y, 1), label=label, source=sources.index(source))
 
@@ -116,7 +118,7 @@ def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, 
         "shift": round(shift, 1),
         "dots": [dot(c) for c in drawn],
         "left_out": len(timed) - len(drawn),
-        "sources": [(short(name), *_look(i)) for i, name in enumerate(sources[:MAX_SOURCES])],
+        "sources": [(short_name(name), *_look(i)) for i, name in enumerate(sources[:MAX_SOURCES])],
         "looks": [_look(i) for i in range(len(sources))],
         "ticks": [(round(place(e), 1), f"{10.0**e:g}") for e in range(ceil(low - 1e-9), floor(high + 1e-9) + 1)],
     }

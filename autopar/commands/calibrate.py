@@ -26,7 +26,7 @@ from autopar.cost_model.machine.profile import DeviceProfile, Measurement
 from autopar.cost_model.machine.profile_io import profile_to_dict
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
-from autopar.runtime.distributed.broadcast import broadcast, gather
+from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.measure import calibrate_links
 from autopar.runtime.measure.calibrate_cuda import dtypes_of, num_units, reserve_bytes
@@ -114,12 +114,12 @@ def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | N
 def _in_job(minutes: float, on_progress: _Progress, started: float) -> Calibration:
     cluster = ClusterSpec.detect()
     device = start_process_group(cluster, timeout_s=TIMEOUT_S)
-    hosts = gather(socket.gethostname())
+    hosts = gather_objects(socket.gethostname())
     todo = stages(device.type, dtypes_of(device), hosts) * passes(minutes)
     meter, found = _Meter(todo, minutes, on_progress), []
     for stage in todo:
-        budget_s = broadcast(meter.budget_s)  # of rank 0: all must do the same
-        found.append((stage, gather(measured(stage, device, budget_s, meter.step))))
+        budget_s = broadcast_object(meter.budget_s)  # of rank 0: all must do the same
+        found.append((stage, gather_objects(measured(stage, device, budget_s, meter.step))))
     how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {len(set(hosts))} hosts"
     sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
     return combined(found, cluster, device, _measurement(how, len(hosts), started, sharing))

@@ -21,7 +21,7 @@ from autopar.api import parallelize, start_process_group
 from autopar.commands.diagnosis import Check, Diagnosis, Rank, diagnose
 from autopar.errors import AutoparError, ClusterError, RankError
 from autopar.ir.cluster import ClusterSpec
-from autopar.runtime.distributed.broadcast import gather
+from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.measure.doctor_checks import (
     CONVERSION_CASES,
@@ -38,7 +38,7 @@ GIVEN_UP = 0.5  # of the timeout: after so long a rank that did not reach a chec
 PIPELINE_TOLERANCE = 1e-9  # of float64, as for `autopar verify`
 WIDTH, MICRO_BATCHES, SEQUENCES = 8, 2, 4
 _Progress = Callable[[str], None]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def examine(
@@ -73,7 +73,7 @@ def examine(
     measured += together("speed of links", lambda: list(link_speeds(device)))
     own = Rank(rank=dist.get_rank(), host=socket.gethostname(), device=_device_name(device))
     notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * (world_size % 2))]
-    return diagnose(cluster, gather((own, checks, measured)), notes)
+    return diagnose(cluster, gather_objects((own, checks, measured)), notes)
 
 
 def leave() -> None:
@@ -115,7 +115,7 @@ class _Together:
         self._group = dist.new_group(backend="gloo", timeout=limit) if on_gpu else None
         self._patience = limit * GIVEN_UP
 
-    def __call__(self, name: str, run: Callable[[], T]) -> T:
+    def __call__(self, name: str, run: Callable[[], _T]) -> _T:
         rank = dist.get_rank()
         try:
             if dist.get_world_size() > 1:
@@ -150,7 +150,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-class Layers(nn.Module):
+class TwoLayers(nn.Module):
     """Two equal layers, one for each stage, and a mean square loss."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ def check_pipeline(cluster: ClusterSpec) -> Iterator[Difference]:
     dp = cluster.num_devices // 2
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        alone = Layers().double()
+        alone = TwoLayers().double()
         x, target = torch.randn(2, dp * SEQUENCES, WIDTH, dtype=torch.float64)
     wish = {"pp": 2, "dp": dp, "zero": 0, "micro_batches": MICRO_BATCHES}
     own = {"x": x[:SEQUENCES], "target": target[:SEQUENCES]}

@@ -17,9 +17,10 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[str | No
         return _refused(path, "no such file", "check the path")
     except (OSError, ValueError) as error:
         return _refused(path, f"cannot be opened: {error}")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return _refused(path, "must be a regular file")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return _refused(path, "must be a regular file")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         return _refused(path, f"must be at most {max_bytes} bytes", "is it the right file?")
@@ -50,7 +51,7 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[Any, lis
     try:
         content = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
     except (ValueError, RecursionError) as error:
-        what = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
+        what = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
         problems.append(Problem(path=str(path), rule=what[:300]))
     return (None, problems) if problems else (content, [])
 

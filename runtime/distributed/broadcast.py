@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def _device() -> torch.device:
@@ -22,21 +22,21 @@ def any_rank(flag: bool) -> bool:
     return bool(count.item())
 
 
-def broadcast(value: T) -> T:
+def broadcast_object(value: _T) -> _T:
     """Rank 0's value on every rank. Collective."""
     held = [value]
     dist.broadcast_object_list(held)
     return held[0]
 
 
-def gather(value: T) -> list[T]:
+def gather_objects(value: _T) -> list[_T]:
     """Every rank's value on every rank, in rank order. Collective."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
 
 
-def run_on_first_rank(action: Callable[[], T]) -> T:
+def run_on_first_rank(action: Callable[[], _T]) -> _T:
     """The result of rank 0's action on every rank. Its `AutoparError` is raised on every rank. Collective."""
     result = error = None
     if dist.get_rank() == 0:
@@ -44,10 +44,10 @@ def run_on_first_rank(action: Callable[[], T]) -> T:
             result = action()
         except AutoparError as raised:
             error = raised
-    result, error = broadcast((result, error))
+    result, error = broadcast_object((result, error))
     if error is not None:
         raise error
-    return cast(T, result)
+    return cast(_T, result)
 
 
 def from_first_rank(source: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:

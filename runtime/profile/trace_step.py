@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autopar._torch import private
 from autopar.ir.degrees import Degrees
-from autopar.runtime.distributed.broadcast import broadcast, gather, run_on_first_rank
+from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects, run_on_first_rank
 from autopar.runtime.distributed.collective_log import log_collectives
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.profile.chrome_trace import check_writable, chrome_trace, write_whole
@@ -49,13 +49,13 @@ def trace_step(
     step()  # the first of a pipeline opens connections
     with log_collectives() as sent:
         step()
-    origin_ns = broadcast(time.time_ns())
+    origin_ns = broadcast_object(time.time_ns())
     document = _profiled(step, device)
     groups = {one.group for one in sent if one.group is not None}
     setting = ProfileContext(tracks=tracks_of(mesh, groups), micro_batches=degrees.micro_batches, origin_ns=origin_ns)
     slices = slices_of(document, sent, setting)
     name = rank_label(dist.get_rank(), degrees)
-    ranks = gather((name, slices))
+    ranks = gather_objects((name, slices))
     about = {
         "schedule": degrees.schedule if degrees.pp > 1 else "",
         "world_size": dist.get_world_size(),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
-from autopar.cli.validate_report import html_report
+from autopar.cli.validate_report import validation_page
 from autopar.cost_model.published.row import COLUMNS, Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.published.validation import validate_rows
 from autopar.cost_model.published.vtrain_sweep import read_runs
@@ -193,7 +193,7 @@ def test_hostile_names(tmp_path: Path) -> None:
         found = estimate_rows(asked)
         return [Unmodelled(id=found[0].id, reason=attack), *found[1:]]
 
-    text = html_report(validate_rows(rows, estimate), title=attack, subtitle=attack)
+    text = validation_page(validate_rows(rows, estimate), title=attack, subtitle=attack)
     page = Page(text)
     assert not {"script", "img"} & set(page.tags)
     assert not [a for a in page.attributes if a[1].startswith("on")]
@@ -203,13 +203,13 @@ def test_hostile_names(tmp_path: Path) -> None:
 
 def test_report_without_any_measured_row() -> None:
     rows = [replace(row.without_result(), outcome=None) for row in read_rows(RUNS)[:3]]
-    text = html_report(validate_rows(rows, estimate_rows), title="mine.csv", subtitle="")
+    text = validation_page(validate_rows(rows, estimate_rows), title="mine.csv", subtitle="")
     assert "<svg" not in Page(text).tags and "By source_key" in text
 
 
 def test_huge_files_give_small_pages() -> None:
     one = read_rows(RUNS)[0]
     rows = [replace(one, id=f"{'x' * 3_000}{i}", source_key=f"source {i % 500}", tp=i + 1) for i in range(4_000)]
-    text = html_report(validate_rows(rows, estimate_rows), title="big.csv", subtitle="")
+    text = validation_page(validate_rows(rows, estimate_rows), title="big.csv", subtitle="")
     assert len(text.encode()) < 500_000
     assert "are left out" in text

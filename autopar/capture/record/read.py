@@ -42,7 +42,7 @@ from autopar.rules.operators import output_of
 from autopar.rules.registry import load_families
 from autopar.rules.rule import TensorInfo
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 NO_OPS = (aten.expand.default, aten.reshape.default, aten.slice.Tensor)  # capture drops them if they keep the shape
 NAMED: Mapping[str, type] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 
@@ -277,7 +277,7 @@ def _literal(record: LiteralRecord) -> torch.Tensor:
         raise BadRecord("a tensor's elements do not make up its shape") from None
 
 
-def _described(kind: Callable[..., T], record: StateRecord | InputRecord, **other: object) -> T:
+def _described(kind: Callable[..., _T], record: StateRecord | InputRecord, **other: object) -> _T:
     """The description of a tensor, which has the same fields as its record; `other` are those with other values."""
     return kind(**dict(record) | {"dtype": _named("dtype", record.dtype)} | other)
 

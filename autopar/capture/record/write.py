@@ -30,7 +30,7 @@ from autopar.capture.shared_axes import axes_of
 from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Block, CallSite, Constants, InputInfo, StateInfo
 
-R = TypeVar("R", bound=StrictModel)
+_R = TypeVar("_R", bound=StrictModel)
 MAX_LITERAL = 65_536  # elements of a tensor that is written out
 
 
@@ -256,6 +256,6 @@ def _literal(name: str, literal: Any, other: Any) -> LiteralRecord | None:
     return LiteralRecord(shape=shape, dtype=dtype, values=values)
 
 
-def _described(kind: type[R], info: StateInfo | InputInfo, **other: object) -> R:
+def _described(kind: type[_R], info: StateInfo | InputInfo, **other: object) -> _R:
     """The record of a tensor, which has the same fields; `other` are the fields with other values."""
     return kind(**asdict(info) | {"dtype": _dtype(info.dtype)} | other)

@@ -9,7 +9,7 @@ from autopar.errors import InputError, Problem
 MAX_RANKS = 64
 
 
-def refuse(problems: Sequence[Problem]) -> None:
+def refuse_options(problems: Sequence[Problem]) -> None:
     """Raise `InputError` if there are problems."""
     if problems:
         raise InputError("the options cannot be used", problems)

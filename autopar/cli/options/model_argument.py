@@ -17,4 +17,4 @@ ModelArgument = Annotated[
 Layers = Annotated[int | None, typer.Option(help="Shrink a preset or config to this many layers.", show_default=False)]
 Hidden = Annotated[int | None, typer.Option(help="Shrink a preset or config to this width.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}  # a model's, by precision
+MODEL_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}  # a model's, by precision

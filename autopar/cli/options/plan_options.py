@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.cli.options.checks import refuse
+from autopar.cli.options.checks import refuse_options
 from autopar.errors import Problem
 from autopar.planning.options import PlanOptions
 
@@ -36,7 +36,7 @@ def values_by_word(option: str, given: Sequence[str]) -> dict[str, tuple[Any, ..
             problems.append(Problem(path=f"{option} {text}", rule=f"names {word} again; give {word}=first,second"))
         else:
             values_of[word] = tuple(_value(one.strip()) for one in values.split(",") if one.strip())
-    refuse(problems)
+    refuse_options(problems)
     return values_of
 
 

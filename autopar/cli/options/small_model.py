@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.options.checks import MAX_RANKS, refuse
+from autopar.cli.options.checks import MAX_RANKS, refuse_options
 from autopar.cli.options.model_argument import is_factory
 from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.explanation import sizes_in_words
@@ -16,7 +16,9 @@ from autopar.presets.models import model_names, model_preset
 
 SMALL_LAYERS, SMALL_HIDDEN, SMALL_HIDDEN_BY_3, SMALL_SEQ_LEN = 2, 64, 96, 32
 WorldSize = Annotated[int, typer.Option("--world-size", "-n", help="Ranks to start on this machine.")]
-Batch = Annotated[int | None, typer.Option(help="Sequences of one data-parallel rank in one step.", show_default=False)]
+LocalBatch = Annotated[
+    int | None, typer.Option(help="Sequences of one data-parallel rank in one step.", show_default=False)
+]
 
 
 def check_numbers(**numbers: int | None) -> None:
@@ -29,7 +31,7 @@ def check_numbers(**numbers: int | None) -> None:
     if (numbers["world_size"] or 0) > MAX_RANKS:
         rule = f"at most {MAX_RANKS} ranks are started on one machine"
         problems.append(Problem(path="--world-size", value=numbers["world_size"], rule=rule))
-    refuse(problems)
+    refuse_options(problems)
 
 
 def wish_and_sizes(
