@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from autopar.ir.sharding import Dims
@@ -63,10 +64,7 @@ class StateInfo:
 
     @property
     def num_elements(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

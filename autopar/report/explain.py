@@ -13,7 +13,6 @@ from autopar.capture.nodes import operator_name, value_infos
 from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import as_text
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Dims, Type
@@ -25,11 +24,6 @@ from autopar.search.pricing.stage_partition import block_seconds
 
 _FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("embedding", 0): "vocabulary-parallel"}
 _ORDINALS = ("first", "second", "third", "fourth", "fifth")
-
-
-def explain(plan: Plan, program: Program, cluster: ClusterSpec) -> str:
-    """A plan in words and tables, also where the plan file has no summary."""
-    return as_text(plan if plan.summary is not None else with_summary(plan, program, cluster))
 
 
 def with_summary(plan: Plan, program: Program, cluster: ClusterSpec, analysis: Analysis | None = None) -> Plan:

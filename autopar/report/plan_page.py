@@ -1,5 +1,6 @@
 """A plan file alone as a page: splits, stages and messages. Seconds and memory are known after a search only."""
 
+from math import prod
 from typing import Any
 
 from autopar._version import __version__
@@ -26,7 +27,7 @@ def plan_report(plan: Plan) -> str:
             batch=_batch(plan),
             stages=_stage_bars(stages),
             parameters=_num_parameters(plan),
-            sections=[section for section in sections(plan, with_order=False)[0:] if section.lines or section.rows],
+            sections=[section for section in sections(plan, with_order=False) if section.lines or section.rows],
             data=script_json({}),
             version=__version__,
         )
@@ -41,13 +42,7 @@ def _batch(plan: Plan) -> int | None:
 def _num_parameters(plan: Plan) -> int | None:
     if plan.summary is None:
         return None
-    total = 0
-    for one in plan.summary.parameters:
-        size = one.num_copies
-        for length in one.shape:
-            size *= length
-        total += size
-    return total
+    return sum(one.num_copies * prod(one.shape) for one in plan.summary.parameters)
 
 
 def _stage_bars(stages: tuple[StageSummary, ...]) -> dict[str, Any] | None:

@@ -33,10 +33,11 @@ from autopar.ir.sharding import Mesh, Type
 from autopar.lowering.conversions import CONVERSIONS, Conversion
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
-from autopar.lowering.local_graph import LocalGraph, local_graph
+from autopar.lowering.local_graph import LocalGraph
 from autopar.lowering.randomness import attention_with_dropout, dropout
 from autopar.lowering.vocabulary import REWRITES
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
+from autopar.testing.one_process import generate_all
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 _Types = tuple[Type, ...]
@@ -120,10 +121,7 @@ def type_report(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, *, regather: bool = False
 ) -> TypeReport:
     """Type-check every distinct block of a program under its labels. Nothing is computed or sent."""
-    generated = [
-        local_graph(analysis, block, i, labels[i], mesh, device="meta", regather=regather, join=False)
-        for i, block in enumerate(program.blocks)
-    ]
+    generated = generate_all(program, analysis, labels, mesh, device="meta", regather=regather, join=False)
     return check_generated(program, analysis, generated, mesh)
 
 

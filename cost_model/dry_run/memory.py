@@ -35,7 +35,7 @@ _STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank by category. `saved_of_stage` is the saved bytes of one micro-batch in each of its stages."""
+    """Bytes of one rank by category."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -45,7 +45,6 @@ class RankMemory:
     buffer_bytes: int
     saved_bytes: int
     workspace_bytes: int
-    saved_of_stage: Mapping[int, int]
 
     @property
     def total_bytes(self) -> int:
@@ -78,7 +77,6 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
     optimizer = sum(
         _NUM_MOMENTS * local_gradient_elements(setting, name) * infos[name].dtype.itemsize + _STEP_BYTES for name in own
     )
-    saved_of_stage = {index: run.saved_bytes for index, run in runs.items()}
     return RankMemory(
         parameter_bytes=_parameter_bytes(setting),
         gradient_bytes=gradient_bytes(setting, runs),
@@ -88,7 +86,6 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
         buffer_bytes=largest,
         saved_bytes=_saved_peak(setting, runs),
         workspace_bytes=max(run.peak_bytes - run.saved_bytes for run in runs.values()),
-        saved_of_stage=saved_of_stage,
     )
 
 

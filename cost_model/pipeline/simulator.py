@@ -78,7 +78,6 @@ class Message:
     from_rank: int
     to_rank: int
     from_stage: int
-    to_stage: int
     micro_batch: int
     start_s: float
     end_s: float
@@ -139,7 +138,6 @@ class Simulation:
                     from_rank=rank,
                     to_rank=self.rank_of_stage[to],
                     from_stage=action.stage,
-                    to_stage=to,
                     micro_batch=action.micro_batch,
                     start_s=start,
                     end_s=end,

@@ -102,7 +102,7 @@ def _position(frames: Sequence[FrameType], place: Place) -> list[str]:
     names = [frame.f_code.co_name for frame in frames]
     is_waiting = "_wait_batch_p2p" in names
     actions = [f.f_locals.get("action") for f, name in zip(frames, names, strict=True) if name == "_perform_action"]
-    block = _innermost(frames, "call", CallSite)
+    block = _innermost_call(frames)
     inside = "" if block is None else f"block {block.path!r}"
     if not actions:
         if is_waiting and place.pipeline is not None:
@@ -148,7 +148,7 @@ def _ranks_of(group: dist.ProcessGroup) -> str:
     return named_ranks(dist.get_process_group_ranks(group))
 
 
-def _innermost(frames: Sequence[FrameType], name: str, kind: type[Any]) -> Any:
-    """The local variable of a name and type in the innermost frame that has one."""
-    found = (frame.f_locals.get(name) for frame in reversed(frames))
-    return next((value for value in found if isinstance(value, kind)), None)
+def _innermost_call(frames: Sequence[FrameType]) -> CallSite | None:
+    """The call of a block that the innermost frame with one runs."""
+    found = (frame.f_locals.get("call") for frame in reversed(frames))
+    return next((value for value in found if isinstance(value, CallSite)), None)

@@ -8,11 +8,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError
-from autopar.files.atomic import write_text
+from autopar.files.atomic import NOT_WRITABLE, is_writable, write_text
 from autopar.runtime.profile.timeline import COMPUTE, HOST, MESSAGES, Slice
 
 _Json = dict[str, Any]
@@ -135,9 +134,8 @@ def track_times(document: Mapping[str, Any]) -> list[TrackTime]:
 
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise `InputError` if a file cannot be written, before ranks work for it."""
-    target = Path(path)
-    if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{target} cannot be written: name a file in a folder that exists and that you may write to")
+    if not is_writable(path):
+        raise InputError(f"{os.fspath(path)} {NOT_WRITABLE}")
 
 
 def write_whole(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:

@@ -70,17 +70,12 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The candidates on one mesh dimension.
-
-    A `relaxed` space includes axes that the degree does not divide. Otherwise only `paddable` axes may be uneven.
-    """
+    """The candidates on one mesh dimension."""
 
     index: int
     name: str
     degree: int
     axes: frozenset[int]
-    paddable: frozenset[int]
-    relaxed: bool
     variants: Mapping[NodeKey, tuple[Variant, ...]]
     types: Mapping[str, tuple[Type, ...]]
 
@@ -254,8 +249,6 @@ def space_of(
         name=name,
         degree=degree,
         axes=axes,
-        paddable=paddable,
-        relaxed=relaxed,
         variants=found,
         types=types,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from one_layer import OneLayer
 from same_program import differences
 from suites import long
 from torch import nn
@@ -49,19 +50,6 @@ def test_another_sequence(name: str) -> None:
     check(model, inputs, (6,), sequence=10)
 
 
-class Model(nn.Module):
-    """A linear layer whose output a function makes a loss of."""
-
-    def __init__(self, finish: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.finish = finish
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.finish(self.layer(x))
-        return loss
-
-
 @pytest.mark.parametrize(
     "finish",
     [
@@ -77,11 +65,11 @@ class Model(nn.Module):
     ids=["shifted", "divided", "scaled", "flat", "padded", "pairs", "positions", "literal"],
 )
 def test_numbers_of_sizes(finish: Any) -> None:
-    check(Model(finish), X, (2, 7, 32))
+    check(OneLayer(finish), X, (2, 7, 32))
 
 
 def test_what_sizes_do_not_explain_is_captured_again() -> None:
-    model = Model(lambda y: (y / 2 ** y.shape[0]).sum())
+    model = OneLayer(lambda y: (y / 2 ** y.shape[0]).sum())
     captured = capture(model, X)
     assert captured.record is None
     assert captured.unknown is not None and "the number" in captured.unknown
@@ -91,7 +79,7 @@ def test_what_sizes_do_not_explain_is_captured_again() -> None:
 
 
 def test_what_the_sequence_does_not_explain_leaves_the_batch() -> None:
-    model = Model(lambda y: (y / 2 ** y.shape[1]).sum())
+    model = OneLayer(lambda y: (y / 2 ** y.shape[1]).sum())
     captured = alone(capture(model, X))
     assert differences(captured.at(batch=9), capture_program(model, X, batch=9)) == []
     with pytest.raises(CaptureError, match=r"sequence 8.*not known"):
@@ -139,7 +127,7 @@ def test_constants_that_are_equal_by_chance_are_captured_again() -> None:
         rows, columns = (torch.arange(n, dtype=torch.float32) for n in y.shape[:2])
         return (y * rows[:, None, None] * columns[:, None]).sum()
 
-    model = Model(finish)
+    model = OneLayer(finish)
     captured = capture(model, X)
     assert differences(captured.at(batch=10), capture_program(model, X, batch=10)) == []
     with pytest.raises(CaptureError, match="two constants are one"):

@@ -17,7 +17,7 @@ from autopar.ir.program import Program
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import make_plan
-from autopar.report.explain import explain
+from autopar.report.explain import summarise, with_summary
 
 CLUSTER = ClusterSpec.preset("4xcpu")
 
@@ -54,8 +54,6 @@ def test_bytes_equal_those_of_the_cost_model(name: str, degrees: dict[str, int])
     plan = replace(plan, regather=False, summary=None)
     analysis = analyse(program, plan.mesh)
     listed = listed_conversions(program, analysis, plan.blocks, plan.mesh)
-    from autopar.report.explain import summarise
-
     for index, block in enumerate(summarise(program, analysis, plan, CLUSTER).blocks):
         if block.name in ("denominator", "epilogue"):  # a loss with collectives of its own, outputs that are dropped
             continue
@@ -66,7 +64,7 @@ def test_bytes_equal_those_of_the_cost_model(name: str, degrees: dict[str, int])
 def test_explain_with_and_without_summary() -> None:
     program, plan = planned("llama3-8b", tp=2, dp=2)
     bare = replace(plan, summary=None)
-    assert explain(bare, program, CLUSTER) == plan.explain()
+    assert with_summary(bare, program, CLUSTER).explain() == plan.explain()
     assert "no summary" in bare.explain()
     assert Plan.from_dict(bare.to_dict()) == bare
     assert all(block.name in plan.explain() for block in plan.blocks)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.errors import InputError, Problem
+from autopar.files.atomic import NOT_WRITABLE, is_writable
 
 MAX_RANKS = 64
 
@@ -27,7 +28,6 @@ def problems_of_ranks(ranks: int | None) -> list[Problem]:
 
 def problems_of_target(option: str, path: Path | None) -> list[Problem]:
     """The problem of a file to write, found before any work."""
-    if path is None or (not path.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)):
+    if path is None or is_writable(path):
         return []
-    rule = "cannot be written: name a file in a folder that exists and that you may write to"
-    return [Problem(path=option, value=str(path), rule=rule)]
+    return [Problem(path=option, value=str(path), rule=NOT_WRITABLE)]

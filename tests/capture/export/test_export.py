@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from one_layer import OneLayer
 from torch import nn
 
 from autopar.capture.export.export import capture_flat, input_names, named_outputs
@@ -12,18 +13,6 @@ from autopar.capture.program import capture_program
 from autopar.errors import CaptureError
 
 X = {"x": torch.zeros(4, 6)}
-
-
-class Model(nn.Module):
-    """A linear layer whose output a function turns into what the model returns."""
-
-    def __init__(self, finish: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.finish = finish
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.finish(self.layer(x))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +26,7 @@ class Model(nn.Module):
     ],
 )
 def test_the_loss_is_found(finish: Any, outputs: set[str]) -> None:
-    program = capture_program(Model(finish), X)
+    program = capture_program(OneLayer(finish), X)
     assert set(program.outputs) == outputs
     assert program.loss not in program.outputs.values()
 
@@ -45,7 +34,7 @@ def test_the_loss_is_found(finish: Any, outputs: set[str]) -> None:
 @pytest.mark.parametrize("finish", [lambda y: y, lambda y: (y.sum(), y.mean()), lambda y: {"y": y}])
 def test_a_model_without_a_loss_is_refused(finish: Any) -> None:
     with pytest.raises(CaptureError, match="no loss"):
-        capture_program(Model(finish), X)
+        capture_program(OneLayer(finish), X)
 
 
 class Branches(nn.Module):
@@ -54,7 +43,7 @@ class Branches(nn.Module):
 
 
 def test_what_does_not_export_is_named() -> None:
-    model = Model(lambda y: y.sum())
+    model = OneLayer(lambda y: y.sum())
     model.layer = nn.Sequential(nn.Linear(6, 6), Branches())
     with pytest.raises(CaptureError, match=r"layer\.1.*Branches.*test_export\.py:\d+"):
         capture_program(model, X)
@@ -62,9 +51,9 @@ def test_what_does_not_export_is_named() -> None:
 
 def test_no_tensor_and_only_scalars_are_refused() -> None:
     with pytest.raises(CaptureError, match="example_inputs"):
-        capture_program(Model(lambda y: y.sum()), {})
+        capture_program(OneLayer(lambda y: y.sum()), {})
     with pytest.raises(CaptureError, match="batch"):
-        capture_program(Model(lambda y: y.sum()), {"x": torch.zeros(())})
+        capture_program(OneLayer(lambda y: y.sum()), {"x": torch.zeros(())})
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -1,26 +1,13 @@
 """In-place operators, on views too, and buffers that forward changes."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from one_layer import Body, checked_program, squared
 from torch import nn
 
 from autopar.capture.program import capture_program
 from autopar.errors import CaptureError
 from autopar.runtime.codegen.execute import run_reference
-
-Body = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Model(nn.Module):
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.body = body
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(self.layer(x)).square().sum()
 
 
 def shifted(y: torch.Tensor) -> torch.Tensor:
@@ -94,16 +81,8 @@ BODIES: dict[str, Body] = {
 @pytest.mark.parametrize("body", BODIES)
 def test_the_program_computes_what_the_module_computes(body: str) -> None:
     torch.manual_seed(0)
-    model, x = Model(BODIES[body]).double(), torch.randn(4, 3, 6, dtype=torch.float64)
-    program = capture_program(model, {"x": x})
-    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    loss = run_reference(program, parameters, {"x": x}, {})[program.loss]
-    loss.backward()
-    expected = model(x)
-    expected.backward()
-    assert torch.allclose(loss, expected, rtol=1e-13)
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameters[name].grad, parameter.grad, rtol=1e-12), name
+    model, x = squared(BODIES[body]).double(), torch.randn(4, 3, 6, dtype=torch.float64)
+    program = checked_program(model, x)
     for block in program.blocks:
         assert not any(n.target._schema.is_mutable for n in block.graph.nodes if n.op == "call_function")
 

@@ -5,24 +5,14 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from torch import fx, nn
+from one_layer import checked_program, squared
+from torch import fx
 
 from autopar.capture.passes.normalize import IDENTITY
 from autopar.capture.program import capture_program
 from autopar.runtime.codegen.execute import run_reference
-from autopar.runtime.parameters.packed import join_packed, packed_source
 
 aten = torch.ops.aten
-
-
-class Model(nn.Module):
-    def __init__(self, body: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.body = body
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(self.layer(x)).square().sum()
 
 
 def no_grad_scale(y: torch.Tensor) -> torch.Tensor:
@@ -70,19 +60,9 @@ def operators(graph: fx.Graph) -> list[Any]:
 
 @pytest.mark.parametrize("body", BODIES)
 def test_the_program_computes_what_the_module_computes(body: str) -> None:
-    model = tiny_models.randomise(Model(BODIES[body]).double())
+    model = tiny_models.randomise(squared(BODIES[body]).double())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    program = capture_program(model, {"x": x})
-    source = packed_source(program, dict(model.named_parameters()).__getitem__)
-    parameters = {n: source(n).detach().clone().requires_grad_() for n in program.parameters}
-    loss = run_reference(program, parameters, {"x": x}, {})[program.loss]
-    loss.backward()
-    expected = model(x)
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    gradients = join_packed(program, {n: p.grad for n, p in parameters.items() if p.grad is not None})
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad)
+    program = checked_program(model, x)
     for block in program.blocks:
         found = operators(block.graph)
         assert not [t for t in found if t in IDENTITY]
@@ -93,7 +73,7 @@ def test_the_program_computes_what_the_module_computes(body: str) -> None:
 
 def test_without_a_cotangent() -> None:
     """What `no_grad` yields, integers and detached values take no gradient."""
-    program = capture_program(Model(no_grad_scale), {"x": torch.zeros(4, 6)})
+    program = capture_program(squared(no_grad_scale), {"x": torch.zeros(4, 6)})
     nodes = {n.target: n for n in program.blocks[0].graph.nodes}
     assert not nodes[aten.amax.default].meta["info"].differentiable
     assert nodes[aten.div.Tensor].meta["info"].differentiable
@@ -115,5 +95,5 @@ def test_a_mean_loss_is_a_sum_over_a_count(ignored: int) -> None:
 
 
 def test_new_tensors_do_not_couple_samples() -> None:
-    program = capture_program(Model(shifted), {"x": torch.zeros(4, 6)})
+    program = capture_program(squared(shifted), {"x": torch.zeros(4, 6)})
     assert program.mixes_batch is None

@@ -1,10 +1,10 @@
 """Operators with several outputs: each output is an operator of its own, gradients included."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from one_layer import Body, checked_program, squared
 from torch import nn
 
 from autopar.capture.program import capture_program
@@ -13,17 +13,6 @@ from autopar.rules.operators import output_of
 from autopar.runtime.codegen.execute import run_reference
 
 aten = torch.ops.aten
-Body = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Model(nn.Module):
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.body = body
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(self.layer(x)).square().sum()
 
 
 def _with_indices(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -59,21 +48,13 @@ BODIES: dict[str, Body] = {
 @pytest.mark.parametrize("body", BODIES)
 def test_values_and_gradients_are_those_of_the_operator(body: str) -> None:
     torch.manual_seed(0)
-    model = Model(BODIES[body]).double()
+    model = squared(BODIES[body]).double()
     x = torch.randn(4, 2, 6, dtype=torch.float64)
-    program = capture_program(model, {"x": x})
-    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    loss = run_reference(program, parameters, {"x": x}, {})[program.loss]
-    loss.backward()
-    expected = model(x)
-    expected.backward()
-    assert torch.allclose(loss, expected, rtol=1e-13)
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameters[name].grad, parameter.grad, rtol=1e-11, atol=1e-13), name
+    checked_program(model, x)
 
 
 def test_only_the_indices_are_computed_by_the_operator() -> None:
-    program = capture_program(Model(BODIES["topk"]), {"x": torch.zeros(4, 2, 6)})
+    program = capture_program(squared(BODIES["topk"]), {"x": torch.zeros(4, 2, 6)})
     targets = [n.target for n in program.blocks[0].graph.nodes]
     assert targets.count(output_of(aten.topk.default, 1)) == targets.count(aten.gather.default) == 1
     assert aten.topk.default not in targets
