@@ -245,20 +245,32 @@ def _bare(plan: Explained) -> list[str]:
 
 
 def readable_bytes(count: float) -> str:
-    """Decimal units, three digits."""
+    """Decimal units, three digits.
+
+    >>> readable_bytes(37e9), readable_bytes(999.9e6), readable_bytes(12)
+    ('37 GB', '1 GB', '12 bytes')
+    """
     for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
+        if count < 999.5:
+            return f"{_digits(count)} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{_digits(count)} TB"
 
 
 def readable_seconds(seconds: float) -> str:
-    """Three digits of s, ms or µs."""
+    """Three digits of s, ms or µs.
+
+    >>> readable_seconds(3.7), readable_seconds(0.0034), readable_seconds(1234.5)
+    ('3.7 s', '3.4 ms', '1234 s')
+    """
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+        if seconds * factor >= 0.9995:
+            return f"{_digits(seconds * factor)} {unit}"
+    return f"{_digits(seconds * 1e6)} µs"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

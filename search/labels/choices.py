@@ -216,7 +216,10 @@ def space_of(
     relaxed: bool,
     pinned: Mapping[str, tuple[Type, ...]],
 ) -> Space:
-    """All candidates of mesh dimension `index`. A `pinned` parameter has one of the types given for its class."""
+    """All candidates of mesh dimension `index`. A `pinned` parameter has one of the types given for its class.
+
+    A `relaxed` space includes axes that the degree does not divide. Otherwise only paddable axes may be uneven.
+    """
     name, degree = mesh.names[index], mesh.degrees[index]
     paddable = paddable_axes(program, analysis, degree)
     found: dict[NodeKey, tuple[Variant, ...]] = {}
