@@ -268,11 +268,6 @@ class LiveStorages(TorchDispatchMode):
         return out
 
 
-def live_storages(outside: Sequence[Any]) -> LiveStorages:
-    """A context that counts the storages made inside it. The storages of the `outside` tensors do not count."""
-    return LiveStorages(outside)
-
-
 class _Watch(TorchDispatchMode):
     """Reports every operator call in some namespaces: the operator's name, its arguments by name, and the result."""
 

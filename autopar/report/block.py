@@ -28,7 +28,7 @@ def drawing(found: BlockGraph) -> Drawing:
     """The block as SVG of a size of its own; a narrow screen scrolls it."""
     columns = _columns(found)
     widest = max(sum(node.layer == layer for node in found.nodes) for layer in {node.layer for node in found.nodes})
-    middle = [_x(column) for column in columns]
+    middle = [column * COLUMN for column in columns]
     shift = BOX / 2 + 8 - min(middle)
     boxes = {i: (middle[i] + shift, 8 + node.layer * ROW) for i, node in enumerate(found.nodes)}
     right = max(x for x, _ in boxes.values()) + BOX / 2
@@ -55,10 +55,6 @@ def _columns(found: BlockGraph) -> list[float]:
         for position, i in enumerate(sorted(mine, key=lambda i: (near[i], i))):
             place[i] = position - (len(mine) - 1) / 2
     return place
-
-
-def _x(column: float) -> float:
-    return column * COLUMN
 
 
 def _by_reach(found: BlockGraph, edges: Sequence[GraphEdge]) -> list[GraphEdge]:

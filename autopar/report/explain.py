@@ -13,7 +13,7 @@ from autopar.capture.nodes import operator_name, value_infos
 from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import BlockLabels, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Dims, Type
 from autopar.ir.stages import stages_of
@@ -67,7 +67,8 @@ def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
     found: dict[tuple[str, tuple[int, ...], tuple[Type, ...], str], int] = {}
     for name, info in program.parameters.items():
         if name in uses:
-            types, operator = uses[name][0](plan.blocks), uses[name][1]
+            block, port, operator = uses[name]
+            types = tuple(plan.blocks[block].ports[port])
             key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1), info.shape, types, operator)
             found[key] = found.get(key, 0) + 1
     for (name, shape, types, operator), count in found.items():
@@ -78,29 +79,19 @@ def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
         yield ParameterSummary(name=name, num_copies=count, shape=shape, split=split)
 
 
-class _TypesOf:
-    """Where the plan says how a parameter is stored: the port of a block."""
-
-    def __init__(self, block: int, port: str) -> None:
-        self.block, self.port = block, port
-
-    def __call__(self, blocks: tuple[BlockLabels, ...]) -> tuple[Type, ...]:
-        return tuple(blocks[self.block].ports[self.port])
-
-
-def _first_uses(program: Program) -> dict[str, tuple[_TypesOf, str]]:
-    """Per parameter, the port that it is first bound to, and the operator that uses it there as a weight."""
+def _first_uses(program: Program) -> dict[str, tuple[int, str, str]]:
+    """Per parameter, the block and port that it is first bound to, and the operator that uses it there as a weight."""
     operators: dict[tuple[int, str], str] = {}
     for index, block in enumerate(program.blocks):
         for node in block.graph.nodes:
             users = [user for user in node.users if user.op == "call_function"]
             if node.op == "placeholder" and users:
                 operators[index, node.name] = operator_name(users[0])
-    found: dict[str, tuple[_TypesOf, str]] = {}
+    found: dict[str, tuple[int, str, str]] = {}
     for call in program.calls:
         for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
             if isinstance(name, str) and name in program.parameters and name not in found:
-                found[name] = _TypesOf(call.block, port), operators.get((call.block, port), "")
+                found[name] = call.block, port, operators.get((call.block, port), "")
     return found
 
 
@@ -197,7 +188,7 @@ def _once_a_step(program: Program, plan: Plan) -> Iterator[str]:
         yield f"dp: gradient shards are all-reduced over {degrees.dp_replicate} replicas"
     uses = _first_uses(program)
     for index, (name, degree) in enumerate(plan.mesh.as_dict().items()):
-        deferred = [n for n, (types, _) in uses.items() if types(plan.blocks)[index].kind == "R"]
+        deferred = [n for n, (block, port, _) in uses.items() if plan.blocks[block].ports[port][index].kind == "R"]
         if deferred and degree > 1 and name != DATA:
             trained = sum(program.parameters[n].num_elements for n in deferred)
             yield f"{name}: gradients of {len(deferred)} replicated parameters ({trained:,} elements) are all-reduced"

@@ -93,17 +93,12 @@ def bytes_bar(name: str, parts: Mapping[str, float], capacity: float, detail: st
     """A rank's bar, with a mark at the device's capacity."""
     needed = sum(value for part, value in parts.items() if part != "cache")
     shown = dict(parts) | {"cache": max(0.0, min(parts.get("cache", 0.0), capacity - needed))}
-    longest = bytes_scale(needed, capacity)
+    longest = 1.06 * max(needed, capacity)
     content = _segments(shown, longest, BYTES_COLOURS, MEMORY, readable_bytes)
     at = SIDE * capacity / longest
     mark = line([(at, 0), (at, SIDE)], class_="capacity")
     value = f"{readable_bytes(needed)} of {readable_bytes(capacity)}"
     return Bar(name=name, content=content + mark, value=value, says=f"{name} needs {value}", detail=detail)
-
-
-def bytes_scale(needed: float, capacity: float) -> float:
-    """Where a bar of bytes ends."""
-    return 1.06 * max(needed, capacity)
 
 
 def _segments(

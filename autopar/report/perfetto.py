@@ -25,7 +25,7 @@ def perfetto_trace(found: SearchResult) -> _Json:
             "nothing fits"
             if found.best is None
             else "the best plan has no pipeline"
-            if _one(found)
+            if found.best.degrees.get("pp", 1) == 1
             else "it is too long"
         )
         raise InputError(f"there is no time line to write: {why}; leave --perfetto out")
@@ -39,10 +39,6 @@ def perfetto_trace(found: SearchResult) -> _Json:
         "passes_left_out": timeline.left_out,
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
-
-
-def _one(found: SearchResult) -> bool:
-    return found.best is not None and found.best.degrees.get("pp", 1) == 1
 
 
 def _names(timeline: Timeline) -> Iterator[_Json]:

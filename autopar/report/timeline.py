@@ -1,5 +1,6 @@
 """The pipeline's time line: a lane for each rank, passes as boxes, waiting as the lane's ground."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,22 +80,18 @@ def lanes(found: Timeline) -> Lanes:
     )
 
 
-class _Place:
+def _places(seconds: float, gap: tuple[float, float] | None) -> Callable[[float], float]:
     """From seconds to plot units. A gap takes `BREAK` units."""
+    begin, end = gap or (seconds, seconds)
+    width = BREAK if gap else 0.0
+    scale = (SIDE - width) / max(seconds - (end - begin), 1e-12)
 
-    def __init__(self, seconds: float, gap: tuple[float, float] | None) -> None:
-        self.gap = gap or (seconds, seconds)
-        self.width = BREAK if gap else 0.0
-        self.scale = (SIDE - self.width) / max(seconds - (self.gap[1] - self.gap[0]), 1e-12)
+    def place(at: float) -> float:
+        if at <= begin:
+            return at * scale
+        return min(SIDE, begin * scale + width + max(0.0, at - end) * scale)
 
-    def __call__(self, at: float) -> float:
-        if at <= self.gap[0]:
-            return at * self.scale
-        return min(SIDE, self.gap[0] * self.scale + self.width + max(0.0, at - self.gap[1]) * self.scale)
-
-
-def _places(seconds: float, gap: tuple[float, float] | None) -> _Place:
-    return _Place(seconds, gap)
+    return place
 
 
 def _ticks(seconds: float, gap: tuple[float, float] | None) -> list[Tick]:
@@ -107,5 +104,5 @@ def _ticks(seconds: float, gap: tuple[float, float] | None) -> list[Tick]:
     return [*found, *(_tick(place, value, i % 2 == 1) for i, value in enumerate(after) if place(value) < SIDE * 0.97)]
 
 
-def _tick(place: _Place, value: float, is_minor: bool) -> Tick:
+def _tick(place: Callable[[float], float], value: float, is_minor: bool) -> Tick:
     return Tick(at=place(value), text=tick_seconds(value), is_minor=is_minor)

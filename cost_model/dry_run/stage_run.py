@@ -166,7 +166,7 @@ class _Run:
                 leaf.register_post_accumulate_grad_hook(partial(_note, own, name))
         given = self.given()
         outside = [*leaves.values(), *given.values()]
-        with private.live_storages(outside) as live, SavedBytes(outside) as saved:
+        with private.LiveStorages(outside) as live, SavedBytes(outside) as saved:
             received = {name: self.received(name) for name in stage.receives}
             found = self.forward(stage, {**taken, **given, **received})
             forward, saved_bytes = self.ledger.take(), saved.bytes()

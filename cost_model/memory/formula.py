@@ -167,7 +167,8 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
 
 def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
     """The bytes that a block saves of a micro-batch, from `saved` (without recomputation) and its `inputs`."""
-    selective = np.where(recompute == 1, _selective(engine, saved, inputs), saved)
+    partly = saved if engine.selective == "attention" else (saved + inputs) / 2
+    selective = np.where(recompute == 1, partly, saved)
     return np.where(recompute == 2, inputs, selective)
 
 
@@ -193,10 +194,6 @@ def _scores(work: BlockWork[Any]) -> Floats:
     return np.asarray(
         sum(SAVED_SCORE_BYTES * one.count * one.m * one.n for one in work.products if one.kind == "attention")
     )
-
-
-def _selective(engine: Engine, saved: Floats, inputs: Floats) -> Floats:
-    return saved if engine.selective == "attention" else (saved + inputs) / 2
 
 
 def logit_bytes(family: Family[Any], shape: Shape) -> Floats:

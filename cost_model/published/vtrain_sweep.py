@@ -45,14 +45,9 @@ _SAME = Row(
 
 
 def read_runs(path: str | os.PathLike[str]) -> list[Row]:
-    """Rows of a file with the columns of `Row`, or of the sweep where the header is the sweep's."""
+    """Rows of a file with the columns of `Row`, or of the sweep where the header has the sweep's, in any order."""
     header, _ = read_table(path)
-    return read_vtrain_sweep(path) if is_vtrain_sweep(header) else read_rows(path)
-
-
-def is_vtrain_sweep(header: list[str]) -> bool:
-    """Whether a header has the columns of the sweep, in any order, and no other."""
-    return sorted(header) == sorted(_COLUMNS)
+    return read_vtrain_sweep(path) if sorted(header) == sorted(_COLUMNS) else read_rows(path)
 
 
 def read_vtrain_sweep(path: str | os.PathLike[str]) -> list[Row]:

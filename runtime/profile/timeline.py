@@ -234,15 +234,11 @@ def outermost(events: Sequence[Event]) -> list[Event]:
 
 def _work_of(event: Event, kind: str, works: list[Event]) -> Event | None:
     """gloo's own event of a call: the first unused event of its kind that starts after the call."""
-    names = ("gloo:all_reduce", "gloo:reduce_scatter") if kind == "reduce-scatter" else (_gloo_name(kind),)
+    names = ["gloo:" + kind.replace("-", "_")] + ["gloo:all_reduce"] * (kind == "reduce-scatter")
     for index, work in enumerate(works):
-        if float(work["ts"]) >= float(event["ts"]) and str(work["name"]).startswith(names):
+        if float(work["ts"]) >= float(event["ts"]) and str(work["name"]).startswith(tuple(names)):
             return works.pop(index)
     return None
-
-
-def _gloo_name(kind: str) -> str:
-    return "gloo:" + kind.replace("-", "_")
 
 
 def _received(message: Slice, events: Sequence[Event]) -> Slice:

@@ -23,7 +23,8 @@ def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -
     """
     if any(_is_aliased(node) for node in module.graph.nodes if _in_place(node)):
         return True
-    if any(_first(n).op == "placeholder" and _first(n).name not in changeable for n in _changes(module.graph)):
+    changed = [_first(node) for node in module.graph.nodes if _in_place(node)]
+    if any(value.op == "placeholder" and value.name not in changeable for value in changed):
         return True
     regions = [m for m in module.modules() if isinstance(m, fx.GraphModule) and m is not module]
     return any(_in_place(node) for region in regions for node in region.graph.nodes)
@@ -51,10 +52,6 @@ def functionalise(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.N
                 holds[new] = holds[old]
                 last[holds[old]] = new
     return last
-
-
-def _changes(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if _in_place(node)]
 
 
 def _in_place(node: fx.Node) -> bool:
