@@ -11,7 +11,7 @@ from autopar.capture.axes import Axes, Variable
 from autopar.ir.program import Block, CallSite, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.rules.registry import rule_of
-from autopar.rules.rule import Call, Rule, Slot, Spec, whole_rule
+from autopar.rules.rule import Call, Rule, Spec, TensorInfo, whole_rule
 from autopar.rules.variants import Bound
 
 NodeName = str
@@ -32,24 +32,6 @@ class Analysis:
     batch_axes: frozenset[int]
     sequence_axes: frozenset[int]
     hidden_axes: frozenset[int]
-
-
-def call_of(node: fx.Node) -> tuple[Call, tuple[fx.Node, ...]]:
-    """A node as a `Call` with slots, and the nodes of its tensor operands in slot order."""
-    operands: list[fx.Node] = []
-
-    def slot(value: Any) -> Any:
-        if isinstance(value, fx.Node) and "info" in value.meta:
-            operands.append(value)
-            return Slot(len(operands) - 1)
-        if isinstance(value, (list, tuple)):
-            return tuple(slot(v) for v in value) if isinstance(value, tuple) else [slot(v) for v in value]
-        return value
-
-    args = tuple(slot(a) for a in node.args)
-    kwargs = {k: slot(v) for k, v in node.kwargs.items()}
-    infos = tuple(n.meta["info"] for n in operands)
-    return Call(node.target, args, kwargs, infos, node.meta["info"]), tuple(operands)
 
 
 class _Unifier:
@@ -95,7 +77,7 @@ class _Unifier:
                     assert self.join(known, own), (outer, name)
 
     def node(self, i: int, node: fx.Node) -> None:
-        call, operands = call_of(node)
+        call, operands = Call.of(node.target, node.args, node.kwargs, node.meta["info"], _info_of)
         names = tuple(n.name for n in operands)
         values = [self.values[i][n] for n in names]
         rule = self.known.get(call.key) or self.known.setdefault(call.key, rule_of(call))
@@ -138,6 +120,10 @@ class _Unifier:
             sizes, axes = (tuple(tuple(pair[i] for pair in dim) for dim in atoms) for i in (1, 0))
             self.dims_of[roots] = Dims(sizes, axes)
         return self.dims_of[roots]
+
+
+def _info_of(value: Any) -> TensorInfo | None:
+    return value.meta.get("info") if isinstance(value, fx.Node) else None
 
 
 def _rivals(mesh: Mesh) -> list[int]:

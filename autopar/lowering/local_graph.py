@@ -29,7 +29,7 @@ from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.randomness import bind_streams
 from autopar.lowering.vocabulary import REWRITES
-from autopar.rules.rule import Call, MeshDimRef, Slot, Step
+from autopar.rules.rule import Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
 LINEAR = torch.ops.aten.linear.default
@@ -163,11 +163,9 @@ class _Writer:
         for mesh_name, degree, variant in zip(self.mesh.names, degrees, chosen, strict=True):
             if variant.factor:
                 split.setdefault(variant.factor, []).append((mesh_name, degree))
-        steps: tuple[Step, ...] = (Step(call.target, call.args, call.kwargs),)
-        if bound.rule.emit is not None:
-            shapes = (d.local_shape(t, degrees) for d, t in zip(bound.operands, types, strict=True))
-            output = bound.output.local_shape(out_types, degrees)
-            steps = bound.rule.emit(call.on_one_rank(shapes, output, {f: tuple(m) for f, m in split.items()}))
+        shapes = (d.local_shape(t, degrees) for d, t in zip(bound.operands, types, strict=True))
+        output = bound.output.local_shape(out_types, degrees)
+        steps = bound.rule.steps(call.on_one_rank(shapes, output, {f: tuple(m) for f, m in split.items()}))
         previous: fx.Node | None = None
         for step in steps:
             target = REWRITES[step.target] if isinstance(step.target, str) else step.target

@@ -48,6 +48,31 @@ class Call:
     output: TensorInfo
     split: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)  # ((mesh dimension, degree), ...)
 
+    @staticmethod
+    def of(
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: TensorInfo,
+        info_of: Callable[[Any], TensorInfo | None],
+    ) -> "tuple[Call, tuple[Any, ...]]":
+        """A call and its tensor operands in slot order; `info_of` is None for an argument that is no tensor."""
+        operands: list[Any] = []
+        infos: list[TensorInfo] = []
+
+        def slotted(value: Any) -> Argument:
+            info = info_of(value)
+            if info is not None:
+                operands.append(value)
+                infos.append(info)
+                return Slot(len(operands) - 1)
+            if isinstance(value, (list, tuple)):
+                return tuple(slotted(v) for v in value) if isinstance(value, tuple) else [slotted(v) for v in value]
+            return value
+
+        slots, named = tuple(slotted(a) for a in args), {k: slotted(v) for k, v in kwargs.items()}
+        return Call(target, slots, named, tuple(infos), output), tuple(operands)
+
     @property
     def key(self) -> object:
         """Equal for calls that are alike, whatever their operands are called."""
@@ -126,6 +151,10 @@ class Rule:
     flops: Callable[[Mapping[str, int]], float] | None = None
     emit: Emit | None = None
     known: bool = True
+
+    def steps(self, local: Call) -> tuple[Step, ...]:
+        """The operations of one rank: the rule's emission, or the call itself."""
+        return self.emit(local) if self.emit else (Step(local.target, local.args, local.kwargs),)
 
     def factor_flops(self) -> float:
         """Multiply-add FLOP of the whole operator, forward; 0 for operators that only move memory."""

@@ -127,20 +127,14 @@ def _has_gradient(sample: OperatorSample) -> bool:
 
 def sample_of(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OperatorSample:
     """The `Call` of real arguments, as an analysis would build it."""
-    tensors: list[torch.Tensor] = []
-
-    def slot(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            return Slot(len(tensors) - 1)
-        return [slot(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    slotted = tuple(slot(a) for a in args)
-    named = {k: slot(v) for k, v in kwargs.items()}
     with torch.no_grad():
         output = target(*args, **kwargs)
-    infos = tuple(_info(t) for t in tensors)
-    return OperatorSample(Call(target, slotted, named, infos, _info(output)), tuple(tensors))
+    call, tensors = Call.of(target, args, kwargs, _info(output), _info_of)
+    return OperatorSample(call, tensors)
+
+
+def _info_of(value: Any) -> TensorInfo | None:
+    return _info(value) if isinstance(value, torch.Tensor) else None
 
 
 def _info(tensor: torch.Tensor) -> TensorInfo:
@@ -219,7 +213,7 @@ def run_variants(sample: OperatorSample, bound: Bound, variants: Sequence[Varian
     out_types = [variant.output for variant in variants]
     shapes = (bound.operands[k].local_shape(types[k], degrees) for k in range(len(call.operands)))
     local = call.on_one_rank(shapes, bound.output.local_shape(out_types, degrees), split)
-    steps = rule.emit(local) if rule.emit else (Step(call.target, call.args, call.kwargs),)
+    steps = rule.steps(local)
     named = {step.target for step in steps if isinstance(step.target, str)}
     if named:
         assert named <= set(REWRITES), f"unknown runtime function in {named}"
