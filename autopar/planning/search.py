@@ -7,7 +7,7 @@ run.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ import numpy as np
 from torch import nn
 
 from autopar.capture.record.captured import Capture
-from autopar.cost_model.machine.cluster import dtype_assumptions, precision_of
+from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.work.program_costs import ProgramWorks
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -30,21 +30,18 @@ from autopar.planning.machine import machinery_of
 from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.driver.alternatives import next_best
 from autopar.search.driver.check import check_result
-from autopar.search.driver.infeasible import Asked, closest, counted
+from autopar.search.driver.infeasible import Asked, closest
 from autopar.search.driver.priced_only import contender_of, search_beyond
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
-from autopar.search.explain.build_report_data import details_of, points_of
-from autopar.search.explain.pareto import front_of
+from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
-from autopar.search.pricing.exact import AS_IT_IS, Priced, priced
-from autopar.search.pricing.objective import Goal, Part, goal_of, parts_of, sequences_of, why_worse
+from autopar.search.pricing.exact import Priced
+from autopar.search.pricing.objective import Goal, goal_of
 from autopar.search.pricing.stage_partition import cuts_at
-from autopar.search.result.report_data import Details
-from autopar.search.result.result import Closest, Contender, SearchResult, degrees_in_plain
+from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
 from autopar.search.space.constraints import Constraints, Values, recompute_blocks_of, shared_degrees
 
@@ -197,14 +194,12 @@ def search_captured(
         final, decided = _as_it_runs(captured, labels, best, shared_degrees(fix), goal.part(best).cluster, name)
         check_result(found, decided, works_of_best(best.degrees.tp), constraints)
     result = replace(
-        _result(found, labels, cluster, on, program, asked),
+        result_of(found, program, works_of, works_of_best, labels.hold, top=asked.top, global_batch=asked.global_batch),
         model=name,
         plan=decided,
         closest=nearest,
         beyond=None if more is None else contender_of(more, best, cluster),
         seconds=time.monotonic() - started,
-        details=None if best is None else _details(best, works_of_best(best.degrees.tp), goal.part(best)),
-        points=points_of(found),
     )
     if best is not None and decided is not None and asked.report:
         on_progress("asking what if")
@@ -252,10 +247,6 @@ def _for_report(result: SearchResult, base: Base, program: Program, decided: Pla
     return replace(result, what_if=what_if(base), block=block_graph(program, decided))
 
 
-def _details(best: Priced, works: ProgramWorks, part: Part) -> Details:
-    return details_of(best, works, part.cluster, part.on)
-
-
 def _refuse_without_candidates(found: Searched, constraints: Constraints) -> None:
     if not len(found.candidates):
         batch = constraints.global_batch or constraints.local_batch
@@ -293,96 +284,3 @@ def _constraints(
     )
     _ = constraints.num_stages  # raises PlanError if cuts and recompute_blocks disagree
     return constraints
-
-
-def _next_best(found: Searched, top: int) -> list[tuple[int, Priced]]:
-    together = found.together
-    return next_best(
-        found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
-    )
-
-
-def _priced_baselines(found: Searched, labels: SearchLabels) -> Iterator[tuple[int, Priced, int]]:
-    """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels.
-
-    A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if
-    they are legal; 0 means that nothing is borrowed.
-    """
-    split = min((tp for tp in found.labelled if tp > 1), default=0)
-    for index in (one.index for one in found.baselines):
-        tp = int(found.candidates.tp[index])
-        if tp in found.labelled:
-            yield index, found.together.priced(index), 0
-        elif tp not in found.refused:
-            borrowed = split if split and labels.hold(split, tp) else 0
-            try:
-                works = labels.works(borrowed or tp)
-            except AutoparError:
-                continue
-            degrees = found.candidates.degrees(index)
-            part = found.goal.parts[degrees.world_size]
-            yield index, priced(works, degrees, part.cluster, part.on, least_memory=found.goal.is_memory), borrowed
-
-
-def _result(
-    found: Searched,
-    labels: SearchLabels,
-    cluster: ClusterSpec,
-    on: Machinery,
-    program: Program,
-    asked: PlanOptions,
-) -> SearchResult:
-    best, goal = found.best, found.goal
-    names = {one.index: one.name for one in found.baselines}
-
-    def contender(index: int | None, one: Priced, borrowed: int = 0) -> Contender:
-        slower = 0.0 if best is None else one.seconds / best.seconds - 1
-        reason = ""
-        if not one.fits:
-            missing = one.needed_bytes - goal.part(one).on.capacity_bytes
-            reason = f"does not fit: {missing / 1e9:.1f} GB too much"
-        elif best is not None and one is not best:
-            reason = why_worse(goal, best, one)
-        if borrowed:
-            reason += f"; with the labels of tensor degree {borrowed}"
-        return Contender(
-            degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
-            step_s=one.seconds,
-            needed_bytes=one.needed_bytes,
-            fits=one.fits,
-            slower=slower,
-            reason=reason,
-            parts=parts_of(one.step.parts),
-            value=goal.value(one),
-            num_devices=one.degrees.world_size,
-            name="" if index is None else names.get(index, ""),
-        )
-
-    return SearchResult(
-        model="",
-        cluster=cluster.name,
-        engine=on.engine.name,
-        profile=on.machine.profile.name,
-        precision=on.precision,
-        objective=goal.objective,
-        unit=goal.unit,
-        num_devices=cluster.num_devices,
-        sequence=program.sequence or 1,
-        global_batch=asked.global_batch or (0 if best is None else sequences_of(best.degrees)),
-        device_bytes=on.machine.memory_bytes,
-        best=None if best is None else contender(found.index_of_best, best),
-        refined=len(found.refined.trials),
-        trials=found.refined.trials,
-        importance=found.refined.importance,
-        others=tuple(contender(i, one) for i, one in _next_best(found, asked.top)),
-        baselines=tuple(contender(*one) for one in _priced_baselines(found, labels)),
-        bound=None if found.proof.best is None else found.proof.bound,
-        gap=found.proof.gap,
-        is_proven=found.proof.is_proven,
-        counted=counted(found, on.capacity_bytes),
-        front=front_of(found),
-        closest=None,
-        seconds=0.0,
-        notes=program.notes,
-        assumptions=(*on.machine.assumptions, *dtype_assumptions(labels.works(1).dtype, on.precision, cluster)),
-    )

@@ -6,6 +6,7 @@ with full recomputation.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,12 @@ from autopar.ir.arrays import Floats
 from autopar.search.driver.search import Searched
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal
-from autopar.search.result.result import FrontPoint, degrees_in_plain
+from autopar.search.result.result import Contender, degrees_in_plain
 
 MOST_BOUNDS = 60  # reported screened points of the front, spread evenly over it
 
 
-def front_of(found: Searched) -> tuple[FrontPoint, ...]:
+def front_of(found: Searched) -> tuple[Contender, ...]:
     """The front, in the order of step times."""
     goal = found.goal
     fitting = {index: one for index, one in found.exact.items() if one.fits}
@@ -37,6 +38,7 @@ def front_of(found: Searched) -> tuple[FrontPoint, ...]:
         kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_BOUNDS).round().astype(int))]
     rows = [_of_plan(goal, one) for one in exact]
     rows += [_of_bound(found, points[i], int(which[i])) for i in kept]
+    rows = [replace(one, slower=one.step_s / best.seconds - 1) for one in rows]
     return tuple(sorted(rows, key=lambda one: (one.step_s, one.needed_bytes, one.num_devices)))
 
 
@@ -88,21 +90,20 @@ def _bounds(found: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.
     return np.concatenate(rows), np.concatenate([some, every])
 
 
-def _of_plan(goal: Goal, one: Priced) -> FrontPoint:
-    return FrontPoint(
+def _of_plan(goal: Goal, one: Priced) -> Contender:
+    return Contender(
         degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
         step_s=one.seconds,
         needed_bytes=one.needed_bytes,
         num_devices=one.degrees.world_size,
         value=goal.value(one),
-        is_exact=True,
     )
 
 
-def _of_bound(found: Searched, point: Floats, index: int) -> FrontPoint:
+def _of_bound(found: Searched, point: Floats, index: int) -> Contender:
     step_s, needed = float(point[0]), float(point[1])
     degrees = found.candidates.degrees(index, recompute=step_s > found.screened.seconds[index])
-    return FrontPoint(
+    return Contender(
         degrees=degrees_in_plain(degrees, ()),
         step_s=step_s,
         needed_bytes=needed,

@@ -32,35 +32,23 @@ PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A plan that was priced exactly."""
+    """A plan beside the best plan.
 
-    degrees: Mapping[str, Any] = field(hash=False)
-    step_s: float
-    needed_bytes: float  # of the fullest rank
-    fits: bool
-    slower: float  # how much longer the step is than the best plan's, as a part of it
-    reason: str  # why its value is larger than the best plan's
-    parts: Mapping[str, float] = field(hash=False)  # seconds that sum to `step_s`
-    value: float  # of the search's objective
-    num_devices: int
-    name: str = ""  # "FSDP" and so on, of a baseline
-    formula_only: tuple[str, ...] = ()  # features that autopar prices and does not run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontPoint:
-    """A plan that no other plan beats in step time, bytes of its fullest rank and devices together.
-
-    Unlike a `Contender` it may be a candidate that was not priced. Its figures are lower bounds unless it `is_exact`.
-    It has no parts and no reason.
+    A plan of the front has neither parts nor a reason. If it was not priced, its figures are lower bounds.
     """
 
     degrees: Mapping[str, Any] = field(hash=False)
     step_s: float
-    needed_bytes: float
+    needed_bytes: float  # of the fullest rank
+    fits: bool = True
+    slower: float = 0.0  # how much longer the step is than the best plan's, as a part of it
+    reason: str = ""  # why its value is larger than the best plan's
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # seconds that sum to `step_s`
+    value: float  # of the search's objective
     num_devices: int
-    value: float
-    is_exact: bool
+    name: str = ""  # "FSDP" and so on, of a baseline
+    formula_only: tuple[str, ...] = ()  # features that autopar prices and does not run
+    is_exact: bool = True  # it was priced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +125,7 @@ class SearchResult:
     seconds: float  # duration of the search
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
-    front: tuple[FrontPoint, ...] = ()  # plans that no other plan beats in time, memory and devices together
+    front: tuple[Contender, ...] = ()  # plans that no other plan beats in time, memory and devices together
     trials: tuple[Trial, ...] = ()  # variations of stage cuts, and of blocks that each stage recomputes
     # how much each parameter of trials decides, as parts of 1
     importance: Mapping[str, float] = field(default_factory=dict, hash=False)

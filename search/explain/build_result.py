@@ -1,0 +1,119 @@
+"""The result of a search as data: the best plan, other plans and why they are worse, baselines, counts, the front."""
+
+from collections.abc import Callable, Iterator
+
+from autopar.cost_model.machine.cluster import dtype_assumptions
+from autopar.errors import AutoparError
+from autopar.ir.program import Program
+from autopar.search.driver.alternatives import next_best
+from autopar.search.driver.infeasible import counted
+from autopar.search.driver.search import Searched, Works
+from autopar.search.explain.build_report_data import details_of, points_of
+from autopar.search.explain.pareto import front_of
+from autopar.search.pricing.exact import AS_IT_IS, Priced, priced
+from autopar.search.pricing.objective import parts_of, sequences_of, why_worse
+from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
+
+Hold = Callable[[int, int], bool]  # whether the labels of one tensor degree are legal for another one
+
+
+def result_of(
+    found: Searched,
+    program: Program,
+    works_of: Works,
+    works_of_best: Works,
+    hold: Hold,
+    *,
+    top: int,
+    global_batch: int | None = None,
+) -> SearchResult:
+    """The result without its plan and the model's name.
+
+    `works_of_best` gives the block costs under the best plan's labels. `top` is the number of other plans.
+    """
+    best, goal, whole = found.best, found.goal, found.goal.parts[max(found.goal.parts)]
+    on, cluster, together = whole.on, whole.cluster, found.together
+    details = None
+    if best is not None:
+        part = goal.part(best)
+        details = details_of(best, works_of_best(best.degrees.tp), part.cluster, part.on)
+    others = next_best(
+        found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
+    )
+    return SearchResult(
+        model="",
+        cluster=cluster.name,
+        engine=on.engine.name,
+        profile=on.machine.profile.name,
+        precision=on.precision,
+        objective=goal.objective,
+        unit=goal.unit,
+        num_devices=cluster.num_devices,
+        sequence=program.sequence or 1,
+        global_batch=global_batch or (0 if best is None else sequences_of(best.degrees)),
+        device_bytes=on.machine.memory_bytes,
+        best=None if best is None else _contender(found, found.index_of_best, best),
+        refined=len(found.refined.trials),
+        trials=found.refined.trials,
+        importance=found.refined.importance,
+        others=tuple(_contender(found, index, one) for index, one in others),
+        baselines=tuple(_contender(found, *one) for one in _priced_baselines(found, works_of, hold)),
+        bound=None if found.proof.best is None else found.proof.bound,
+        gap=found.proof.gap,
+        is_proven=found.proof.is_proven,
+        counted=counted(found, on.capacity_bytes),
+        front=front_of(found),
+        closest=None,
+        seconds=0.0,
+        notes=program.notes,
+        assumptions=(*on.machine.assumptions, *dtype_assumptions(works_of(1).dtype, on.precision, cluster)),
+        details=details,
+        points=points_of(found),
+    )
+
+
+def _contender(found: Searched, index: int | None, one: Priced, borrowed: int = 0) -> Contender:
+    """A priced plan beside the best plan. `borrowed` is the tensor degree of borrowed labels, 0 if they are its own."""
+    best, goal, reason = found.best, found.goal, ""
+    names = {baseline.index: baseline.name for baseline in found.baselines}
+    if not one.fits:
+        missing = one.needed_bytes - goal.part(one).on.capacity_bytes
+        reason = f"does not fit: {missing / 1e9:.1f} GB too much"
+    elif best is not None and one is not best:
+        reason = why_worse(goal, best, one)
+    if borrowed:
+        reason += f"; with the labels of tensor degree {borrowed}"
+    return Contender(
+        degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
+        step_s=one.seconds,
+        needed_bytes=one.needed_bytes,
+        fits=one.fits,
+        slower=0.0 if best is None else one.seconds / best.seconds - 1,
+        reason=reason,
+        parts=parts_of(one.step.parts),
+        value=goal.value(one),
+        num_devices=one.degrees.world_size,
+        name="" if index is None else names.get(index, ""),
+    )
+
+
+def _priced_baselines(found: Searched, works_of: Works, hold: Hold) -> Iterator[tuple[int, Priced, int]]:
+    """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels.
+
+    A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if
+    they are legal; 0 means that nothing is borrowed.
+    """
+    split = min((tp for tp in found.labelled if tp > 1), default=0)
+    for index in (baseline.index for baseline in found.baselines):
+        tp = int(found.candidates.tp[index])
+        if tp in found.labelled:
+            yield index, found.together.priced(index), 0
+        elif tp not in found.refused:
+            borrowed = split if split and hold(split, tp) else 0
+            try:
+                works = works_of(borrowed or tp)
+            except AutoparError:
+                continue
+            degrees = found.candidates.degrees(index)
+            part = found.goal.parts[degrees.world_size]
+            yield index, priced(works, degrees, part.cluster, part.on, least_memory=found.goal.is_memory), borrowed
