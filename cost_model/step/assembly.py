@@ -69,15 +69,8 @@ class Assembled:
         return found
 
 
-def assembled(
-    basis: Basis,
-    layouts: Layouts,
-    prices: StepPrices,
-    pipeline: Pipeline | None = None,
-    weights: Mapping[str, Floats] | None = None,
-) -> Assembled:
-    """The step of every layout from its prices. A `pipeline` gets every role's passes, with `weights` as
-    `Passes.weight`."""
+def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> Assembled:
+    """The step of every layout from its prices. A `pipeline` gets every role's passes."""
     mechanisms, n = basis.mechanisms, layouts.micro_batches
     computing, passes = _with_and_without_gathers(basis, layouts, prices)
     shares = repeated_roles(basis.shape)
@@ -89,7 +82,7 @@ def assembled(
     if pipeline is None:
         own = _evenly_cut(basis, layouts, mean.both, prices, message)
     else:
-        own = pipeline(_of_roles(prices, passes, weights or {}), message)
+        own = pipeline(_of_roles(prices, passes), message)
     data = prices.data(own.blocks)
     sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both + own.again)
     if basis.engine.optimizer_place == "host":
@@ -116,8 +109,8 @@ def assembled(
 # ---- blocks and stages ----
 
 
-def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes], weights: Mapping[str, Floats]) -> dict[str, Passes]:
-    known = {role: replace(one, weight=weights.get(role, 0.0)) for role, one in blocks.items()}
+def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes]) -> dict[str, Passes]:
+    known = {role: replace(one, weight=prices.blocks[role].weight) for role, one in blocks.items()}
     return {**known, "first": prices.first, "last": prices.last}
 
 

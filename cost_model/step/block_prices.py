@@ -4,6 +4,7 @@ The prices do not depend on pipeline stages, ZeRO or recomputation. Layouts that
 block sends over data-parallel ranks, its price depends on the distance between these ranks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,34 +28,28 @@ class BlockPrices:
 
     forward: Floats
     backward: Floats
+    weight: Floats  # as in `Passes`
     selective: Floats
+    parts: Mapping[str, Floats]  # by name: seconds that computing takes or waits
+    hidden: Mapping[str, Floats]  # by name: seconds of collectives that run beside computing
 
-    def at(self, index: Any) -> "BlockPrices":
+    def at(self, index: Any, *, with_parts: bool = True) -> "BlockPrices":
         """The prices of an index."""
+        parts, hidden = (
+            {name: spread(np.asarray(one), index) for name, one in each.items()} if with_parts else {}
+            for each in (self.parts, self.hidden)
+        )
         return BlockPrices(
             forward=spread(self.forward, index),
             backward=spread(self.backward, index),
+            weight=spread(self.weight, index),
             selective=spread(self.selective, index),
+            parts=parts,
+            hidden=hidden,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockParts:
-    """The parts of a block's seconds by name."""
-
-    weight: Floats  # as in `Passes`
-    parts: dict[str, Floats]  # seconds that computing takes or waits
-    hidden: dict[str, Floats]  # seconds of collectives that run beside computing
-
-    def at(self, index: Any) -> "BlockParts":
-        """The parts of an index."""
-        parts, hidden = (
-            {name: spread(np.asarray(one), index) for name, one in each.items()} for each in (self.parts, self.hidden)
-        )
-        return BlockParts(weight=spread(self.weight, index), parts=parts, hidden=hidden)
-
-
-def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[BlockPrices, BlockParts]:
+def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> BlockPrices:
     """The prices of a repeated block without the collectives of ZeRO."""
     seconds = _of_variants(basis, family, layouts, role, in_float8=basis.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
@@ -63,11 +58,6 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
     forward, backward = forward + context + experts, backward + 2 * context + experts
-    found = BlockPrices(
-        forward=seconds.forward + forward,
-        backward=seconds.backward + backward,
-        selective=seconds.attention_forward if basis.engine.selective == "attention" else seconds.forward / 2,
-    )
     parts = {
         "products": seconds.products,
         "attention": seconds.attention,
@@ -78,7 +68,14 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         "expert collectives": 2 * experts + 0.0 * forward,
     }
     hidden = {"tensor collectives": behind, "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1)}
-    return found, BlockParts(weight=seconds.products / _PRODUCTS, parts=parts, hidden=hidden)
+    return BlockPrices(
+        forward=seconds.forward + forward,
+        backward=seconds.backward + backward,
+        weight=seconds.products / _PRODUCTS,
+        selective=seconds.attention_forward if basis.engine.selective == "attention" else seconds.forward / 2,
+        parts=parts,
+        hidden=hidden,
+    )
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:

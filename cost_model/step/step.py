@@ -33,7 +33,7 @@ from autopar.cost_model.step.assembly import (
     recomputing,
     sums_beside_blocks,
 )
-from autopar.cost_model.step.block_prices import BlockParts, block_prices, end_passes
+from autopar.cost_model.step.block_prices import block_prices, end_passes
 from autopar.cost_model.step.context import Basis, repeated_roles, weighted
 from autopar.cost_model.step.data_parallel import data_prices, end_gathers, gather_prices, gathering, gathers_blocks
 from autopar.cost_model.step.layouts import Layouts, Shape
@@ -67,62 +67,45 @@ def step_seconds(
     If a `pipeline` is given, its stages count. Else blocks are cut evenly, and the closed form of 1F1B holds.
     """
     basis = Basis(shape=shape, machine=machine, engine=engine, mechanisms=mechanisms, in_float8=in_float8, fused=fused)
-    return step_of(basis, layouts, priced_blocks(basis, family, layouts), pipeline)
+    return step_of(basis, layouts, step_prices(basis, family, layouts), pipeline)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedBlocks:
-    """The prices of a step and the parts of every repeated block. They hold for any stages and recomputation."""
-
-    prices: StepPrices
-    parts: Mapping[str, BlockParts]
-
-    @property
-    def weights(self) -> dict[str, Floats]:
-        """Seconds of gradients of weights by role, as in `Passes.weight`."""
-        return {role: one.weight for role, one in self.parts.items()}
-
-
-def priced_blocks(basis: Basis, family: Family[Any], layouts: Layouts) -> PricedBlocks:
+def step_prices(basis: Basis, family: Family[Any], layouts: Layouts) -> StepPrices:
     """The prices of every layout's blocks and data-parallel collectives."""
     roles = repeated_roles(basis.shape)
-    found = {role: block_prices(basis, family, layouts, role) for role in roles}
     has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
-    prices = StepPrices(
-        blocks={role: prices for role, (prices, _) in found.items()},
+    return StepPrices(
+        blocks={role: block_prices(basis, family, layouts, role) for role in roles},
         first=end_passes(basis, family, layouts, "first"),
         last=end_passes(basis, family, layouts, "last"),
         gathers={role: gather_prices(basis, family, layouts, role) for role in roles if has_gathers},
         end_gathers=end_gathers(basis, family, layouts) if has_end_gathers else np.zeros(1),
         data=lambda per_rank: data_prices(basis, family, layouts, per_rank),
     )
-    return PricedBlocks(prices=prices, parts={role: one for role, (_, one) in found.items()})
 
 
-def step_of(basis: Basis, layouts: Layouts, blocks: PricedBlocks, pipeline: Pipeline | None = None) -> StepSeconds:
-    """The step of every layout from its priced `blocks`, under its stages and recomputation."""
-    step = assembled(basis, layouts, blocks.prices, pipeline, blocks.weights)
+def step_of(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> StepSeconds:
+    """The step of every layout from its `prices`, under its stages and recomputation."""
+    step = assembled(basis, layouts, prices, pipeline)
     return StepSeconds(
         seconds=step.seconds,
-        parts=_parts(basis, layouts, blocks.prices, blocks.parts, step),
-        hidden=_hidden(basis, layouts, blocks.prices, blocks.parts, step),
+        parts=_parts(basis, layouts, prices, step),
+        hidden=_hidden(basis, layouts, prices, step),
     )
 
 
 # ---- the parts of a step ----
 
 
-def _parts(
-    basis: Basis, layouts: Layouts, prices: StepPrices, blocks: Mapping[str, BlockParts], step: Assembled
-) -> dict[str, Floats]:
+def _parts(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) -> dict[str, Floats]:
     n, own, before = layouts.micro_batches, step.pipelined, step.before
     of_blocks = {
-        role: one.parts
-        | {
-            "recomputation": recomputing(layouts, prices.blocks[role]),
+        role: {
+            **one.parts,
+            "recomputation": recomputing(layouts, one),
             "shard collectives": step.passes[role].both - step.computing[role].both,
         }
-        for role, one in blocks.items()
+        for role, one in prices.blocks.items()
     }
     parts = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
     parts["recomputation"] = parts["recomputation"] + n * own.again
@@ -132,16 +115,14 @@ def _parts(
     return parts | {"fixed": basis.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}
 
 
-def _hidden(
-    basis: Basis, layouts: Layouts, prices: StepPrices, blocks: Mapping[str, BlockParts], step: Assembled
-) -> dict[str, Floats]:
+def _hidden(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) -> dict[str, Floats]:
     n, own = layouts.micro_batches, step.pipelined
     of_blocks = {}
-    for role, one in blocks.items():
+    for role, one in prices.blocks.items():
         gathers = prices.gathers.get(role)
         moving = np.zeros(1) if gathers is None else gathering(layouts, gathers)
         waited = step.passes[role].both - step.computing[role].both
-        of_blocks[role] = one.hidden | {"shard collectives": np.maximum(moving - waited, 0.0)}
+        of_blocks[role] = {**one.hidden, "shard collectives": np.maximum(moving - waited, 0.0)}
     hidden = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
     waits = basis.mechanisms.message_exposed if basis.engine.messages == "overlapped" else 1.0
     sums = np.where(sums_beside_blocks(layouts), 0.0, np.maximum(moving_sums(layouts, step.data) - step.sums, 0.0))

@@ -158,10 +158,10 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         ranks_per_core=on.machine.ranks_per_core,
     )
     cuts: list[EvenCuts] = []
-    prices, weights = _prices(basis, works, layouts)
+    prices = _prices(basis, works, layouts)
     bound = lower_bound(run, waits=0.0 if on.engine.messages == "overlapped" else 1.0, found=cuts)
     steps = [
-        assembled(basis, replace(layouts, recompute=np.full(len(found), float(level))), prices, bound, weights)
+        assembled(basis, replace(layouts, recompute=np.full(len(found), float(level))), prices, bound)
         for level in (0, 2)
     ]
     memory = memory_bounds(
@@ -217,8 +217,8 @@ def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
     return np.asarray((step.before - behind) * (1 + step.straggling))
 
 
-def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> tuple[StepPrices, dict[str, Floats]]:
-    """Prices of blocks, and the seconds of weight gradients by role.
+def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
+    """The prices of every layout, without the parts of a block's seconds.
 
     A block is priced once for all candidates with the same fields. A gather is priced once for all candidates whose
     ranks lie in the same places.
@@ -244,15 +244,14 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> tuple[StepPr
         at = layouts.only(RANK_FIELDS, own.rows)
         return data_prices(basis, model.parameters(at), at, per_rank[own.rows]).at(own.index)
 
-    prices = StepPrices(
-        blocks={role: one.at(of_blocks.index) for role, (one, _) in found.items()},
+    return StepPrices(
+        blocks={role: one.at(of_blocks.index, with_parts=False) for role, one in found.items()},
         first=end("first"),
         last=end("last"),
         gathers={role: gather_prices(basis, bare, places, role).at(of_ranks.index) for role in roles},
         end_gathers=spread(end_gathers(basis, bare, places), of_ranks.index),
         data=data,
     )
-    return prices, {role: spread(parts.weight, of_blocks.index) for role, (_, parts) in found.items()}
 
 
 def _of_whole_blocks(share: Floats, run: Run) -> Floats:

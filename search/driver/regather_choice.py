@@ -190,8 +190,8 @@ def _most_saved(works: ProgramWorks, found: Candidates, on: Machinery) -> Floats
 def _passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
     if role in _ENDS:
         return end_passes(basis, family, layouts, role)
-    prices, parts = block_prices(basis, family, layouts, role)
-    return Passes(forward=prices.forward, backward=prices.backward, weight=parts.weight)
+    prices = block_prices(basis, family, layouts, role)
+    return Passes(forward=prices.forward, backward=prices.backward, weight=prices.weight)
 
 
 def _without_second_gathers(family: Family[Any]) -> Family[Any]:

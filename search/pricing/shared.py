@@ -35,7 +35,6 @@ from autopar.cost_model.step.data_parallel import (
 )
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts
-from autopar.cost_model.step.step import PricedBlocks
 from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.block_work import VARIANTS, Family
 from autopar.cost_model.work.program_costs import ProgramWorks
@@ -65,21 +64,21 @@ class SharedPrices:
         }
         self.ends = {role: end_passes(self.basis, self.family, self.few, role) for role in ("first", "last")}
 
-    def at(self, index: _Index, recompute: Floats) -> tuple[Layouts, PricedBlocks]:
+    def at(self, index: _Index, recompute: Floats) -> tuple[Layouts, StepPrices]:
         """Candidates with a level of recomputation each (a position in `RECOMPUTE`), and the prices of their steps."""
         layouts, row = replace(self.layouts.at(index), recompute=recompute), self.row[index]
         first, last = (replace(one.at(row), weight=spread(np.asarray(one.weight), row)) for one in self.ends.values())
         place, family = self.place[index], self._parameters(row)
         has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
         prices = StepPrices(
-            blocks={role: one.at(row) for role, (one, _) in self.blocks.items()},
+            blocks={role: one.at(row) for role, one in self.blocks.items()},
             first=first,
             last=last,
             gathers={role: one.at(place) for role, one in self._gathers.items()} if has_gathers else {},
             end_gathers=spread(self._end_gathers, place) if has_end_gathers else np.zeros(1),
             data=lambda per_rank: data_prices(self.basis, family, layouts, per_rank),
         )
-        return layouts, PricedBlocks(prices=prices, parts={role: one.at(row) for role, (_, one) in self.blocks.items()})
+        return layouts, prices
 
     def unstaged_memory(self, layouts: Layouts, index: _Index) -> StepMemory:
         """Memory of the candidates without stages that have these layouts."""
@@ -107,7 +106,7 @@ class SharedPrices:
         """Seconds of one micro-batch in every role of a staged candidate, by its row: forward, and both passes."""
         size = len(self.few.tp)
         found: list[dict[str, tuple[float, float]]] = [{} for _ in range(size)]
-        blocks = {role: Passes(forward=one.forward, backward=one.backward) for role, (one, _) in self.blocks.items()}
+        blocks = {role: Passes(forward=one.forward, backward=one.backward) for role, one in self.blocks.items()}
         for role, one in (blocks | self.ends).items():
             columns = (np.broadcast_to(values, size).tolist() for values in (one.forward, one.both))
             for row, seconds in zip(found, zip(*columns, strict=True), strict=True):
