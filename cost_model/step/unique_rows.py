@@ -17,54 +17,51 @@ SMALL_TABLE = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distinct:
-    """The distinct combinations of some rows."""
+    """The distinct values of a column, or combinations of columns, as whole numbers below `count`."""
 
     index: NDArray[np.intp] | None  # the number of each row's combination; None if all rows have the same
-    rows: NDArray[np.intp]  # one row of each combination
+    count: int
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """One row of each combination."""
+        rows = np.zeros(self.count, dtype=np.intp)
+        if self.index is not None:
+            rows[self.index] = np.arange(len(self.index))
+        return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbered:
-    """Values of a column, or combinations of columns, as whole numbers below `limit`; None if all are equal."""
-
-    numbers: NDArray[np.intp] | None
-    limit: int
+_ALIKE = Distinct(index=None, count=1)
 
 
-def numbered(column: NDArray[Any]) -> Numbered:
-    """A column with whole numbers in place of its values. Equal values get equal numbers."""
+def numbered(column: NDArray[Any]) -> Distinct:
+    """The distinct values of a column."""
     least, most = column.min(), column.max()
     if least == most:
-        return Numbered(numbers=None, limit=1)
+        return _ALIKE
     if least >= 0 and most < _table_limit(column):
         numbers = column.astype(np.intp)
         if column.dtype.kind != "f" or np.array_equal(numbers, column):
             return _counted(numbers, int(most) + 1)
-    values, found = np.unique(column, return_inverse=True)
-    return Numbered(numbers=found, limit=len(values))
+    values, index = np.unique(column, return_inverse=True)
+    return Distinct(index=index, count=len(values))
 
 
-def distinct(columns: Sequence[Numbered], num_rows: int) -> Distinct:
-    """The combinations of columns that have been numbered."""
+def distinct(columns: Sequence[Distinct]) -> Distinct:
+    """The combinations of numbered columns."""
     numbers, limit = None, 1
     for column in columns:
-        if column.numbers is None:
+        if column.index is None:
             continue
         if numbers is None:
-            numbers, limit = column.numbers, column.limit
+            numbers, limit = column.index, column.count
             continue
-        if limit * column.limit > _table_limit(numbers):
-            found = _counted(numbers, limit)
-            assert found.numbers is not None
-            numbers, limit = found.numbers, found.limit
-        numbers, limit = numbers * column.limit + column.numbers, limit * column.limit
-    if numbers is None:
-        return Distinct(index=None, rows=np.zeros(1, dtype=np.intp))
-    found = _counted(numbers, limit)
-    assert found.numbers is not None
-    rows = np.empty(found.limit, dtype=np.intp)
-    rows[found.numbers] = np.arange(num_rows)
-    return Distinct(index=found.numbers, rows=rows)
+        if limit * column.count > _table_limit(numbers):
+            joined = _counted(numbers, limit)
+            assert joined.index is not None
+            numbers, limit = joined.index, joined.count
+        numbers, limit = numbers * column.count + column.index, limit * column.count
+    return _ALIKE if numbers is None else _counted(numbers, limit)
 
 
 def spread(values: NDArray[Any], index: Any) -> NDArray[Any]:
@@ -76,12 +73,12 @@ def _table_limit(rows: NDArray[Any]) -> int:
     return max(SMALL_TABLE, len(rows))
 
 
-def _counted(numbers: NDArray[np.intp], limit: int) -> Numbered:
-    """The same numbers without gaps."""
+def _counted(numbers: NDArray[np.intp], limit: int) -> Distinct:
+    """The distinct numbers, which are below `limit`."""
     if limit > _table_limit(numbers):
-        values, found = np.unique(numbers, return_inverse=True)
-        return Numbered(numbers=found, limit=len(values))
+        values, index = np.unique(numbers, return_inverse=True)
+        return Distinct(index=index, count=len(values))
     is_there = np.zeros(limit, dtype=bool)
     is_there[numbers] = True
     places = np.cumsum(is_there) - 1
-    return Numbered(numbers=places[numbers], limit=int(places[-1]) + 1)
+    return Distinct(index=places[numbers], count=int(places[-1]) + 1)

@@ -225,9 +225,7 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
     """
     model, roles = model_of_program(works), repeated_roles(basis.shape)
     columns = {name: numbered(getattr(layouts, name)) for name in {*model.block_fields, *RANK_FIELDS}}
-    of_blocks, of_ranks = (
-        distinct([columns[name] for name in names], len(layouts.tp)) for names in (model.block_fields, RANK_FIELDS)
-    )
+    of_blocks, of_ranks = (distinct([columns[name] for name in names]) for names in (model.block_fields, RANK_FIELDS))
     few, places = layouts.only(model.block_fields, of_blocks.rows), layouts.only(RANK_FIELDS, of_ranks.rows)
     blocks, bare = model.blocks(few), model.parameters(places)
     if "ep" in model.block_fields:
@@ -240,9 +238,10 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
 
     def data(per_rank: Floats) -> DataPrices:
         per_rank = np.broadcast_to(per_rank, layouts.tp.shape)
-        own = distinct([*(columns[name] for name in RANK_FIELDS), numbered(per_rank)], len(per_rank))
-        at = layouts.only(RANK_FIELDS, own.rows)
-        return data_prices(basis, model.parameters(at), at, per_rank[own.rows]).at(own.index)
+        each = distinct([*(columns[name] for name in RANK_FIELDS), numbered(per_rank)])
+        rows = each.rows
+        at = layouts.only(RANK_FIELDS, rows)
+        return data_prices(basis, model.parameters(at), at, per_rank[rows]).at(each.index)
 
     return StepPrices(
         blocks={role: one.at(of_blocks.index, with_parts=False) for role, one in found.items()},

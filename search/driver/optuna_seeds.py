@@ -55,7 +55,7 @@ def starts_of(
 
 def kinds_of(found: Candidates, columns: Sequence[str] = KIND) -> NDArray[np.int64]:
     """The kind of every candidate, as a number. Candidates of one kind are equal in all `columns`."""
-    kinds = distinct([numbered(getattr(found, name)) for name in columns], len(found)).index
+    kinds = distinct([numbered(getattr(found, name)) for name in columns]).index
     return np.zeros(len(found), dtype=np.int64) if kinds is None else kinds
 
 

@@ -162,7 +162,7 @@ def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
     """The largest fraction of a step that each candidate can save by keeping gathered values."""
     c, works = found.candidates.at(index), found.together.works
     columns = (c.tp, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
-    each = distinct([numbered(column) for column in columns], len(index))
+    each = distinct([numbered(column) for column in columns])
     few = c.at(each.rows)
     saved = np.zeros(len(few))
     first = min((tp for tp in works if tp > 1), default=0)  # labels behind the bounds of unlabelled degrees

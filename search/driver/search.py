@@ -123,7 +123,7 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
     columns: Sequence[Any] = (
         c.num_devices, c.tp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
     )  # fmt: skip
-    found = distinct([numbered(column) for column in (*columns, alone)], len(c)).index
+    found = distinct([numbered(column) for column in (*columns, alone)]).index
     return np.zeros(len(c), dtype=np.int64) if found is None else found
 
 

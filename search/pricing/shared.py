@@ -52,12 +52,13 @@ class SharedPrices:
         model, size = model_of_program(works), len(layouts.tp)
         names = dict.fromkeys((*model.block_fields, "ep"))
         columns = {name: numbered(getattr(layouts, name)) for name in {*names, *RANK_FIELDS}}
-        found = distinct([columns[name] for name in names], size)
+        found = distinct([columns[name] for name in names])
         self.row = np.zeros(size, dtype=np.intp) if found.index is None else found.index  # of a candidate's blocks
         self.few = layouts.only(tuple(names), found.rows)
-        of_ranks = distinct([columns[name] for name in RANK_FIELDS], size)
+        of_ranks = distinct([columns[name] for name in RANK_FIELDS])
         self.place = np.zeros(size, dtype=np.intp) if of_ranks.index is None else of_ranks.index
-        self.places, self.row_of_place = layouts.only(RANK_FIELDS, of_ranks.rows), self.row[of_ranks.rows]
+        rows = of_ranks.rows
+        self.places, self.row_of_place = layouts.only(RANK_FIELDS, rows), self.row[rows]
         self.family = with_experts(model.blocks(self.few), self.few, on.mechanisms)
         self.blocks = {
             role: block_prices(self.basis, self.family, self.few, role) for role in repeated_roles(self.basis.shape)

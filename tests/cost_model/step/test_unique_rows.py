@@ -15,7 +15,7 @@ TABLES = st.integers(1, 4).flatmap(
 
 
 def check(columns: list[np.ndarray], num_rows: int) -> None:
-    found = distinct([numbered(column) for column in columns], num_rows)
+    found = distinct([numbered(column) for column in columns])
     table = np.stack([np.broadcast_to(column, num_rows) for column in columns], axis=1)
     assert len(found.rows) == len(np.unique(table, axis=0))
     for column in columns:
