@@ -24,7 +24,7 @@ WAITING, BUFFERS, WORKSPACE = (
     "buffers of collectives",
     "workspace of a micro-batch",
 )
-KERNELS = "exact memory: attention keeps what torch's CPU kernel keeps, its output and a sum for every query"
+KERNELS = "exact memory: attention saves its output and one sum per query, as torch's CPU kernel does"
 
 
 def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory:

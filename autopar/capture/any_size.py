@@ -57,7 +57,7 @@ def _recorded(twice: Twice) -> tuple[ProgramRecord | None, str | None]:
         record = record_of(twice)
         for sizes, program in ((twice.sizes, twice.program), (twice.small_sizes, twice.small)):
             if program_at(record, sizes).fingerprint != program.fingerprint:
-                return None, "what was written down is not what was captured"
+                return None, "the record of the capture differs from the capture"
     except (Unexplained, OtherGraph) as error:
         return None, str(error)
     return record, None

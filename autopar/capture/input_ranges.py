@@ -66,8 +66,8 @@ def input_ranges(program: Program) -> dict[str, ValueRange]:
     for name in sorted(names & bounds.keys()):
         if bounds[name].is_empty:
             raise InputError(
-                f"no value of the integer input {name!r} suits every operator that reads it or what is made of it: "
-                f"{'; '.join(bounds[name].bounded_by)}; change the model so that one value suits all of them"
+                f"no value of the integer input {name!r} is legal for every operator that reads it: "
+                f"{'; '.join(bounds[name].bounded_by)}; change the model so that these bounds overlap"
             )
     return {name: bounds.get(name, ValueRange()) for name in sorted(names)}
 

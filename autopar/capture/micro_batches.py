@@ -62,7 +62,7 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
     status = statuses[program.loss]
     if status in ("sum", "mean"):
         return status, None
-    return "sum", f"the loss is no sum or mean over the batch (it is {status!r} with respect to it)"
+    return "sum", f"the loss is neither a sum nor a mean over the batch (for the batch it is {status!r})"
 
 
 def _block_statuses(block: Block, call: CallSite, analysis: Analysis, given: Sequence[Status]) -> list[Status]:
@@ -108,7 +108,7 @@ def _after_reduction(bound: Bound, operands: Sequence[Status], where: str) -> St
     reduced: Mapping[int, Status] = {k: s for k, s in enumerate(operands) if s in ("sum", "mean")}
     kinds = set(reduced.values())
     if len(kinds) > 1 or "batch" in operands or (kinds == {"sum"} and "constant" in operands):
-        raise _Mixes(f"{where} joins a sum over the batch with other values of the batch")
+        raise _Mixes(f"{where} combines a sum over the batch with other values of the batch")
     kind: Status = kinds.pop()
     for group in bound.rule.linear:
         if set(reduced) <= group and (set(reduced) == group or kind == "mean"):

@@ -183,7 +183,7 @@ def _inputs_at(
     )
 
 
-NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph; axes could not be confirmed"
+NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph, so the axes are not confirmed"
 
 
 ARITHMETIC = ("add", "sub", "mul", "div", "pow", "rsub")

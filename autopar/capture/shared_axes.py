@@ -12,7 +12,9 @@ def with_note_on_axes(program: Program, axes: Sequence[str]) -> Program:
     differing = [b.name for b, other in zip(program.blocks, axes, strict=False) if axes_of(b) != other]
     if not differing and len(program.blocks) == len(axes):
         return program
-    note = f"axes of {differing or 'the blocks'} depend on the sizes captured: some dimensions are equal by chance"
+    note = (
+        f"axes of {differing or 'the blocks'} depend on the captured sizes, because some dimensions are equal by chance"
+    )
     return replace(program, notes=(*program.notes, note))
 
 

@@ -28,7 +28,10 @@ def weightless(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # a user's attribute may raise anything
-        logger.info("the model is kept with its weights: it cannot be copied without them (%s)", error)
+        logger.info(
+            "the capture keeps the model's weights in memory, because the model cannot be copied without them (%s)",
+            error,
+        )
         return model
 
 

@@ -9,6 +9,11 @@ import typer
 from autopar._version import __version__
 from autopar.cli.command import register
 
+HELP = """Find, explain and verify the fastest split of a PyTorch model over a cluster.
+
+Try: autopar plan gpt2 --cluster 4xcpu --layers 2 --hidden 64
+
+Exit status: 0 done; 1 a check or a rank failed, or a bug; 2 wrong input; 3 no plan fits the devices' memory."""
 # each is the function of its name in the module of its name
 COMMANDS = (
     "plan",
@@ -30,7 +35,7 @@ def app_of(words: Sequence[str] = ()) -> typer.Typer:
     """The command line with all commands, or with that alone which `words` begin with: it need not wait for others."""
     app = typer.Typer(
         name="autopar",
-        help="Split a PyTorch model over a cluster: decide, explain, and verify against one device.",
+        help=HELP,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -53,4 +58,4 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Exit status: 0 done; 1 verification failed, or a bug; 2 bad input; 3 no feasible plan."""
+    """The options of `autopar` itself. `HELP` is the text of ``autopar --help``."""

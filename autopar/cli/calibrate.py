@@ -21,22 +21,25 @@ MAX_MINUTES = 120.0
 
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the profile there (YAML).", show_default=False)
+        Path | None, typer.Option("--out", "-o", help="Write the profile to this file (YAML).", show_default=False)
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", help="Start so many CPU ranks on this machine and measure links, too."),
+        typer.Option("--ranks", "-n", help="Start this many CPU ranks on this machine, and measure their links too."),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="About how long to measure.")] = 3.0,
+    minutes: Annotated[float, typer.Option(help="Minutes of measuring, about.")] = 3.0,
     as_json: Json = False,
 ) -> None:
-    """Measure what this machine reaches of its figures, and fit the device profile that predictions rest on.
+    """Measure the speed of this machine, and fit the device profile that predictions use.
 
-    Matrix products over shapes and dtypes, attention forward and backward, memory traffic, the cost of a launch; with
-    several ranks each collective over sizes, and how much computing and communicating slow one another down. Alone: the
-    first GPU, else the CPU. Under torchrun: the job's ranks, backend and devices.
+    One process measures matrix products, attention, memory traffic and kernel launches on the first GPU, else on the
+    CPU. Several ranks also measure collectives, and how computation and communication slow each other down.
 
-    The file has a value, source and date for every number, and how far the fit is off what was measured.
+    The profile has a value, a source and a date for every number, and the error of the fit.
+
+    Example on this machine: autopar calibrate --ranks 4 --out device.yaml
+
+    Example on a cluster: torchrun --nproc-per-node 8 -m autopar calibrate --out device.yaml
     """
     problems = problems_of_ranks(ranks) + problems_of_target("--out", out)
     if not 0 < minutes <= MAX_MINUTES:

@@ -25,18 +25,20 @@ def capacity(
     ],
     devices: Annotated[str, typer.Option(help="Numbers of devices, with commas between them.")] = COUNTS,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
-    engine: Annotated[str, typer.Option(help="Whose state and habits are counted: autopar, megatron, fsdp, ...")] = (
-        "autopar"
-    ),
+    engine: Annotated[
+        str, typer.Option(help="Framework whose training state is counted: autopar, megatron, fsdp, ...")
+    ] = "autopar",
     chart: Annotated[
         Path | None, typer.Option(help="Write the table as a picture (.svg or .png).", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the largest model that fits, for numbers of one kind of device.
+    """Show the largest model that fits on 1, 8, 64, ... devices of one kind.
 
-    Models are like Llama 3, with micro-batches of one sequence and every block recomputed. The best plan is the best of
-    all tensor, pipeline and data-parallel degrees with any ZeRO stage. For example: autopar capacity h100-sxm
+    Models are shaped like Llama 3. Each micro-batch has one sequence, and every block is recomputed. The column "best
+    plan" is the best of all tensor, pipeline and data-parallel degrees with any ZeRO stage.
+
+    Example: autopar capacity h100-sxm --devices 8,64,512
     """
     counts = _counts(devices)
     if chart is not None and chart.suffix not in (".svg", ".png"):
@@ -72,7 +74,7 @@ def capacity(
         best = mine[WAYS[-1]]
         plan = f"tp {best.tp} × pp {best.pp} × dp {best.dp}, ZeRO {best.zero}" if best.parameters else ""
         rows.append([f"{count:,}", *(_billions(mine[way].parameters) for way in WAYS), plan])
-    out.print(table(["devices", *WAYS, "the best plan is"], rows, right=["devices", *WAYS]))
+    out.print(table(["devices", *WAYS, "best plan"], rows, right=["devices", *WAYS]))
     if chart is not None:
         out.print(f"written to {chart}")
 
@@ -92,7 +94,7 @@ def _billions(parameters: float) -> str:
 
 
 def draw(found: "Sequence[Largest]", title: str, path: Path) -> None:
-    """Parameters over devices, one line for each way. Raises InputError without matplotlib or where it cannot write."""
+    """Parameters over devices, one line for each way. Raises InputError if it cannot draw or write."""
     try:
         import matplotlib
     except ImportError:

@@ -6,7 +6,10 @@ from autopar.ir.device_presets import DevicePreset, device_presets
 
 
 def clusters(as_json: Json = False) -> None:
-    """List the devices that clusters are made of: 8xh100, 64xa100-80gb, 4xcpu."""
+    """List the device presets: <n>x<device> such as 8xh100 or 4xcpu is a cluster.
+
+    Example: autopar clusters --json
+    """
     presets = list(device_presets().values())
     if as_json:
         print_json([_entry(preset) for preset in presets])
@@ -30,7 +33,7 @@ def clusters(as_json: Json = False) -> None:
         rows.append((preset.name, ", ".join(preset.aliases), *cells))
     out = console()
     out.print(table(columns, rows, right=columns[2:]))
-    out.print("\nCLUSTER is <n>x<device>, such as 8xh100, or a YAML file, or detect.")
+    out.print("\nA cluster is <n>x<device> such as 8xh100, a YAML file, or detect.")
 
 
 def _entry(preset: DevicePreset) -> dict[str, object]:

@@ -21,9 +21,11 @@ _STATUS = (
     (SearchError, FAILED),
     (AutoparError, BAD_INPUT),
 )
-_PANEL = "What the plan should be"
-_SEARCHED = f"{_PANEL}: what is left out is searched, and has not the default named here"
-_Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error was raised (or AUTOPAR_DEBUG=1).")]
+_PANEL = "The plan"
+_SEARCHED = f"{_PANEL} (a value that no option fixes is searched; the defaults below do not apply)"
+_Traceback = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error was raised. AUTOPAR_DEBUG=1 does the same.")
+]
 
 
 def register(app: typer.Typer, function: Callable[..., None]) -> None:
@@ -50,8 +52,13 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__doc__ = function.__doc__
+    run.__doc__ = _flowing(function)
     app.command(name=function.__name__)(run)
+
+
+def _flowing(function: Callable[..., None]) -> str:
+    """The docstring with one line for each paragraph, so that the help wraps it to the terminal's width."""
+    return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n"))
 
 
 def _option_parameters(panel: str) -> list[inspect.Parameter]:
@@ -107,5 +114,5 @@ def _say(message: str) -> None:
 def _show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:
     from autopar.ir.cluster import ClusterWarning
 
-    if issubclass(category, ClusterWarning):  # what others warn about is not for users of a command
+    if issubclass(category, ClusterWarning):  # warnings of other libraries are not for users of a command
         _say(f"warning: {message}")

@@ -25,7 +25,7 @@ def coverage(
         typer.Option(
             "--cluster",
             "-c",
-            help="As for `autopar plan`. (default: as many H100 as the degrees need)",
+            help="<n>x<device> such as 8xh100, a YAML file, or detect. (default: as many H100 as the degrees need)",
             show_default=False,
         ),
     ] = None,
@@ -33,12 +33,17 @@ def coverage(
     hidden: Hidden = None,
     as_json: Json = False,
 ) -> None:
-    """Say which operators of MODEL have rules, what share of its work splits, and the price of what stays whole."""
+    """Show how much of MODEL's work is split, and the price of the operators that stay whole.
+
+    Operators without a rule are computed whole on every rank. The last table names them. Needs no GPU.
+
+    Example: autopar coverage llama3-8b --tp 8
+    """
     asked = options.given()
     wanted = asked.get("tp", 1) * asked.get("dp", 1) * asked.get("dp_replicate", 1)
     spec = ClusterSpec.parse(cluster or f"{wanted}x{DEFAULT_DEVICE}")
     degrees = options.degrees(spec.num_devices)
-    with progress(f"building {model} without memory") as on_progress:
+    with progress(f"building {model}") as on_progress:
         batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.num_micro_batches
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
         on_progress("capturing and choosing labels")
@@ -83,9 +88,9 @@ def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
     ]
     out.print(table(columns, rows, right=columns[1:]))
     if not covered.whole:
-        out.print("\nNo operator with notable work stays whole.")
+        out.print("\nEvery operator with notable work is split.")
         return
-    out.print(f"\nWhole operators, of {readable_seconds(covered.seconds)} that one rank works in a step")
+    out.print(f"\nOperators that stay whole (one rank computes {readable_seconds(covered.seconds)} in a step)")
     columns = ("whole on", "operator", "where", "times", "rule", "time", "memory")
     rows = [
         (

@@ -21,22 +21,29 @@ _FAILED = 1
 def doctor(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", help="Start so many CPU ranks on this machine instead.", show_default=False),
+        typer.Option("--ranks", "-n", help="Start this many CPU ranks on this machine.", show_default=False),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", "-c", help="What speeds are compared with, as for `autopar plan`. (default: detect)"),
+        typer.Option(
+            "--cluster", "-c", help="Cluster whose speeds are expected, as for `autopar plan`. (default: detect)"
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a rank that does not answer ends all.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for a rank that does not answer; then all ranks end.")
+    ] = 120.0,
     as_json: Json = False,
 ) -> None:
-    """Check that a cluster computes right, measure how fast it is, and name slow ranks. The first thing to run on it.
+    """Check that a cluster computes right, measure its speed, and name slow ranks. Run it first on a new cluster.
 
-    Under torchrun, on its ranks, backend and devices: torchrun --nproc-per-node 8 -m autopar doctor. Tiny runs of every
-    conversion that generated code uses, of FSDP2 and of a two-stage pipeline are compared with one rank; links and
-    devices are measured on all ranks at once, beside what the cluster description says.
+    It compares tiny runs with one rank: every conversion of generated code, FSDP2, and a two-stage pipeline. Then it
+    measures devices and links on all ranks at once, and prints the figures of the cluster description beside them.
 
-    Exit status: 0 right, 1 a check failed or a rank did, 2 bad input.
+    Example on this machine: autopar doctor --ranks 4
+
+    Example on a cluster: torchrun --nproc-per-node 8 -m autopar doctor
+
+    Exit status: 0 right, 1 a check or a rank failed, 2 wrong input.
     """
     problems = problems_of_ranks(ranks)
     if timeout <= 0:
@@ -64,7 +71,7 @@ def doctor(
 def _show(found: "Diagnosis") -> None:
     out = console()
     out.print(f"{len(found.ranks)} ranks of {found.cluster}, {found.backend}\n", style="bold")
-    columns = ("compared with one rank", "worst", "allowed", "", "where the worst is")
+    columns = ("compared with one rank", "worst", "allowed", "", "place of the worst error")
     rows = [
         (
             check.name,
@@ -85,7 +92,7 @@ def _show(found: "Diagnosis") -> None:
     for note in found.notes:
         out.print(f"note: {note}")
     failed = [f"{c.name} on rank {c.rank}" for c in found.checks if not c.passed]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: these ranks compute what one rank computes"
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: these ranks compute the same as one rank"
     out.print(verdict, style="bold red" if failed else "bold green")
 
 

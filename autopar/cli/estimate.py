@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 ExactMemory = Annotated[
     bool,
     typer.Option(
-        "--exact-memory", help="Count what a rank holds under autopar's engine, instead of formulas: seconds more."
+        "--exact-memory",
+        help="Count the tensors of a rank under autopar's engine instead of using formulas. Takes seconds more.",
     ),
 ]
 
@@ -31,11 +32,17 @@ ExactMemory = Annotated[
 def estimate(
     model: ModelArgument,
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="64xh100, 4xcpu, ..., a YAML file, or detect.", show_default=False)
+        str,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file, or detect.",
+            show_default=False,
+        ),
     ],
     options: PlanOptions,
     engine: Annotated[
-        str, typer.Option(help="Whose mechanisms are priced: autopar, or a framework such as megatron or fsdp.")
+        str, typer.Option(help="Framework that runs the plan: autopar, or another one such as megatron or fsdp.")
     ] = "autopar",
     profile: Profile = None,
     precision: Precision = None,
@@ -43,10 +50,11 @@ def estimate(
     ep: Annotated[int, typer.Option(help="Expert-parallel degree: priced, not run.")] = 1,
     tokens: Annotated[
         float | None,
-        typer.Option(help="Tokens of the whole run, such as 15e12: adds days, money, energy.", show_default=False),
+        typer.Option(help="Tokens of the whole run, such as 15e12. Adds days, money, energy.", show_default=False),
     ] = None,
     grams_co2_per_kwh: Annotated[
-        float | None, typer.Option(help="Of the electricity, for CO2 of the run.", show_default=False)
+        float | None,
+        typer.Option(help="Grams of CO2 per kWh of electricity, with --tokens. Adds CO2.", show_default=False),
     ] = None,
     exact_memory: ExactMemory = False,
     trace: Trace = None,
@@ -57,14 +65,16 @@ def estimate(
 ) -> None:
     """Predict step time and memory of MODEL under a plan on a cluster. Needs no GPU and no memory for the weights.
 
-    The model is captured and labelled as `autopar plan` does; the degrees are yours, or fully sharded data parallelism.
-    For example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
+    You give the degrees, and autopar chooses how operators are split. Without degrees the plan is fully sharded data
+    parallelism (ZeRO 3).
+
+    Example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
     """
     recorded = check_trace_options(trace, correct, engine)
     spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
     ranks = _ranks(spec, cp, ep)
     degrees = options.degrees(ranks)
-    with progress(f"building {model} without memory") as on_progress:
+    with progress(f"building {model}") as on_progress:
         from autopar.models.load import resolve_model
 
         own = is_factory(model)
@@ -119,7 +129,9 @@ def _inputs(
         if value is not None and not 0 < value < float("inf")
     ]
     if grams is not None and tokens is None:
-        problems.append(Problem(path="--grams-co2-per-kwh", rule="is of a whole run", suggestion="add --tokens"))
+        problems.append(
+            Problem(path="--grams-co2-per-kwh", rule="needs the tokens of a run", suggestion="add --tokens")
+        )
     if precision is not None and precision not in PRECISIONS:
         problems.append(Problem(path="--precision", value=precision, rule=f"must be one of {', '.join(PRECISIONS)}"))
     refuse_options(problems)
@@ -171,7 +183,7 @@ def _show(made: "Estimate") -> None:
         rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {made.least_devices} devices"))
     out.print(table(("", ""), rows))
     if not made.fits:
-        out.print("does not fit the devices' memory", style="bold red")
+        out.print("does not fit the devices' memory; `autopar plan` searches a plan that fits", style="bold red")
     out.print()
     out.print(_time_table(made))
     out.print()

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 Trace = Annotated[
     Path | None,
-    typer.Option(help="Compare with this trace of a step of the same plan (`autopar trace`).", show_default=False),
+    typer.Option(help="Compare with this measured step of the same plan (see `autopar trace`).", show_default=False),
 ]
 Correct = Annotated[
     Path | None,
-    typer.Option(help="With --trace: write the profile there, corrected by what was measured.", show_default=False),
+    typer.Option(help="With --trace: write the profile, corrected by the trace, to this file.", show_default=False),
 ]
 CORRECTED = "-corrected"
 MAX_NAME = 60
@@ -35,7 +35,7 @@ def check_trace_options(trace: Path | None, correct: Path | None, engine: str) -
     if trace is None and correct is not None:
         problems.append(Problem(path="--correct", rule="needs a measured step", suggestion="add --trace FILE"))
     if trace is not None and engine != "autopar":
-        rule = "a trace shows autopar's own engine, which must be the one that is priced"
+        rule = "a trace is of autopar's engine, so the estimate must be of this engine too"
         problems.append(Problem(path="--trace", value=engine, rule=rule, suggestion="leave out --engine"))
     refuse_options(problems + problems_of_target("--correct", correct))
     if trace is None:

@@ -6,7 +6,10 @@ from autopar.presets.models import model_presets
 
 
 def models(as_json: Json = False) -> None:
-    """List the model presets."""
+    """List the model presets: names that every command takes as MODEL.
+
+    Example: autopar models --json
+    """
     presets = list(model_presets().values())
     if as_json:
         print_json(
@@ -36,7 +39,7 @@ def models(as_json: Json = False) -> None:
         )
         for preset in presets
     ]
-    columns = ("model", "parameters", "layers", "context", "what it is", "source")
+    columns = ("model", "parameters", "layers", "context", "description", "source")
     out = console()
     out.print(table(columns, rows, right=("parameters", "layers", "context")))
-    out.print("\nMODEL may also be a transformers config.json, or package.module:factory.")
+    out.print("\nMODEL is one of these names, a transformers config.json, or package.module:factory.")

@@ -40,7 +40,13 @@ if TYPE_CHECKING:
 def plan(
     model: ModelArgument,
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="4xcpu, 8xh100, ..., a YAML file, or detect.", show_default=False)
+        str,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file, or detect.",
+            show_default=False,
+        ),
     ],
     options: PlanOptions,
     objective: Objective = "time",
@@ -57,18 +63,20 @@ def plan(
     layers: Layers = None,
     hidden: Hidden = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the plan there as JSON.", show_default=False)
+        Path | None, typer.Option("--out", "-o", help="Write the plan to this file (JSON).", show_default=False)
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="Write a page about the search there, one HTML file.", show_default=False),
+        typer.Option(help="Write a page about the search to this file (HTML).", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest way to split MODEL over a cluster, and explain it. Needs no GPU and no memory for the weights.
+    """Find the fastest split of MODEL over a cluster, and explain it. Needs no GPU and no memory for the weights.
 
-    Every legal combination of degrees, ZeRO, micro-batch, schedule, order of ranks is compared; options fix what they
-    name. For example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --fix zero=1,3 -o plan.json
+    The search compares all legal combinations of degrees, ZeRO stage, micro-batch, schedule and order of ranks. An
+    option such as --tp 8 or --fix zero=1,3 narrows it. Without --global-batch, each device has one sequence.
+
+    Example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 -o plan.json
     """
     from autopar.cost_model.machine.cluster import checked_precision
     from autopar.cost_model.machine.profile_io import load_profile
@@ -93,7 +101,7 @@ def plan(
         precision=None if precision is None and is_factory(model) else wanted,
     )
     asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
-    with progress(f"capturing {model} without memory") as on_progress:
+    with progress(f"capturing {model}") as on_progress:
         dtype = None if is_factory(model) else MODEL_DTYPES[wanted]
         captured = captured_model(
             model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype

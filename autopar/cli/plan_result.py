@@ -1,4 +1,6 @@
-"""The result of a search as printed sections: the best plan, the next plans and why they lose, impossible plans."""
+"""The result of a search as printed sections: the best plan, the next plans with reasons, the candidates ruled out."""
+
+from collections.abc import Iterator, Sequence
 
 from autopar.ir.explanation import Section, readable_bytes, readable_seconds
 from autopar.search.result.format import plan_in_words, readable_value, what_does_not_fit
@@ -35,33 +37,37 @@ def _count(found: SearchResult) -> str:
 
 
 def _proof(found: SearchResult) -> str:
+    priced = f"{found.counted.priced:,} priced exactly"
     if found.bound is None:
-        return f"no candidate fits, but with stages of its own this one does ({found.refined:,} variations tried)"
+        return f"no candidate fits; with refined stages this plan does ({found.refined:,} variations tried)"
     if found.saved_by_own_stages:
-        return (
-            f"proven: no candidate is better as it is ({found.counted.priced:,} priced as they would run); "
-            f"stages of its own save {found.saved_by_own_stages:.1%}"
-        )
+        saved = f"{found.saved_by_own_stages:.1%}"
+        return f"proven: before refining, no candidate is better ({priced}); refining its stages saves {saved}"
     if found.is_proven:
-        return f"proven: no candidate is better ({found.counted.priced:,} priced as they would run)"
-    return (
-        f"at most {found.gap:.1%} above the bound of what was not priced, {readable_value(found.bound, found.unit)} "
-        f"({found.counted.priced:,} priced as they would run)"
-    )
+        return f"proven: no candidate is better ({priced}, lower bounds rule out the rest)"
+    bound = readable_value(found.bound, found.unit)
+    return f"not proven: a candidate may be up to {found.gap:.1%} better ({priced}, no lower bound below {bound})"
 
 
 def _others(found: SearchResult) -> Section:
-    lines, seen = [], set()
+    shown = []  # how much more than the best plan, the plan, the reason
     for one in sorted((*found.others, *found.baselines), key=lambda one: one.value):
         words = plan_in_words(one.degrees)
         if one.name and found.best is not None and one.degrees == found.best.degrees and one.fits:
-            lines.append(f"the best plan is what people call {one.name}")
-        elif words not in seen:
-            named = f"{one.name}: " if one.name else ""
-            more = f"+{one.value / found.best.value - 1:.1%}" if one.fits and found.best is not None else "no room"
-            lines += [f"{more:>8}  {named}{words}", f"{'':8}    {_value(found, one)}; {one.reason}"]
-        seen.add(words)
-    return Section(title="What comes next, and what people choose by hand", lines=tuple(lines))
+            shown.append(("best", f"{one.name} is the best plan", ""))
+        elif all(words != plan for _, plan, _ in shown):
+            more = f"+{one.value / found.best.value - 1:,.1%}" if one.fits and found.best is not None else "too big"
+            shown.append((more, f"{one.name}: {words}" if one.name else words, f"{_value(found, one)}; {one.reason}"))
+    return Section(title="Next plans, and plans that people choose by hand", lines=tuple(_aligned(shown)))
+
+
+def _aligned(shown: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    """Two lines for each plan; the first column is as wide as its longest entry."""
+    width = max((len(more) for more, _, _ in shown), default=0)
+    for more, plan, reason in shown:
+        yield f"{more:>{width}}  {plan}"
+        if reason:
+            yield f"{'':{width}}    {reason}"
 
 
 def _value(found: SearchResult, one: Contender) -> str:
@@ -70,15 +76,13 @@ def _value(found: SearchResult, one: Contender) -> str:
 
 
 def _beyond(found: SearchResult, best: Contender, one: Contender) -> Section:
-    lines = [
-        f"{one.value / best.value - 1:+8.1%}  {plan_in_words(one.degrees)}",
-        f"{'':8}    {_value(found, one)}",
-        *(f"{'':8}    {mark}" for mark in one.formula_only),
-    ]
-    return Section(title="What if: the best plan of those that autopar prices and does not run", lines=tuple(lines))
+    more = f"{one.value / best.value - 1:+,.1%}"
+    below = [f"{'':{len(more)}}    {text}" for text in (_value(found, one), *one.formula_only)]
+    title = "What if: the best plan that autopar prices but cannot run yet"
+    return Section(title=title, lines=(f"{more}  {plan_in_words(one.degrees)}", *below))
 
 
 def _not_possible(found: SearchResult) -> Section:
     counted = found.counted
     lines = [what_does_not_fit(counted), *(f"tensor degree {tp}: {why}" for tp, why in counted.refused.items())]
-    return Section(title="What could not be a plan", lines=tuple(lines))
+    return Section(title="Candidates that were ruled out", lines=tuple(lines))

@@ -14,22 +14,23 @@ def report(
         str,
         typer.Argument(
             metavar="RESULT",
-            help="What `autopar plan --json` printed, its --study (a file or a database's URL), or a plan file.",
+            help="A file with the output of `autopar plan --json`, a study (file or database URL), or a plan file.",
             show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the page there, one HTML file.", show_default=False)
+        Path | None, typer.Option("--out", "-o", help="Write the page to this file (HTML).", show_default=False)
     ] = None,
     perfetto: Annotated[
         Path | None,
-        typer.Option(help="Write the predicted time line there, for ui.perfetto.dev.", show_default=False),
+        typer.Option(help="Write the predicted time line to this file, for ui.perfetto.dev.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a page about the search in RESULT, or about a plan: what is fastest and why, time, memory, candidates.
+    """Write a page about a search or a plan: the best plan and the reason, time, memory, all candidates.
 
-    For example: autopar plan llama3-8b -c 64xh100 --global-batch 256 --json > result.json; autopar report result.json
-    --out report.html. The page is one file that needs no network.
+    The page is one HTML file that needs no network.
+
+    Example: autopar plan gpt2 -c 8xh100 --json > result.json; autopar report result.json -o report.html
     """
     from autopar.report.write import read_source, write_report, write_trace
 

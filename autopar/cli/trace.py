@@ -21,22 +21,25 @@ def trace(
     model: ModelArgument,
     world_size: WorldSize,
     options: PlanOptions,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Write the trace there.")] = Path("trace.json"),
-    plan: Annotated[Path | None, typer.Option(help="Trace this plan file.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the trace to this file.")] = Path("trace.json"),
+    plan: Annotated[Path | None, typer.Option(help="Plan file to run.", show_default=False)] = None,
     layers: Layers = None,
     hidden: Hidden = None,
     batch: LocalBatch = None,
-    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: float64, float32 or bfloat16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Run one step of MODEL on CPU ranks and write what each rank did when, for ui.perfetto.dev or chrome://tracing.
+    """Run one step of MODEL on CPU ranks, and write a trace of every rank for ui.perfetto.dev or chrome://tracing.
 
-    A process for each rank, named with its coordinates; in it a track for compute (passes of stages, and in them blocks
-    by name), one for the collectives of each mesh dimension (kind and bytes) and one for the messages between pipeline
-    stages. On GPUs, call `ParallelModel.trace(path, batch)` in your own script under torchrun: it writes the same.
+    Each rank has a track for computation, one for the collectives of each mesh dimension, and one for messages between
+    pipeline stages. Slices name the stage, the block, the collective and its bytes.
 
-    Sizes are small unless given, as for `autopar verify`.
+    Without --plan, a preset or config has 2 layers, hidden size 64 and 32 tokens, unless options say otherwise.
+
+    Example: autopar trace gpt2 --world-size 4 --tp 2 --pp 2 --micro-batches 4 --out trace.json
+
+    On GPUs, call `parallel.trace(path, batch)` in your own script under torchrun.
     """
     check_numbers(world_size=world_size, batch=batch)
     wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)

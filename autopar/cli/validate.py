@@ -28,24 +28,31 @@ def validate(
         Path,
         typer.Argument(
             metavar="RUNS.csv",
-            help="Runs with the columns of benchmarks/data/README.md, or the vTrain sweep.",
+            help="CSV file with the columns of benchmarks/data/README.md, or vTrain's sweep.",
             show_default=False,
         ),
     ],
-    tier: Annotated[str, typer.Option(help="core (rows whose tier is core) or all.")] = "all",
-    by: Annotated[str, typer.Option(help="Split by source_key, gpu_type or group.")] = "source_key",
+    tier: Annotated[str, typer.Option(help="Rows to predict: core (rows whose tier is core) or all.")] = "all",
+    by: Annotated[
+        str, typer.Option(help="Column that splits the table: source_key, gpu_type or group.")
+    ] = "source_key",
     out: Annotated[
-        Path | None, typer.Option(help="Write id,seconds,peak_bytes,fits of every row modelled.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Write id,seconds,peak_bytes,fits of every predicted row to this file (CSV).", show_default=False
+        ),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write a page with a picture and tables (HTML).", show_default=False)
+        Path | None, typer.Option(help="Write a picture and tables to this file (HTML).", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict step time and memory of published runs from their model, machine and layout, and compare.
+    """Predict step time and memory of published training runs, and compare with their measurements.
 
-    Nothing that a run measured is seen by the prediction. Errors are predicted / measured - 1; rows that cannot be
-    modelled are listed with the reason.
+    A prediction sees the model, the machine and the layout of a run, never its results. An error is
+    predicted / measured - 1. The last lines name the rows that cannot be modelled, with the reason.
+
+    Example: autopar validate benchmarks/data/published_runs.csv --tier core
     """
     column = _column(by)
     if tier not in _TIERS:

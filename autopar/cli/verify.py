@@ -21,19 +21,25 @@ def verify(
     model: ModelArgument,
     world_size: WorldSize,
     options: PlanOptions,
-    plan: Annotated[Path | None, typer.Option(help="Verify this plan file.", show_default=False)] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan file to verify.", show_default=False)] = None,
     layers: Layers = None,
     hidden: Hidden = None,
     batch: LocalBatch = None,
-    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16; each has its tolerance.")] = "float64",
-    steps: Annotated[int, typer.Option(help="AdamW steps.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of both runs: float64, float32 or bfloat16. Each has its tolerance.")
+    ] = "float64",
+    steps: Annotated[int, typer.Option(help="AdamW steps to run.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare MODEL split over CPU ranks with MODEL on one device: loss, outputs, gradients, clip norm, weights.
 
-    Without --plan, a preset or config is shrunk to 2 layers of width 64 and sequences of 32 tokens unless --layers,
-    --hidden and --seq-len say otherwise. Exit status: 0 equal, 1 different, 2 bad input.
+    The command starts the ranks on this machine and runs the same AdamW steps on both sides. Without --plan, a preset
+    or config has 2 layers, hidden size 64 and 32 tokens, unless options say otherwise.
+
+    Example: autopar verify gpt2 --world-size 4 --tp 2 --dp 2 --zero 3
+
+    Exit status: 0 equal, 1 different, 2 wrong input.
     """
     check_numbers(world_size=world_size, steps=steps, batch=batch)
     wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
@@ -63,7 +69,7 @@ def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     out = console()
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     out.print(f"{model}{f' ({words})' if words else ''}: {sizes_in_words(report.plan)}, in {report.seconds:.1f} s")
-    columns = ("compared with one device", "worst error", "tolerance", "", "where the worst is")
+    columns = ("compared with one device", "worst error", "tolerance", "", "place of the worst error")
     rows = [
         (q.name, f"{q.max_error:.1e}", f"{q.tolerance:.0e}", "ok" if q.passed else "DIFFERS", q.where)
         for q in report.quantities

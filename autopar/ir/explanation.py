@@ -101,12 +101,12 @@ def _header(plan: Explained) -> Section:
         total = degrees.dp * degrees.micro_batch * degrees.num_micro_batches
         piped = f"micro-batches {degrees.micro_batches} × " if degrees.pp > 1 else ""
         lines.append(
-            f"global batch {total} = dp {degrees.dp} × micro-batch {degrees.micro_batch} × {piped}accumulate "
-            f"{degrees.accumulate} sequences{tokens}"
+            f"global batch: {total:,} sequences{tokens} = dp {degrees.dp} × micro-batch {degrees.micro_batch} × {piped}"
+            f"accumulate {degrees.accumulate}"
         )
     if degrees.per_micro_batch and degrees.num_micro_batches > 1:
-        lines.append("loss: the mean of the losses of micro-batches, each computed by itself (per_micro_batch)")
-    chosen = {None: "where it pays", True: "required", False: "not used"}[degrees.sequence_parallel]
+        lines.append("loss: the mean of the losses of the micro-batches (per_micro_batch)")
+    chosen = {None: "where it is cheaper", True: "required", False: "not used"}[degrees.sequence_parallel]
     if degrees.tp > 1:
         lines.append(f"sequence parallelism on tp: {chosen}")
         if not plan.regather:
@@ -118,8 +118,8 @@ def _without_rule(summary: Summary) -> Section:
     if not summary.without_rule:
         return Section(title="Every operator has a rule.")
     return Section(
-        title="No rule: computed whole on every rank, right but slower",
-        lines=("price: seconds of one rank in a step at the device's peak, and bytes that it saves for backward",),
+        title="Operators without a rule: computed whole on every rank, correct but slower",
+        lines=("time: one rank in one step at the device's peak; memory: bytes saved for backward",),
         columns=("operator", "where", "times", "time", "memory"),
         rows=tuple(
             (w.operator, w.where, str(w.num_calls), readable_seconds(w.seconds), readable_bytes(w.kept_bytes))
@@ -149,7 +149,7 @@ def _traffic(plan: Explained) -> list[Section]:
             first = (block.name, str(block.num_calls)) if k == 0 else ("", "")
             rows.append((*first, dim, _counts(block, dim, "forward"), _counts(block, dim, "backward")))
     columns = ("block", "calls", "mesh dimension", "forward", "backward")
-    sent = "Collectives of one call of each block (bytes are what one rank sends)"
+    sent = "Collectives of one call of each block (bytes that one rank sends)"
     leaves = [(block.name, result) for block in plan.summary.blocks for result in block.results]
     return [
         Section(title=sent, columns=columns, rows=tuple(rows)),
@@ -188,7 +188,7 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
             )
         )
     columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "computes itself")
-    title = "Pipeline stages (time is one rank's at the device's peak for a micro-batch, forward and backward)"
+    title = "Pipeline stages (time: one micro-batch on one rank, forward and backward, at the device's peak)"
     is_recomputing = degrees.recompute != "none"
     recomputed = f", {recomputation_in_words(degrees.recompute_blocks, degrees.pp)}" if is_recomputing else ""
     lines = [f"schedule {degrees.schedule}, {degrees.micro_batches} micro-batches{recomputed}"]
@@ -205,7 +205,7 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
 
 
 def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:
-    """Which blocks are recomputed: `blocks` of every stage, or of each stage in order; None means all of them.
+    """The recomputed blocks: `blocks` is the number of every stage, or one number per stage; None means all blocks.
 
     >>> recomputation_in_words(None, pp=4), recomputation_in_words(2, pp=1), recomputation_in_words(1, pp=2)
     ('every block is recomputed', '2 blocks are recomputed', 'every stage recomputes 1 block')
@@ -213,6 +213,8 @@ def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:
     '4 of 32 stages recompute 1 block each'
     >>> recomputation_in_words([3, 1, 0, 0], pp=4)
     '2 of 4 stages recompute 1 to 3 blocks each, 4 in all'
+    >>> recomputation_in_words([3, 1], pp=2)
+    'all 2 stages recompute 1 to 3 blocks each, 4 in all'
     """
     if blocks is None:
         return "every block is recomputed"
@@ -224,7 +226,8 @@ def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:
     some = [count for count in blocks if count]
     if not some:
         return "no stage recomputes a block"
-    stages = f"{len(some)} of {len(blocks)} stages recompute{'s' * (len(some) == 1)}"
+    of_all = f"all {len(blocks)}" if len(some) == len(blocks) else f"{len(some)} of {len(blocks)}"
+    stages = f"{of_all} stages recompute{'s' * (len(some) == 1)}"
     each = " each" * (len(some) > 1)
     if min(some) == max(some):
         return f"{stages} {some[0]} block{'s' * (some[0] > 1)}{each}"

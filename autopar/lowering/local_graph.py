@@ -33,6 +33,11 @@ from autopar.rules.rule import Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
 LINEAR = torch.ops.aten.linear.default
+_RESULT = {  # the end of a converted value's name, by its old and new kind of type
+    ("P", "I"): "summed", ("P", "R"): "summed", ("P", "S"): "scattered", ("S", "I"): "gathered", ("S", "R"): "gathered",
+    ("S", "S"): "moved", ("I", "S"): "shard", ("R", "S"): "shard", ("I", "R"): "replicate", ("R", "I"): "invariant",
+    ("I", "P"): "partial", ("R", "P"): "partial", ("S", "P"): "partial",
+}  # fmt: skip
 _Types = tuple[Type, ...]
 Cuts = Mapping[int, Sequence[int]]
 
@@ -81,7 +86,7 @@ class _Writer:
 
     def convert(self, node: fx.Node, dims: Dims, source: _Types, target: _Types) -> fx.Node:
         """One conversion per differing mesh dimension, or pair of them."""
-        current = list(source)
+        current, name = list(source), node.name
         found = steps(dims, source, target, self.mesh)
         if not self.join:
             found = [(i,) for indices in found for i in indices]
@@ -89,12 +94,13 @@ class _Writer:
             before = tuple(current)
             for i in indices:
                 current[i] = target[i]
-            node = self.convert_one(node, dims, before, tuple(current), indices)
+            node = self.convert_one(name, node, dims, before, tuple(current), indices)
         return node
 
     def convert_one(
-        self, node: fx.Node, dims: Dims, source: _Types, target: _Types, indices: tuple[int, ...]
+        self, value: str, node: fx.Node, dims: Dims, source: _Types, target: _Types, indices: tuple[int, ...]
     ) -> fx.Node:
+        """`node` after one conversion. Its name begins with the name of the `value`, such as ``out_summed``."""
         i = indices[0]
         a, b = source[i], target[i]
         inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
@@ -116,7 +122,8 @@ class _Writer:
             before = _cut(dims.local_sizes(source, degrees), cuts)
             node = self.pad(node, before, source, b, _size(dims, target[i]), degrees[i], cuts)
         shards = (t.dim for t in (a, b) if t.kind == "S")
-        node = self.call(CONVERT[a.kind, b.kind], (node, mesh_dim, *shards))
+        result = f"{value}_{_RESULT[a.kind, b.kind]}"
+        node = self.graph.call_function(CONVERT[a.kind, b.kind], (node, mesh_dim, *shards), name=result)
         _describe(node, target, cuts)
         if uneven and a.kind == "S" and _size(dims, source[i]) % degrees[i]:
             size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]

@@ -40,7 +40,7 @@ def resolve_degrees(
     resolved, more = _split_in_time(asked, local_batch, given)
     problems += more
     if resolved.num_micro_batches > 1 and (resolved.micro_batch or 0) * resolved.dp == 1:
-        rule = "leaves one sequence in a global micro-batch, whose batch dimension cannot be told from a broadcast one"
+        rule = "leaves one sequence in a global micro-batch; autopar needs two, to find the batch dimension"
         hint = f"use micro_batch {DEFAULT_MICRO_BATCH} with fewer micro-batches, or more data-parallel ranks"
         problems.append(Problem(path="micro_batch", value=1, rule=rule, suggestion=hint))
     if resolved.pp > 1 and not problems:
@@ -95,21 +95,21 @@ def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]
     """The problems of pipeline options in a plan without a pipeline."""
     named = [name for name in ("schedule", "virtual_stages", "micro_batches") if name in given and asked.pp == 1]
     named = [name for name in named if given[name] != getattr(Degrees(), name)]
-    hint = "use accumulate for micro-batches without a pipeline, or set pp"
+    hint = "set pp, or use accumulate for micro-batches without a pipeline"
     problems = [Problem(path=n, value=given[n], rule="needs pp above 1", suggestion=hint) for n in named]
     if asked.order != ORDERS[0] and (asked.pp == 1 or asked.dp == 1):
-        hint = "leave it out: without both, ranks lie the same in every order"
+        hint = "leave it out; without both, every order is the same"
         problems.append(Problem(path="order", value=asked.order, rule="needs pp and dp above 1", suggestion=hint))
     if asked.cut_at is not None and len(asked.cut_at) != asked.num_stages - 1:
-        rule = f"must name where {asked.num_stages - 1} stages after the first begin, names {len(asked.cut_at)}"
+        rule = f"must have {asked.num_stages - 1} paths, one for each stage after the first; it has {len(asked.cut_at)}"
         problems.append(Problem(path="cut_at", value=", ".join(asked.cut_at), rule=rule))
     blocks = asked.recompute_blocks
     if isinstance(blocks, tuple) and len(blocks) != asked.num_stages:
-        rule = f"must be one number for all stages, or {asked.num_stages}, one for each"
+        rule = f"must be one number for all stages, or {asked.num_stages} numbers, one for each stage"
         problems.append(Problem(path="recompute_blocks", value=", ".join(map(str, blocks)), rule=rule))
     if blocks is not None and asked.recompute == "none":
-        rule = "needs recompute = full"
-        problems.append(Problem(path="recompute_blocks", value=blocks, rule=rule))
+        rule, hint = "needs recompute = full", "set it, or leave recompute_blocks out"
+        problems.append(Problem(path="recompute_blocks", value=blocks, rule=rule, suggestion=hint))
     return problems
 
 
@@ -139,8 +139,8 @@ def _split_in_time(asked: Degrees, local_batch: int | None, given: Mapping[str, 
         return asked, [_indivisible(open_, count, each)]
     micro_batch = each // count
     if asked.micro_batch not in (None, micro_batch):
-        rule = f"× {open_} {count} must be the {each} sequences of one rank's batch"
-        hint = f"leave one of the two out, or use micro_batch {micro_batch}"
+        rule = f"times {open_} {count} must be {each}, the sequences of one rank's batch"
+        hint = f"use micro_batch {micro_batch}, or leave one of the two out"
         return asked, [Problem(path="micro_batch", value=asked.micro_batch, rule=rule, suggestion=hint)]
     return replace(asked, micro_batch=micro_batch), []
 

@@ -160,7 +160,9 @@ def _checked_engine(engine: Engine | str, cluster: ClusterSpec, cp: int, ep: int
     chosen = engine_named(engine) if isinstance(engine, str) else engine
     _check_parallel(cluster, cp, ep)
     if exact_memory and (chosen.name != OWN or cp * ep > 1):
-        raise InputError("exact memory is that of autopar's own engine, without context and expert parallelism")
+        raise InputError(
+            "exact memory needs engine autopar, cp 1 and ep 1; leave the others out, or leave out exact memory"
+        )
     return chosen
 
 

@@ -79,7 +79,9 @@ def program_for(captured: "Capture", degrees: Degrees) -> Program:
     Raises `PlanError` as `capture_for` does, and `CaptureError` if another capture is needed and fails.
     """
     if degrees.micro_batch is None:
-        raise PlanError("the degrees name no micro_batch, so that the global micro-batch is not known")
+        raise PlanError(
+            "the degrees have no micro_batch, so the global micro-batch is unknown; add micro_batch to them"
+        )
     return _splittable(captured.at(batch=degrees.micro_batch * degrees.dp), degrees)
 
 
@@ -89,8 +91,8 @@ def _splittable(program: Program, degrees: Degrees) -> Program:
     if count > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
         name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
         raise PlanError(
-            f"{name} = {count} would change the loss: {program.mixes_batch}; use {name} = 1, or "
-            "accept the mean of the losses of single micro-batches with per_micro_batch = true (--per-micro-batch)"
+            f"{name} = {count} would change the loss: {program.mixes_batch}; use {name} = 1, or accept the mean of "
+            "the micro-batches' losses (per_micro_batch = true, --per-micro-batch)"
         )
     return program
 
@@ -268,19 +270,20 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
     """
     if plan.degrees.world_size != world_size:
         raise PlanError(
-            f"the plan is for {plan.degrees.world_size} ranks, this job has {world_size}; start it with "
-            f"--nproc-per-node {plan.degrees.world_size} in all, or plan again"
+            f"the plan is for {plan.degrees.world_size} ranks, this job has {world_size}; start "
+            f"{plan.degrees.world_size} ranks (torchrun --nproc-per-node), or plan again for {world_size}"
         )
     micro_batch, count = plan.degrees.micro_batch, plan.degrees.num_micro_batches
     if local_batch is not None and micro_batch is not None and local_batch != micro_batch * count:
         raise PlanError(
             f"the plan is for {micro_batch * count} sequences of one data-parallel rank in one step "
-            f"({count} × micro-batch {micro_batch}), the inputs have {local_batch}; pass such inputs or plan again"
+            f"({count} × micro-batch {micro_batch}), the inputs have {local_batch}; pass inputs of this size, or plan "
+            "again"
         )
     if (plan.batch, plan.sequence) != (program.batch, program.sequence):
         raise PlanError(
             f"the plan is for a global micro-batch of {plan.batch} sequences of length {plan.sequence}, the inputs "
-            f"have {program.batch} of length {program.sequence}; pass such inputs or plan again"
+            f"have {program.batch} of length {program.sequence}; pass inputs of this size, or plan again"
         )
     if plan.fingerprint != program.fingerprint:
         theirs = [b.signature for b in plan.blocks]

@@ -36,40 +36,48 @@ class PlanOptions:
     is about the search; the words of `autopar.plan` are its fields.
     """
 
-    pp: int | None = _option("Pipeline-parallel degree: ranks over which the layers are cut. (default: 1)")
-    tp: int | None = _option("Tensor-parallel degree. (default: 1)")
-    dp: int | None = _option("Data-parallel degree over which state is sharded. (default: what tp leaves)")
+    pp: int | None = _option("Pipeline-parallel degree: ranks that hold different layers. (default: 1)")
+    tp: int | None = _option("Tensor-parallel degree: ranks that split each operator. (default: 1)")
+    dp: int | None = _option(
+        "Data-parallel degree: ranks that shard the state. (default: all ranks that pp and tp leave)"
+    )
     dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding). (default: 1)")
-    zero: int | None = _option("ZeRO stage, 0 to 3: what data-parallel ranks shard. (default: 3)")
-    sequence_parallel: bool | None = _option("Require or forbid sequence parallelism on tp. (default: where it pays)")
+    zero: int | None = _option(
+        "ZeRO stage. 0 shards nothing over dp, 1 the optimizer state, 2 also gradients, 3 also parameters. (default: 3)"
+    )
+    sequence_parallel: bool | None = _option(
+        "Require or forbid sequence parallelism on tp. (default: used where it is cheaper)"
+    )
     micro_batch: int | None = _option("Sequences of one data-parallel rank in one micro-batch.")
     accumulate: int | None = _option("Micro-batches of one step. (default: 1)")
     per_micro_batch: bool | None = _option(
-        "Every micro-batch its own loss and batch statistics, averaged over a step: what a plain training loop does. "
-        "Lets models accumulate whose samples depend on each other (batch norm, contrastive loss, MoE balance loss); "
-        "the loss is then not that of the whole batch. (default: off)"
+        "Average the losses of single micro-batches, as a plain training loop does. Models whose samples depend on "
+        "each other (batch norm, contrastive loss) need it to accumulate. The loss differs from the loss of the whole "
+        "batch. (default: off)"
     )
     schedule: str | None = _option(
-        f"Order of micro-batches in a pipeline: {', '.join(SCHEDULE_NAMES)}. (default: {DEFAULT_SCHEDULE})"
+        f"Schedule of the pipeline: {', '.join(SCHEDULE_NAMES)}. (default: {DEFAULT_SCHEDULE})"
     )
-    virtual_stages: int | None = _option("Stages of one pipeline rank. (default: the fewest that the schedule has)")
+    virtual_stages: int | None = _option(
+        "Stages that one pipeline rank holds. (default: the least number that the schedule takes)"
+    )
     micro_batches: int | None = _option("Micro-batches of one run of the pipeline. (default: twice the stages)")
     cut_at: str | None = _option(
-        "Module paths at which pipeline stages after the first begin, with commas. (default: stages of equal work)"
+        "Module paths at which the second and later stages begin: layers.2,layers.4. (default: stages of equal work)"
     )
     order: str | None = _option(
-        f"Order of mesh dimensions over ranks, from those farthest apart to neighbours: {', '.join(ORDERS)}. "
+        f"Order of mesh dimensions over ranks: {' or '.join(ORDERS)}. Ranks of the last dimension are neighbours. "
         f"(default: {ORDERS[0]})"
     )
     recompute: str | None = _option(
-        "What backward computes again instead of keeping: none, or full: everything inside blocks. (default: none)"
+        "Activations that backward computes again: none, or full (all activations inside blocks). (default: none)"
     )
     recompute_blocks: str | None = _option(
-        "Recompute in the first k repeated blocks of a stage only: one number for all stages, or one for each with "
-        "commas. (default: all)"
+        "Recompute only the first k repeated blocks of each stage: one number, or one for every stage such as 3,2,1,0. "
+        "(default: all blocks)"
     )
     global_batch: int | None = _option(
-        "Sequences of one step: dp × micro-batch × micro-batches × accumulate; give all but one."
+        "Sequences of one step = dp × micro-batch × micro-batches × accumulate. Give all but one of these."
     )
     seq_len: int | None = _option("Tokens of one sequence. (default: the model's context, at most 4096)")
 
@@ -129,15 +137,15 @@ class PlanOptions:
         runs = wish.pop("accumulate", 1)
         if runs > 1 and wish.get("pp", 1) > 1:
             raise PlanError(
-                f"--accumulate {runs} with --pp {wish['pp']}: several runs of a pipeline have a bubble each and save "
-                "nothing; leave out --accumulate, or give --micro-batches, those of the whole step"
+                f"--accumulate {runs} with --pp {wish['pp']}: every run of a pipeline has its own bubble and saves "
+                "nothing; give --micro-batches for the whole step instead of --accumulate"
             )
         if self.accumulate is not None:
             wish["micro_batches"] = runs * wish.get("micro_batches", 1)
         given = {_DIMENSIONS.get(name, name): (name, value) for name, value in wish.items()}
         for dimension, (name, _) in given.items():
             if dimension in fixed:
-                raise InputError(f"{flag(name)} and --fix {dimension}=... are the same wish; give one of them")
+                raise InputError(f"{flag(name)} and --fix {dimension}=... both fix {dimension}; give one of them")
         also, _ = checked_values({dimension: value for dimension, (_, value) in given.items()})
         return {**fixed, **also}, forbidden
 
@@ -164,11 +172,15 @@ class PlanOptions:
             if isinstance(value := getattr(self, word), bool) or not isinstance(value, int) or value < lowest
         ]
         if self.local_batch is not None and self.global_batch is not None:
-            problems.append(Problem(path="local_batch", rule="stands beside global_batch", suggestion="keep one"))
+            problems.append(
+                Problem(path="local_batch", rule="contradicts global_batch", suggestion="give one of the two")
+            )
         if self.timeout_s is not None and not 0 <= self.timeout_s < float("inf"):
-            problems.append(Problem(path="timeout_s", value=self.timeout_s, rule="must be a number of seconds"))
+            problems.append(
+                Problem(path="timeout_s", value=self.timeout_s, rule="must be a number of seconds, at least 0")
+            )
         if problems:
-            raise InputError("the search cannot be run like this", problems)
+            raise InputError("the options of the search cannot be used", problems)
         if self.objective not in ON_FEWER_DEVICES:  # for these some part of the cluster may have as many devices
             _check_divisors(fixed, num_devices)
 
@@ -176,7 +188,7 @@ class PlanOptions:
         """Refuse options beside a plan file, which decides all of them. Raises `InputError` naming the options."""
         if self.given():
             names = ", ".join(flag(name) for name in self.given())
-            raise InputError(f"{names}: --plan has decided this already; leave out either the options or --plan")
+            raise InputError(f"{names}: the plan file of --plan decides this; leave out either these options or --plan")
 
 
 def command_options() -> dict[str, Any]:

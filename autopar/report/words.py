@@ -51,7 +51,7 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
     if d.get("recompute", "none") != "none":
         yield recomputation_in_words(d.get("recompute_blocks"), pp)
     if not d.get("regather", True):
-        yield "keeping gathered values"
+        yield "gathered inputs stored"
     if d.get("offload", "none") not in ("none", None, False):
         yield f"offloading {d['offload']}"
 
@@ -99,12 +99,12 @@ def why_best(found: SearchResult) -> list[str]:
 
 def _proof(found: SearchResult) -> str:
     counted = found.counted
-    start = f"Of {counted.candidates:,} candidates {counted.priced:,} were priced as they would run"
+    start = f"Of {counted.candidates:,} candidates {counted.priced:,} were priced exactly"
     if found.bound is None:
-        return f"{start}; none of them fits, but with stages of its own this plan does."
+        return f"{start}; none of them fits. With refined stages this plan does."
     if found.saved_by_own_stages:
         saved = percent(found.saved_by_own_stages, 1)
-        return f"{start}; the best of them is proven, and stages of its own save this plan another {saved}."
+        return f"{start}; the best of them is proven. Refining its stages saves another {saved}."
     if found.is_proven:
         return f"{start}; the lower bounds of all others are above this plan, so none of them is better."
     bound = f" None can be below {readable_value(found.bound, found.unit)}."
@@ -123,7 +123,7 @@ def _loses(found: SearchResult, one: Contender) -> str:
 
 
 def no_room(found: SearchResult) -> list[str]:
-    """Which candidates do not fit, and why."""
+    """The candidates that do not fit, with reasons."""
     counted = found.counted
     without = counted.no_room_for_state + counted.no_room_for_activations
     if not without:
@@ -140,5 +140,5 @@ def no_room(found: SearchResult) -> list[str]:
     lines = [f"{start}: {', '.join(words)}."]
     if counted.largest:
         most = [f"{MEMORY.get(part, part)} of {count:,}" for part, count in counted.largest.items()]
-        lines.append(f"What takes most memory of them: {', '.join(most)}.")
+        lines.append(f"The largest part of their memory: {', '.join(most)}.")
     return lines

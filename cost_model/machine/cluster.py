@@ -117,7 +117,7 @@ def _between(cluster: ClusterSpec) -> Link | None:
 def _simplified(cluster: ClusterSpec) -> tuple[str, ...]:
     found = []
     if cluster.is_heterogeneous:
-        found.append("every device is taken to be the cluster's slowest")
+        found.append("every device is priced as the slowest device of the cluster")
     if cluster.spine is not None:
         found.append("traffic between hosts is priced at the slower of leaf and spine, also below one leaf")
     return tuple(found)

@@ -37,7 +37,10 @@ def device_profile(device: str) -> DeviceProfile:
             if device in profile.devices:
                 return profile
         default = _loaded(Path(folder) / "default.yaml")
-    note = f"no profile describes device {device[:80]!r}: the default one is assumed; `autopar calibrate` measures it"
+    note = (
+        f"no profile describes device {device[:80]!r}: the default profile is used; run `autopar calibrate` to "
+        "measure it"
+    )
     return replace(default, notes=(note,))
 
 

@@ -154,7 +154,7 @@ class DeviceProfile:
         if self.device_type != device.device_type:
             raise ClusterError(
                 f"profile {self.name!r} is of a {self.device_type} device, the cluster's {device.name!r} is a "
-                f"{device.device_type} device; give the profile of that device"
+                f"{device.device_type} device; give a profile of a {device.device_type} device"
             )
         if self.device is None:
             return device
@@ -171,7 +171,7 @@ class DeviceProfile:
         found = list(self.notes)
         if guessed:
             shown = ", ".join(guessed[:6]) + (f" and {len(guessed) - 6} more" if len(guessed) > 6 else "")
-            found.append(f"profile {self.name}: assumed, not measured: {shown}")
+            found.append(f"profile {self.name} has numbers that nobody measured: {shown}")
         if self.measured is not None:
             found += self._staleness(self.measured, today or date.today())
         return tuple(found)
@@ -183,7 +183,8 @@ class DeviceProfile:
             found.append(f"profile {self.name} was measured {age} days ago; run `autopar calibrate` again")
         used = measured.versions.get("torch")
         if used is not None and used != (installed := _version("torch")):
-            found.append(f"profile {self.name} was measured with torch {used}, this is {installed}")
+            again = "run `autopar calibrate` again"
+            found.append(f"profile {self.name} was measured with torch {used}, this is {installed}; {again}")
         return found
 
 

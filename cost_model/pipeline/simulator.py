@@ -400,7 +400,7 @@ def _rank_of_stage(orders: Orders, seconds: StageSeconds) -> tuple[int, ...]:
         if found != {stages}:
             problems.append(Problem(path=f"seconds of {name}", rule=f"must be given for {stages} stages"))
     if sorted(owners) != list(range(stages)):
-        rule = f"must hold the stages 0 to {stages - 1}, those that seconds are given of"
+        rule = f"must hold the stages 0 to {stages - 1}, one for each entry of the seconds"
         problems.append(Problem(path="action lists", value=sorted(owners), rule=rule))
     if problems:
         raise PlanError("the pipeline's action lists cannot be replayed", problems)

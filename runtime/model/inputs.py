@@ -99,7 +99,7 @@ def sequences_to_run(
         return planned
     if may_capture:
         return most
-    held = f"{most} sequences" if least == most else f"from {least} to {most} sequences, differing among ranks,"
+    held = f"{most} sequences" if least == most else f"{least} to {most} sequences, different among ranks,"
     per = f" ({micro_batches} micro-batches)" if micro_batches > 1 else ""
     if most > planned:
         remedy = f"pass at most {planned}" + (
@@ -108,12 +108,12 @@ def sequences_to_run(
     else:
         same = f", or pass the same multiple of {micro_batches} on every rank" if captures else ""
         why = (
-            "every micro-batch counts alike (per_micro_batch)"
+            "every micro-batch has the same weight (per_micro_batch)"
             if alike
-            else "samples cannot be ignored (by targets with ignore_index, or a mask: (loss * mask).sum() / mask.sum())"
+            else "the loss cannot ignore samples (by ignore_index, or by a mask: (loss * mask).sum() / mask.sum())"
         )
-        remedy = f"it cannot be padded, because {why}; drop the last batch{same}"
-    raise RuntimeInputError(f"the batch has {held} where the plan has {planned} of each rank{per}; {remedy}")
+        remedy = f"it cannot be padded, because {why}; drop this batch{same}"
+    raise RuntimeInputError(f"the batch of a rank has {held} the plan has {planned}{per}; {remedy}")
 
 
 def pad_batch(

@@ -192,7 +192,9 @@ class ParallelModel(ShardedModel):
         compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
         is_padded = min(counts) < sequences
         if is_padded and compiled.ignored is None:
-            raise batch_error(["it is too short to run, and captured anew its samples cannot be ignored"])
+            raise batch_error(
+                ["it is too short, and its model at this shape has no targets to ignore; pass a full batch"]
+            )
         if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
         read = self._inputs_read(compiled)

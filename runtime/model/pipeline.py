@@ -269,6 +269,6 @@ def refuse_compiling(degrees: Degrees) -> None:
     if degrees.splits_backward:
         whole = ", ".join(name for name, schedule in SCHEDULES.items() if not schedule.splits_backward)
         raise RuntimeInputError(
-            f"schedule {degrees.schedule} runs the backward pass in two parts, which torch.compile cannot; use a "
-            f"schedule with whole backward passes ({whole}), or do not compile"
+            f"schedule {degrees.schedule} runs the backward pass in two parts, which torch.compile does not "
+            f"support; use a schedule with whole backward passes ({whole}), or do not compile"
         )

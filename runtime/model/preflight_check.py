@@ -98,14 +98,15 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
             count = rows[kinds[ENDED][0]][1]
             return (
                 f"{_ranks(kinds[ENDED])} ran out of data after {count} batches, {_ranks(kinds[READING])} did not; give "
-                "every rank the same number of batches (a sampler that pads or drops the last ones), or stop after the "
-                "smallest number"
+                "every rank the same number of batches: use a sampler that pads or drops the last ones"
             )
-        return "ranks do different things: " + "; ".join(f"{_ranks(r)} {_KINDS[k]}" for k, r in kinds.items())
+        places = "; ".join(f"{_ranks(r)} {_KINDS[k]}" for k, r in kinds.items())
+        return f"ranks call different methods: {places}; make the same calls in the same order on every rank"
     modes = _groups([row[0] % 2 for row in rows])
     if len(modes) > 1:
         return (
-            f"{_ranks(modes[1])} in training mode, but {_ranks(modes[0])} in eval mode; call train() or eval() on all"
+            f"{_ranks(modes[1])} in training mode, but {_ranks(modes[0])} in eval mode; call train() or eval() on "
+            "all ranks"
         )
     steps = _groups([row[1] for row in rows])
     if len(steps) > 1:
@@ -113,7 +114,7 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
         return f"ranks are at different steps: {at}; every rank must call forward_backward equally often"
     bad = [rank for rank, row in enumerate(rows) if row[2]]
     if bad:
-        return f"the batch of {_ranks(bad)} does not fit the plan; the error there says why"
+        return f"the batch of {_ranks(bad)} does not fit the plan; the error of that rank says why"
     return _data_disagreement(rows, inputs, dp_of)
 
 
@@ -125,7 +126,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
             usual, *unusual = shapes.values()
             return (
                 f"input {info.name!r}: {_ranks(_joined(unusual))} got another shape than {_ranks(usual)}; only the "
-                "number of sequences may differ: pad every rank's batch to one length"
+                "number of sequences may differ, so pad every rank's batch to one length"
             )
         first: list[int] = []
         others: list[int] = []
@@ -138,8 +139,8 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
         if others:
             why = "differ only in tp or pp" if batched else "share this input, which has no batch"
             return (
-                f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; read the "
-                "same data there (seed and shard the sampler by the data-parallel rank)"
+                f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; pass the "
+                "same data on these ranks (seed and shard the sampler by the data-parallel rank)"
             )
     return ""
 

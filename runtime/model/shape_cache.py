@@ -67,8 +67,8 @@ class ShapeCache:
         if self._replan is None:
             what = "eval mode" if not training else f"shapes {dict(sizes)}"
             raise RuntimeInputError(
-                f"this ParallelModel was made from a captured program, which has no {what}; make it with "
-                "autopar.parallelize, or capture a program for it"
+                f"this ParallelModel was made from a captured program, which was not captured for {what}; make it with "
+                "autopar.parallelize instead, which captures again"
             )
         started = time.perf_counter()
         made = self._compile(self._replan, sizes, training)
@@ -85,7 +85,7 @@ class ShapeCache:
             program, plan = replan(sizes, training=training, held=self._placements)
         if [(i.name, i.batch_dim) for i in program.inputs] != [(i.name, i.batch_dim) for i in base.program.inputs]:
             raise PlanError(
-                f"at shapes {dict(sizes)} another dimension looks like the batch; pass another number of sequences"
+                f"at shapes {dict(sizes)} another dimension is as large as the batch; pass another number of sequences"
             )
         made = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
         used = {n: placement_of(n, made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
@@ -101,8 +101,9 @@ class ShapeCache:
     def _warn(self) -> None:
         if not self._warned and not (dist.is_initialized() and dist.get_rank()):
             warnings.warn(
-                f"the model was captured for more than {MAX_SHAPES} shapes besides the plan's, and the oldest are "
-                "forgotten; pad batches to a few lengths (powers of two, or multiples of 128)",
+                f"the model was captured for more than {MAX_SHAPES} shapes besides the plan's, so the oldest capture "
+                "is "
+                "dropped; pad batches to a few lengths (powers of two, or multiples of 128)",
                 stacklevel=2,
             )
         self._warned = True

@@ -130,9 +130,10 @@ class _Initialiser:
         kind = type(owner).__name__
         where = f"{kind} at {path!r}" if path else kind
         raise InputError(
-            f"nothing initialises {target}, {_described(slot.tensor)} of {where}: neither _init_weights nor "
-            f"reset_parameters of the module or those around it writes all of it, nor can the module be built again "
-            f"from its own attributes; {_WHAT_TO_PASS}, or define reset_parameters() in {kind}"
+            f"nothing initialises {target}, {_described(slot.tensor)} of {where}. No _init_weights and no "
+            "reset_parameters, here or in a parent module, writes all of it. The module cannot be built again "
+            "from its "
+            f"attributes either. Remedy: {_WHAT_TO_PASS}, or define reset_parameters() in {kind}"
         )
 
     def _chain(self, path: str) -> list[nn.Module]:
@@ -158,7 +159,7 @@ class _Initialiser:
                     action()
             except Exception as error:
                 raise InputError(
-                    f"initialising {slot.name} of a meta model failed in {type(owner).__name__} or a module around it: "
+                    f"initialising {slot.name} of a meta model failed in {type(owner).__name__} or a parent module: "
                     f"{type(error).__name__}: {error}; {_WHAT_TO_PASS}"
                 ) from error
             value: torch.Tensor | None = tensors.get(attribute)

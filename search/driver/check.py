@@ -64,13 +64,13 @@ def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
     if degrees.num_micro_batches > 1 and not constraints.accumulates:
         yield Problem(path="micro_batches", value=degrees.num_micro_batches, rule="would change the loss")
     if degrees.schedule not in SCHEDULES:
-        yield Problem(path="schedule", value=degrees.schedule, rule="is none")
+        yield Problem(path="schedule", value=degrees.schedule, rule="is not a known schedule")
     elif degrees.pp > 1:
         yield from schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
     for dimension in DIMENSIONS:
         value = dimension.value_of(degrees)
         if not constraints.allows(dimension.word, value):
-            yield Problem(path=dimension.word, value=value, rule="is not what was asked for")
+            yield Problem(path=dimension.word, value=value, rule="is not among the values that were asked for")
 
 
 def _cuts(best: Priced, works: ProgramWorks) -> Iterator[Problem]:

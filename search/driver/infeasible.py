@@ -79,7 +79,7 @@ def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) ->
         degrees=degrees_in_plain(least.degrees, least.cuts, regather=least.regather),
         needed_bytes=least.needed_bytes,
         missing_bytes=least.needed_bytes - on.capacity_bytes,
-        remedy="; ".join(helps) or "no wish less, no shorter sequence and no number of devices that was tried helps",
+        remedy="; ".join(helps) or "nothing that was tried: one option less, a shorter sequence, more devices",
         parts={name: float(np.max(part)) for name, part in least.memory.parts.items() if name != "cache"},
     )
 
@@ -96,11 +96,7 @@ def _per_micro_batch(asked: Asked, _: Callable[[], bool]) -> str | None:
     if asked.constraints.accumulates:
         return None
     found = _fitting(replace(asked, constraints=replace(asked.constraints, accumulates=True)))
-    return (
-        None
-        if found is None
-        else f"with the loss of every micro-batch by itself (per_micro_batch) {_words(found)} fits"
-    )
+    return None if found is None else f"with a loss for each micro-batch (per_micro_batch): {_words(found)}"
 
 
 def _fewer_wishes(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
@@ -109,7 +105,7 @@ def _fewer_wishes(asked: Asked, should_continue: Callable[[], bool]) -> str | No
             return None
         found = _fitting(replace(asked, constraints=constraints))
         if found is not None:
-            return f"without {text} {_words(found)} fits"
+            return f"without {text}: {_words(found)}"
     return None
 
 
@@ -122,7 +118,10 @@ def _offloaded(asked: Asked, _: Callable[[], bool]) -> str | None:
     found = _fitting(replace(asked, machinery=on_host))
     if found is None:
         return None
-    return f"with the optimizer on the host {_words(found)} fits (ZeRO-Offload, priced with --what-if and not run yet)"
+    return (
+        f"with the optimizer on the host: {_words(found)} (ZeRO-Offload; --what-if prices it, autopar cannot "
+        "run it yet)"
+    )
 
 
 def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
@@ -131,7 +130,7 @@ def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
         tokens //= 2
         found = _fitting(replace(asked, works_of=_at_length(asked.works_of, tokens)))
         if found is not None:
-            return f"with sequences of {tokens:,} tokens {_words(found)} fits"
+            return f"with sequences of {tokens:,} tokens: {_words(found)}"
     return None
 
 
@@ -150,7 +149,7 @@ def _more_devices(asked: Asked, should_continue: Callable[[], bool]) -> str | No
             replace(asked, cluster=cluster, constraints=constraints_on(asked.constraints, cluster.num_devices))
         )
         if found is not None:
-            return f"on {cluster.num_devices:,} such devices {_words(found)} fits"
+            return f"on {cluster.num_devices:,} such devices: {_words(found)}"
         tried += 1
         hosts += 1 if tried < MOST_TRIES // 2 else max(1, hosts // 4)
     return None

@@ -83,9 +83,7 @@ class StudyPlace:
             elif name in known and known[name] != json.loads(json.dumps(value)):
                 found.append(Problem(path=name, rule=f"the study was made with {_short(known[name])}", value=value))
         if found:
-            raise InputError(
-                f"study {self.where} answers another question; ask the same one, or name a file that is new", found
-            )
+            raise InputError(f"study {self.where} is of another search; repeat that search, or name a new file", found)
 
 
 @contextmanager
@@ -173,7 +171,9 @@ def _storage(where: str) -> "optuna.storages.BaseStorage":
     if path.suffix in DATABASES:
         return optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
     if path.is_file() and path.stat().st_size > MAX_JOURNAL_BYTES:
-        raise InputError(f"study {where} has {path.stat().st_size:,} bytes, more than {MAX_JOURNAL_BYTES:,}; not one")
+        raise InputError(
+            f"study {where} has {path.stat().st_size:,} bytes, more than {MAX_JOURNAL_BYTES:,}; name a new file"
+        )
     backend = JournalFileBackend(where)
     if path.stat().st_size:
         _refuse_other_logs(path)
@@ -190,7 +190,7 @@ def _refuse_other_logs(path: Path) -> None:
     except ValueError:
         is_record = False
     if not is_record:
-        raise InputError(f"study {path} cannot be used: the file is no journal of a study; name one that is new")
+        raise InputError(f"study {path} cannot be used: the file is not the journal of a study; name a new file")
 
 
 def _drop_partial_line(path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from autopar.cost_model.machine.cluster import dtype_assumptions
 from autopar.errors import AutoparError
+from autopar.ir.explanation import readable_bytes
 from autopar.ir.program import Program
 from autopar.search.driver.alternatives import next_best
 from autopar.search.driver.infeasible import counted
@@ -78,7 +79,7 @@ def _contender(found: Searched, index: int | None, one: Priced, borrowed: int = 
     names = {baseline.index: baseline.name for baseline in found.baselines}
     if not one.fits:
         missing = one.needed_bytes - goal.part(one).on.capacity_bytes
-        reason = f"does not fit: {missing / 1e9:.1f} GB too much"
+        reason = f"does not fit: {readable_bytes(missing)} more than a device has"
     elif best is not None and one is not best:
         reason = why_worse(goal, best, one)
     if borrowed:

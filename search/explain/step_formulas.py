@@ -89,14 +89,12 @@ class _Terms:
         yield self._each_block(
             "memory-bound", "memory-bound kernels of a block, both passes", "cost_model/step/block_time.py"
         )
-        yield self._each_block(
-            "host", "what a block waits for the host beside its kernels", "cost_model/step/block_time.py"
-        )
+        yield self._each_block("host", "seconds in which a block waits for the host", "cost_model/step/block_time.py")
         yield self._recomputation()
-        sent = "a block's exposed collectives: bytes over bandwidth and latency of each, less what is hidden"
+        sent = "a block's exposed collectives: bytes over bandwidth plus latency, minus hidden seconds"
         for part in ("tensor collectives", "context collectives", "expert collectives"):
             yield self._each_block(part, sent, "cost_model/step/block_prices.py, cost_model/machine/collectives.py")
-        longer = "by how much gathering a block's weights and scattering its gradients takes longer than computing"
+        longer = "exposed seconds of gathering a block's weights and scattering its gradients"
         yield self._each_block("shard collectives", longer, "cost_model/step/data_parallel.py")
 
     def _computed(self, part: str, kind: str) -> Term:
@@ -137,7 +135,7 @@ class _Terms:
         values = (
             self.n,
             self.own_blocks,
-            Value(symbol="c", meaning="part of the blocks that is computed again", value=self.share, unit=""),
+            Value(symbol="c", meaning="recomputed part of the blocks", value=self.share, unit=""),
             Value(symbol="t", meaning="forward pass of a block", value=each, unit="s"),
         )
         return self.term("recomputation", "n * L * c * t", values, "cost_model/step/assembly.py")
@@ -160,7 +158,7 @@ class _Terms:
             "bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, autopar/ir/schedules"
         )
         one = self.message_s or 1.0
-        sends = Value(symbol="k", meaning="messages waited for", value=self.parts["messages"] / one, unit="")
+        sends = Value(symbol="k", meaning="exposed messages", value=self.parts["messages"] / one, unit="")
         lasting = Value(symbol="q", meaning="one message", value=one, unit="s")
         yield self.term(
             "messages", "k * q", (sends, lasting), "cost_model/step/assembly.py, cost_model/machine/links.py"
@@ -171,7 +169,7 @@ class _Terms:
     def end_of_step(self) -> Iterator[Term]:
         degrees, engine, constants = self.degrees, self.pricing.question.engine, self.pricing.constants
         bandwidth = Value(symbol="W", meaning="bytes/s of device memory", value=self.speeds.bytes_per_s, unit="bytes/s")
-        sums = f"sums of gradients and gathers of parameters over {degrees.dp} ranks, what is not hidden"
+        sums = f"exposed sums of gradients and gathers of parameters over {degrees.dp} ranks"
         yield self.term(
             "data collectives",
             "t",
@@ -191,11 +189,11 @@ class _Terms:
             bandwidth,
         )
         yield self.term("optimizer", "o * P / W", values, f"cost_model/machine/engines/{engine.name}.yaml")
-        fixed = Value(symbol="s", meaning="a step beside everything else", value=constants.step_s, unit="s")
+        fixed = Value(symbol="s", meaning="fixed seconds of a step", value=constants.step_s, unit="s")
         yield self.term("fixed", "s", (fixed,), "cost_model/machine/fitted_constants.yaml")
         before = self.best.seconds - self.parts["stragglers"]
         slow = (
-            Value(symbol="B", meaning="the step so far", value=before, unit="s"),
+            Value(symbol="B", meaning="the step without this part", value=before, unit="s"),
             Value(symbol="d", meaning="deviation of one rank's step", value=constants.straggler, unit=""),
             Value(symbol="N", meaning="devices", value=float(degrees.world_size), unit=""),
         )

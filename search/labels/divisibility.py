@@ -46,7 +46,7 @@ def sequence_problems(program: Program, name: str, degree: int) -> list[Problem]
     """Inputs whose sequence a required sequence parallelism cannot divide."""
     sizes = {i.shape[i.sequence_dim] for i in program.inputs if i.sequence_dim is not None}
     if not sizes:
-        return [Problem(path="sequence_parallel", rule="no input has a sequence", suggestion="leave the option away")]
+        return [Problem(path="sequence_parallel", rule="no input has a sequence", suggestion="leave the option out")]
     return [
         Problem(
             path="sequence_parallel",

@@ -128,7 +128,7 @@ def _weight(objective: str, cluster: ClusterSpec) -> float:
 def _unknown(objective: str, cluster: ClusterSpec, name: str, meaning: str) -> InputError:
     stated = [g.price_usd_per_device_hour if objective == "cost" else g.device.power_w for g in cluster.groups]
     return InputError(
-        f"objective {objective!r} needs what cluster {cluster.name!r} does not say",
+        f"objective {objective!r} needs a figure that cluster {cluster.name!r} does not have",
         [
             Problem(
                 path=f"groups[{i}].{name}",

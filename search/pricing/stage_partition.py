@@ -41,8 +41,8 @@ def choose_cuts(
     ]
     if sum(trained) < degrees.num_stages:
         raise PlanError(
-            f"{degrees.num_stages} pipeline stages need as many blocks with parameters that are trained, the model has "
-            f"{sum(trained)}; use fewer stages (pp {degrees.pp} × virtual_stages {degrees.virtual_stages})"
+            f"{degrees.num_stages} pipeline stages (pp {degrees.pp} × virtual_stages {degrees.virtual_stages}) need as "
+            f"many blocks with trained parameters, the model has {sum(trained)}; use fewer stages"
         )
     return partition([seconds[call.block] for call in calls], degrees.num_stages, can_be_alone=trained)
 
@@ -166,7 +166,9 @@ def cuts_at(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
         found.append(at)
     if any(b <= a for a, b in zip((0, *found), found, strict=False)):
         raise PlanError(
-            f"cut_at {', '.join(paths)}: these are calls {found} of the model; they must rise and leave no stage empty"
+            f"cut_at {', '.join(paths)}: these are calls {found} of the model; name them in the model's order, "
+            "each one "
+            "once, without the first call"
         )
     return tuple(found)
 
@@ -185,13 +187,16 @@ def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_sta
         if not later:
             names = [str(a) for a in program.calls[index].arguments if a in stage_of and stage not in stage_of[str(a)]]
             raise PlanError(
-                f"captured again, {program.calls[index].path!r} of pipeline stage {stage} takes {names[0]!r}, which "
-                f"stage {stage_of[names[0]][0]} holds; run this mode or shape without a pipeline"
+                f"in this mode or shape {program.calls[index].path!r} of pipeline stage {stage} takes {names[0]!r}, "
+                f"which stage {stage_of[names[0]][0]} holds; run this mode or shape without a pipeline"
             )
         found += [k] * (later[0] - stage)
         stage = later[0]
     if len(found) != num_stages - 1:
-        raise PlanError(f"captured again, the model uses {len(found) + 1} of {num_stages} pipeline stages")
+        raise PlanError(
+            f"in this mode or shape the model uses {len(found) + 1} of {num_stages} pipeline stages; run it without a "
+            "pipeline"
+        )
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
     if degrees.get("recompute", "none") != "none":
         parts.append(recomputation_in_words(degrees.get("recompute_blocks"), degrees.get("pp", 1)))
     if not degrees.get("regather", True):
-        parts.append("keeping gathered values")
+        parts.append("gathered inputs stored")
     if degrees.get("offload"):
         parts.append("optimizer on the host")
     return ", ".join(parts)
@@ -70,16 +70,16 @@ def readable_value(value: float, unit: str) -> str:
 def nothing_fits(found: "SearchResult") -> str:
     """The bytes that a device lacks for the closest plan, and the changes that would help."""
     one, more = found.closest, found.beyond
-    what_if = "" if more is None else f". What if: {plan_in_words(more.degrees)} fits ({'; '.join(more.formula_only)})"
+    what_if = "" if more is None else f". What if: {plan_in_words(more.degrees)} ({'; '.join(more.formula_only)})"
     if one is None:
         return f"no plan fits: {what_does_not_fit(found.counted)}{what_if}"
     parts = sorted(one.parts.items(), key=lambda part: -part[1])[:3]
     made_of = ", ".join(f"{MEMORY[name]} {readable_bytes(size)}" for name, size in parts)
     return (
         f"no plan fits: {what_does_not_fit(found.counted)}. "
-        f"The closest, {plan_in_words(one.degrees)}, needs {readable_bytes(one.needed_bytes)} ({made_of}) where a plan "
-        f"may fill {readable_bytes(one.needed_bytes - one.missing_bytes)} of a device that has "
-        f"{readable_bytes(found.device_bytes)}: {readable_bytes(one.missing_bytes)} too much. "
+        f"The closest plan ({plan_in_words(one.degrees)}) needs {readable_bytes(one.needed_bytes)}: {made_of}. A plan "
+        f"may use {readable_bytes(one.needed_bytes - one.missing_bytes)} of a device that has "
+        f"{readable_bytes(found.device_bytes)}; {readable_bytes(one.missing_bytes)} are missing. "
         f"What would help: {one.remedy}{what_if}"
     )
 
@@ -89,5 +89,7 @@ def what_does_not_fit(counted: "Counted") -> str:
     total = sum(counted.largest.values())
     if not total:
         return "all candidates fit"
-    parts = ", ".join(f"{MEMORY[name]} {many / total:.0%}" for name, many in counted.largest.items())
-    return f"{total:,} of {counted.candidates:,} candidates do not fit; what takes most of their memory: {parts}"
+    parts = ", ".join(
+        f"{MEMORY[name]} in {many / total:.0%}" for name, many in counted.largest.items() if many >= total / 200
+    )
+    return f"{total:,} of {counted.candidates:,} candidates do not fit (the largest part of memory: {parts})"

@@ -74,7 +74,7 @@ class Candidates:
         """The candidate with this text. Raises `InputError` if there is none."""
         found = next((index for index in range(len(self)) if self.text(index) == text), None)
         if found is None:
-            raise InputError(f"no candidate of this search is {text!r}; the study is of another space, name a new one")
+            raise InputError(f"no candidate of this search is {text!r}; the study is of another search, name a new one")
         return found
 
     def degrees(self, index: int, *, recompute: bool = False) -> Degrees:

@@ -82,9 +82,9 @@ def test_old_shapes_are_forgotten(two_ranks: Ranks) -> None:
 def test_short_batches_without_a_mask(four_ranks: Ranks) -> None:
     found = four_ranks.run("data_ranks:not_masked", 4, {**WISH, "accumulate": 2})
     assert all(rank == found[0] for rank in found)
-    assert "from 3 to 4 sequences" in found[0]["unequal"] and "drop the last batch" in found[0]["unequal"]
+    assert "3 to 4 sequences" in found[0]["unequal"] and "drop this batch" in found[0]["unequal"]
     assert "at most 4, or the same multiple of 2" in found[0]["too many"]
-    assert "3 sequences" in found[0]["odd"] and "samples cannot be ignored" in found[0]["odd"]
+    assert "3 sequences" in found[0]["odd"] and "the loss cannot ignore samples" in found[0]["odd"]
     assert found[0]["equal"] == ""
 
 

@@ -40,4 +40,4 @@ def test_a_loss_that_could_be_summed(wish: dict[str, Any], four_ranks: Ranks) ->
     on all ranks, another length is not."""
     for errors, refusal in four_ranks.run("data_ranks:per_micro_batch", 4, {**wish, **ALONE}):
         assert max(errors.values()) < 1e-9, errors
-        assert "every micro-batch counts alike (per_micro_batch)" in refusal
+        assert "every micro-batch has the same weight (per_micro_batch)" in refusal

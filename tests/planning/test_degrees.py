@@ -46,7 +46,7 @@ def test_the_missing_one_is_derived(
             {"pp": 2, "recompute": "full", "recompute_blocks": [1, 0, 0]},
             8,
             None,
-            ["recompute_blocks: must be one number for all stages, or 2, one for each; got '1, 0, 0'"],
+            ["recompute_blocks: must be one number for all stages, or 2 numbers, one for each stage; got '1, 0, 0'"],
         ),
     ],
 )

@@ -49,15 +49,15 @@ def test_what_stages_of_its_own_save(pipeline: SearchResult) -> None:
     proven = replace(pipeline, is_proven=True, gap=0.0, bound=pipeline.best.value / 0.95)
     words = parsed(html_report(proven)).words
     assert proven.saved_by_own_stages == pytest.approx(0.05)
-    assert "own stages save 5.0 %" in words
-    assert "stages of its own save this plan another 5.0 %" in words
-    assert "stages of its own save 5.0%" in result_sections(proven)[0].lines[-2]
+    assert "refining saves 5.0 %" in words
+    assert "Refining its stages saves another 5.0 %" in words
+    assert "refining its stages saves 5.0%" in result_sections(proven)[0].lines[-2]
     alike = replace(proven, bound=pipeline.best.value * 1.0001)
     assert alike.saved_by_own_stages == 0
-    assert "own stages save" not in parsed(html_report(alike)).words
+    assert "refining saves" not in parsed(html_report(alike)).words
     alone = replace(proven, bound=None)
-    assert "none of them fits, but with stages of its own this plan does" in parsed(html_report(alone)).words
-    assert "no candidate fits, but with stages of its own this one does" in result_sections(alone)[0].lines[-2]
+    assert "none of them fits. With refined stages this plan does" in parsed(html_report(alone)).words
+    assert "no candidate fits; with refined stages this plan does" in result_sections(alone)[0].lines[-2]
 
 
 def test_it_stands_alone(stored: SearchResult) -> None:

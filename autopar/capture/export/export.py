@@ -245,8 +245,8 @@ def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
     first = str(failed).strip().split("\n")[0][:300]
     raise CaptureError(
         f"the model cannot be captured: {_where_it_failed(failed, model)}: {type(failed).__name__}: {first}\n"
-        "Make this code free of data-dependent control flow (use torch.where, or fixed shapes), and give "
-        "custom operators a fake kernel (torch.library.register_fake)."
+        "Remove data-dependent control flow from this code: use torch.where, or fixed shapes. Give custom operators "
+        "a fake kernel (torch.library.register_fake)."
     ) from failed
 
 
@@ -309,7 +309,7 @@ def _order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]]) -
         elif spec.kind.name != "USER_INPUT_MUTATION":
             raise CaptureError(
                 f"the model changes {str(spec.target).removeprefix('model.')} in its forward pass; only buffers of the "
-                "model can be changed there"
+                "model may change there, so make it a buffer or change it outside"
             )
     graph.output_node().args = ((*own, *updates.values()),)
     return tuple(updates)

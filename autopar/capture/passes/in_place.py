@@ -80,7 +80,7 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if twin is None or _is_aliased(node):
         where = list((node.meta.get("nn_module_stack") or {"": ("the model", "")}).values())[-1][0]
         raise CaptureError(
-            f"in-place operator {node.target} in {where} changes a value that others see; write it out of place "
+            f"in-place operator {node.target} in {where} changes a value that other code reads; write it out of place "
             "(x = x.op(...) instead of x.op_(...))"
         )
     like = value(node)

@@ -262,7 +262,10 @@ def add_info(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) -
             value = getattr(root, str(node.target))
         if node.op == "output" or not isinstance(value, torch.Tensor):
             if node.op != "output" and value is not None:
-                raise CaptureError(f"operator {node.target} yields {type(value).__name__}, not one tensor")
+                kind = type(value).__name__
+                raise CaptureError(
+                    f"operator {node.target} returns a {kind}, not one tensor; use an operator that returns a tensor"
+                )
             continue
         floating = value.dtype.is_floating_point or value.dtype.is_complex
         if node.op == "placeholder":

@@ -35,7 +35,9 @@ def one_output_each(graph: fx.Graph) -> None:
         made: Outputs = {}
         for user in list(node.users):
             if user.target is not operator.getitem:
-                raise CaptureError(f"operator {node.target} has several outputs that are used as one")
+                raise CaptureError(
+                    f"operator {node.target} has several outputs, and the model uses them as one value; unpack them"
+                )
             if not user.users:
                 graph.erase_node(user)
                 continue

@@ -50,5 +50,5 @@ class Capture:
                 why = str(error)
         if self.again is None or not own:
             where = f"batch {batch}" + (f" and sequence {sequence}" if sequence is not None else "")
-            raise CaptureError(f"the captured program is not known at {where}: {why}; capture the model at these sizes")
+            raise CaptureError(f"the program is not known at {where}, because {why}; capture the model at these sizes")
         return self.again(batch)

@@ -44,7 +44,7 @@ def _hash(body: str) -> str:
 def capture_text(captured: "Capture", *, about: dict[str, str], notes: tuple[str, ...] = ()) -> str:
     """The content of a capture's file. Raises `InputError` if the program is not known at other sizes."""
     if captured.record is None:
-        raise InputError(f"this capture cannot be written to a file: {captured.unknown}")
+        raise InputError(f"this capture cannot be written to a file, because {captured.unknown}")
     body = captured.record.model_dump_json()
     header = CaptureHeader(format="autopar capture", version=_VERSION, sha256=_hash(body), about=about, notes=notes)
     return f"{header.model_dump_json()}\n{body}\n"
@@ -57,17 +57,17 @@ def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise InputError(f"{path} is no capture: it has more than {_MAX_BYTES:,} bytes")
+            raise InputError(f"{path} has more than {_MAX_BYTES:,} bytes, so it is no capture; capture again")
         first, _, body = path.read_text(encoding="utf-8").partition("\n")
         body = body.removesuffix("\n")
         header = CaptureHeader.model_validate_json(first)
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         what = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} cannot be read as a capture: {what}") from None
+        raise InputError(f"{path} cannot be read as a capture: {what}; capture again") from None
     if header.version != _VERSION:
         raise InputError(f"{path} is a capture of version {header.version}, this is version {_VERSION}; capture again")
     if _hash(body) != header.sha256:
-        raise InputError(f"{path} is damaged: its content is not what its header says; capture again")
+        raise InputError(f"{path} is damaged: its content does not match its header; capture again")
     return header, lambda: _read(body, path)
 
 
@@ -79,5 +79,5 @@ def _read(body: str, path: Path) -> "Capture":
         record = ProgramRecord.model_validate_json(body)
     except ValidationError as error:
         what = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} has no capture that this version can read: {what}") from None
+        raise InputError(f"{path} has no capture that this version can read: {what}; capture again") from None
     return Capture(record=record, unknown=None, again=None, sequence=record.sizes.sequence)

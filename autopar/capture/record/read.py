@@ -62,7 +62,7 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
     blocks = tuple(read.block(block) for block in record.blocks)
     texts = [block_text(b.graph, b.ports, b.outputs, with_floats=False) for b in blocks]
     if len(set(texts)) < len(texts):
-        raise OtherGraph("two distinct blocks are one there")
+        raise OtherGraph("two distinct blocks would be equal there")
     program = Program(
         blocks=blocks,
         calls=tuple(
@@ -92,16 +92,18 @@ def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
     If the model's code takes the same path at two sequence lengths, it is assumed to take this path between them too.
     """
     if 1 in (sizes.batch, sizes.sequence):
-        raise OtherGraph("a dimension of one element cannot be told from a broadcast one")
+        raise OtherGraph("a dimension of one element looks like a broadcast dimension")
     captured, small = record.sizes.sequence, record.small.sequence
     if sizes.sequence == captured:
         return
     if captured is None or small is None or sizes.sequence is None or captured == small:
-        raise OtherGraph("how it depends on the sequence length is not known")
+        raise OtherGraph("only one sequence length was captured")
     if record.sequence_is_fixed and sizes.sequence != small:
-        raise OtherGraph("its attention has a mask that may be another at another sequence length")
+        raise OtherGraph("the attention mask may differ at another sequence length")
     if not min(captured, small) <= sizes.sequence <= max(captured, small):
-        raise OtherGraph(f"it was captured at sequences of {small} and {captured}, and its code may branch elsewhere")
+        raise OtherGraph(
+            f"only sequences of {small} and {captured} were captured, and the code may branch outside of them"
+        )
 
 
 class _Reader:
@@ -116,7 +118,7 @@ class _Reader:
             return size
         found = Form(_terms(size)).at(self.sizes)
         if found is None:
-            raise OtherGraph("a size is no whole number there")
+            raise OtherGraph("a size would not be a whole number there")
         return found
 
     def shape(self, sizes: Sequence[Size]) -> tuple[int, ...]:
@@ -168,7 +170,7 @@ class _Reader:
         """Raise `OtherGraph` if the operator keeps its operand's shape at these sizes only: capture would drop it."""
         source = node.all_input_nodes[0]
         if source.meta["info"].shape == node.meta["info"].shape and self.forms[source] != self.forms[node]:
-            raise OtherGraph(f"{node.name} changes no shape there")
+            raise OtherGraph(f"{node.name} would not change the shape there")
 
     def block(self, record: BlockRecord) -> Block:
         graph = fx.Graph()
@@ -196,7 +198,7 @@ class _Reader:
             node = nodes[one.name] = self.node(graph, one, nodes)
             text = repr((node.target, node.args, sorted(node.kwargs.items())))
             if text in seen:
-                raise OtherGraph("two constants are one there")
+                raise OtherGraph("two constants would be equal there")
             seen.add(text)
         graph.output(tuple(_of(nodes, name) for name in record.outputs))
         return Constants(graph=graph, buffers=record.buffers, results=record.results)

@@ -83,8 +83,8 @@ class _Writer:
         found = self.known[a, b]
         if found is None:
             raise Unexplained(
-                f"{where} has the number {a} at {_text(self.sizes)} and {b} at {_text(self.others)}, which no one "
-                "multiple of these sizes explains"
+                f"{where} has the number {a} at {_text(self.sizes)} and {b} at {_text(self.others)}, and no "
+                "formula of these sizes gives both"
             )
         return found.terms if isinstance(found, Form) else found
 
@@ -139,7 +139,7 @@ class _Writer:
         ours, theirs = ((n.name, n.target, len(n.args), list(n.kwargs)) for n in (node, twin))
         _same(where, ours, theirs)
         if str(node.target) not in overloads_of(node.target):
-            raise Unexplained(f"{where} is no operator that PyTorch has by a name")
+            raise Unexplained(f"{where} is not a registered operator of PyTorch")
         return NodeRecord(
             name=node.name,
             target=str(node.target),
@@ -233,7 +233,7 @@ def _tagged(where: str, value: Any) -> dict[str, str]:
         torch.device: "device",
     }
     if type(value) not in named:
-        raise Unexplained(f"{where} has an argument of type {type(value).__name__}, which cannot be written down")
+        raise Unexplained(f"{where} has an argument of type {type(value).__name__}, which a file cannot hold")
     return {named[type(value)]: str(value).removeprefix("torch.")}
 
 
@@ -242,7 +242,7 @@ def _literal(name: str, literal: Any, other: Any) -> LiteralRecord | None:
         return None
     both = isinstance(literal, torch.Tensor) and isinstance(other, torch.Tensor)
     if not both or literal.numel() > MAX_LITERAL or literal.is_complex():
-        raise Unexplained(f"the tensor {name} that the model's code makes cannot be written down")
+        raise Unexplained(f"a file cannot hold the tensor {name}, which the model's code makes")
     what = f"the tensor {name} that the model's code makes"
     _same(what, (literal.shape, literal.dtype, literal.is_meta), (other.shape, other.dtype, other.is_meta))
     shape, dtype = tuple(literal.shape), _dtype(literal.dtype)

@@ -10,11 +10,17 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A preset (see `autopar models`), a transformers config.json, or package.module:factory.",
+        help="A preset such as llama3-8b (see `autopar models`), a transformers config.json, or "
+        "package.module:factory.",
         show_default=False,
     ),
 ]
-Layers = Annotated[int | None, typer.Option(help="Shrink a preset or config to this many layers.", show_default=False)]
-Hidden = Annotated[int | None, typer.Option(help="Shrink a preset or config to this width.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+Layers = Annotated[
+    int | None,
+    typer.Option(help="Number of layers, for a preset or config. (default: the model's own)", show_default=False),
+]
+Hidden = Annotated[
+    int | None, typer.Option(help="Hidden size, for a preset or config. (default: the model's own)", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 MODEL_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}  # a model's, by precision

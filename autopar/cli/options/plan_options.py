@@ -33,7 +33,12 @@ def values_by_word(option: str, given: Sequence[str]) -> dict[str, tuple[Any, ..
         if not equals or not word or not values.strip(" ,"):
             problems.append(Problem(path=f"{option} {text}", rule="must be word=value, such as tp=8 or zero=1,3"))
         elif word in values_of:
-            problems.append(Problem(path=f"{option} {text}", rule=f"names {word} again; give {word}=first,second"))
+            problems.append(
+                Problem(
+                    path=f"{option} {text}",
+                    rule=f"names {word} a second time; give all values at once, {word}=first,second",
+                )
+            )
         else:
             values_of[word] = tuple(_value(one.strip()) for one in values.split(",") if one.strip())
     refuse_options(problems)

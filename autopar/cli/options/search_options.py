@@ -7,49 +7,58 @@ import typer
 
 from autopar.planning.options import TRIALS
 
+_PANEL = "The search"
+
 
 def _option(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel="How the search is done", show_default=False)
+    return typer.Option(help=help_text, rich_help_panel=_PANEL, show_default=False)
 
 
 Objective = Annotated[
     str,
-    _option("What is made small: time, cost, energy (both also on a part of the cluster) or memory. (default: time)"),
+    _option(
+        "The value to make small: time, cost, energy or memory. Cost and energy may use a part of the cluster. "
+        "(default: time)"
+    ),
 ]
 Fix = Annotated[
     list[str] | None,
-    _option("A degree and the values it may have, such as tp=8 or zero=1,3; may be repeated. --tp 8 is the same."),
+    _option("Allowed values of a degree, such as tp=8 or zero=1,3. May be repeated. --tp 8 is short for --fix tp=8."),
 ]
-Forbid = Annotated[list[str] | None, _option("The values a degree must not have, such as schedule=gpipe.")]
-Top = Annotated[int, _option("How many other plans are shown. (default: 5)")]
+Forbid = Annotated[list[str] | None, _option("Forbidden values of a degree, such as schedule=gpipe. May be repeated.")]
+Top = Annotated[int, _option("Number of other plans to show. (default: 5)")]
 Trials = Annotated[
-    int, _option(f"Variations of stage cuts to try; of more than these Optuna chooses. (default: {TRIALS})")
+    int, _option(f"Variations of stage cuts to try. If there are more, Optuna chooses. (default: {TRIALS})")
 ]
-Seed = Annotated[int, _option("Of Optuna's sampler. (default: 0)")]
+Seed = Annotated[int, _option("Seed of Optuna's sampler. (default: 0)")]
 Timeout = Annotated[
-    float | None, _option("Seconds after which the best so far is taken, with its gap. (default: none)")
+    float | None, _option("Seconds after which the search ends with the best plan so far and its gap. (default: none)")
 ]
 Study = Annotated[
     str | None,
-    _option("Keep Optuna's trials there, for several processes and the next time: x.journal, x.db or a database."),
+    _option(
+        "Keep Optuna's trials in this .log file, .db file or database URL. Later searches and other processes continue "
+        "it. (default: none)"
+    ),
 ]
 WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Also search what autopar prices and does not run yet: context and expert parallelism, the optimizer on "
-        "the host. (default: no)",
-        rich_help_panel="How the search is done",
+        help="Also search plans that autopar prices but cannot run yet: context parallelism, expert parallelism, the "
+        "optimizer on the host. (default: no)",
+        rich_help_panel=_PANEL,
         show_default=False,
     ),
 ]
 Precision = Annotated[
-    str | None, typer.Option(help="bf16, fp16, fp8 or fp32. (default: bf16; fp32 on CPUs)", show_default=False)
+    str | None,
+    typer.Option(help="Dtype of training: bf16, fp16, fp8 or fp32. (default: bf16; fp32 on CPUs)", show_default=False),
 ]
 Profile = Annotated[
     Path | None,
     typer.Option(
-        help="Device profile, as `autopar calibrate` writes. (default: the cluster's, else the one shipped)",
+        help="Device profile, a file of `autopar calibrate`. (default: the cluster's, else the shipped profile)",
         show_default=False,
     ),
 ]

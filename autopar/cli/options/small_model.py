@@ -29,7 +29,7 @@ def check_numbers(**numbers: int | None) -> None:
         if value is not None and value < 1
     ]
     if (numbers["world_size"] or 0) > MAX_RANKS:
-        rule = f"at most {MAX_RANKS} ranks are started on one machine"
+        rule = f"must be at most {MAX_RANKS} ranks on one machine"
         problems.append(Problem(path="--world-size", value=numbers["world_size"], rule=rule))
     refuse_options(problems)
 

@@ -73,7 +73,7 @@ def test_a_wish_that_stands_in_the_way_comes_first() -> None:
     case = replace(CASE, memory_bytes=1e7)
     narrowed = case.constraints.narrowed(fix={"zero": 0, "tp": 1, "pp": 1}, forbid={"schedule": "gpipe"})
     assert not fits(case, case.spec, narrowed)
-    assert told(closest(asked(case, narrowed))).startswith("without fix zero = 0 ")
+    assert told(closest(asked(case, narrowed))).startswith("without fix zero = 0: ")
     assert fits(case, case.spec, replace(narrowed, fix={"tp": (1,), "pp": (1,)}))
 
 
@@ -89,14 +89,14 @@ def test_what_is_counted() -> None:
 
 def test_without_room_for_the_framework_nothing_helps() -> None:
     case = replace(CASE, memory_bytes=-1e6)
-    assert told(closest(asked(case))).startswith("no wish less")
+    assert told(closest(asked(case))).startswith("nothing that was tried")
 
 
 def test_a_loss_of_every_micro_batch_where_the_batch_cannot_be_split() -> None:
     case = replace(CASE, global_batch=64, tokens=512, memory_bytes=2e7)
     whole = replace(asked(case), constraints=replace(case.constraints, accumulates=False))
     assert fits(case, case.spec)
-    assert told(closest(whole)).startswith("with the loss of every micro-batch by itself (per_micro_batch) ")
+    assert told(closest(whole)).startswith("with a loss for each micro-batch (per_micro_batch): ")
     assert "per_micro_batch" not in told(closest(asked(replace(case, memory_bytes=1e6))))
 
 
@@ -104,4 +104,4 @@ def test_out_of_time_only_the_closest_is_told() -> None:
     found = closest(asked(), lambda: False)
     assert found is not None
     assert found.missing_bytes > 0
-    assert found.remedy.startswith("no wish less")
+    assert found.remedy.startswith("nothing that was tried")
