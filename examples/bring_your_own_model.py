@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/bring_your_own_model.py --tp 2
 
-autopar does not know these layers by name. It traces them, finds which axes can be split, and chooses.
+autopar does not know these layers by name. It captures them, finds the axes that can be split, and chooses.
 The same module on the command line, from this folder:
 
     autopar plan bring_your_own_model:factory --cluster 4xcpu --tp 2
@@ -35,7 +35,7 @@ class Mixer(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Point sets to classes. Its forward returns the loss, and what else it likes."""
+    """Point sets to classes. Its forward returns the loss and other outputs."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Classifier(nn.Module):
 
 
 def make_batch(batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Points on a line in the plane, in time, with noise; and which of the directions the line has."""
+    """Noisy points on a line in the plane, and the number of the line's direction."""
     target = torch.randint(CLASSES, (batch,), generator=generator)
     angle = target / CLASSES * torch.pi
     along = torch.randn(batch, POINTS, generator=generator)
@@ -62,7 +62,7 @@ def make_batch(batch: int, generator: torch.Generator) -> dict[str, torch.Tensor
 
 
 def factory() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """What the command line's MODEL may name: the module, and the inputs of one rank."""
+    """The module, and the inputs of one rank. The command line takes this function as MODEL."""
     torch.manual_seed(0)
     return Classifier(), make_batch(16, torch.Generator().manual_seed(0))
 
@@ -80,7 +80,7 @@ def main() -> None:
     dp_rank, show = parallel.rank_mesh.dims["dp"].coordinate, dist.get_rank() == 0
     if show:
         print(parallel.plan.explain(), end="\n\n")
-        print(parallel.code("layers.0"), end="\n\n")  # what runs, every collective visible
+        print(parallel.code("layers.0"), end="\n\n")  # the code of one rank, with every collective
     generator = torch.Generator().manual_seed(dp_rank)  # ranks that differ only in tp read the same data
     for step in range(options.steps):
         loss = parallel.forward_backward(make_batch(16, generator))

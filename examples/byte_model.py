@@ -54,11 +54,11 @@ class ByteModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights on meta are made by it too. torch's own embedding is too large for a last projection."""
+        """Initialise the weights, of a model on meta too. torch's own embedding is too large for a last projection."""
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Both (batch, sequence); a place's target is the next place's label."""
+        """Both inputs are (batch, sequence). The target of a position is the label of the next position."""
         x = self.embedding(input_ids) + self.position(torch.arange(input_ids.shape[1], device=input_ids.device))
         for layer in self.layers:
             x = layer(x)

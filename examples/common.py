@@ -1,7 +1,7 @@
-"""What the examples share: starting ranks, text to learn, the training loop, and the check against one device.
+"""Shared by the examples: starting ranks, text to learn, the training loop, and the check against one device.
 
-A script calls `on_ranks(4, train)`: started by itself it runs again as four ranks under torchrun, and in every rank,
-also under your own torchrun, `train` is called.
+A script calls `on_ranks(4, train)`. Started alone, it starts itself again as four ranks under torchrun. Every rank
+calls `train`, also under your own torchrun.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def on_ranks(num_ranks: int, train: Callable[[], None]) -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every strategy has; its own follow."""
+    """The options that all examples have."""
     made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--layers", type=int, default=4)
@@ -84,7 +84,7 @@ class Text:
 
 
 def on_one_device(model: nn.Module) -> nn.Module:
-    """The unmodified model on CPU, with the weights that it has, or, on meta, that every plan gives it."""
+    """The unmodified model on CPU with its weights. A model on meta gets the weights that every plan gives it."""
     return materialised(model, parameter_source(model, seed=SEED))
 
 
@@ -93,7 +93,7 @@ def train_steps(
 ) -> list[float]:
     """The training loop, the same for every strategy; returns the losses.
 
-    The first of them is compared with that of `check`, the unmodified model. Ends the script where they differ.
+    The first loss is compared with the loss of `check`, the unmodified model. The script ends if they differ.
     """
     dp = parallel.rank_mesh.dims["dp"]  # ranks that differ only in tp or pp read the same text
     expected = None
@@ -121,7 +121,7 @@ def loss_of(plain: nn.Module, batch: Batch) -> float:
 
 
 def compare(what: str, loss: float, expected: float) -> None:
-    """Say how far a loss is from that of one device, and end the script where it is too far."""
+    """Print the difference of a loss from one device's loss, and end the script if it is too large."""
     print(f"{what}: loss {loss:.6f}, on one device {expected:.6f}, difference {abs(loss - expected):.1e}", flush=True)
     if not abs(loss - expected) <= TOLERANCE:
         sys.exit(f"{what}: the parallel run differs from the single-device run")
@@ -140,7 +140,7 @@ def held_out_loss(parallel: ParallelModel, text: Text) -> float:
 
 
 def state_of(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """What torch.distributed.checkpoint saves, and loads in place: the model's own names whatever the plan."""
+    """The state that torch.distributed.checkpoint saves and loads in place, under the model's own names."""
     return {"model": parallel.state_dict(), "optimizer": parallel.optimizer_state_dict(optimizer)}
 
 
@@ -154,7 +154,7 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of tensors that may be sharded."""
+    """This rank's parts of tensors that may be sharded."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 

@@ -27,7 +27,7 @@ LEARNING_RATE, WARMUP_STEPS = 1e-3, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Degrees of the mesh, and how many steps of them two CPU cores make in some two minutes."""
+    """Degrees of the mesh, and the number of steps that two CPU cores make in about two minutes."""
 
     words: str
     num_ranks: int
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> None:
-    """What every rank does."""
+    """The work of every rank."""
     choice = PLANS[options.plan]
     steps = options.steps or choice.steps
     model = build_model(options)
@@ -199,7 +199,7 @@ class progress_bar:
 
 
 def finish(curve: Curve, options: argparse.Namespace) -> None:
-    """Say whether the run was right, and leave losses and picture behind. Exits with 1 where it was not."""
+    """Print whether the run was right, and write losses and picture. Exits with 1 if it was wrong."""
     options.out.mkdir(parents=True, exist_ok=True)
     content = {"loss": curve.losses, "seconds": curve.seconds, "single_device_loss": curve.reference}
     (options.out / "losses.json").write_text(json.dumps(content) + "\n")
@@ -217,7 +217,7 @@ def finish(curve: Curve, options: argparse.Namespace) -> None:
 
 
 def draw(curve: Curve, path: Path, words: str) -> None:
-    """The loss curve as a picture; `words` say what trained."""
+    """The loss curve as a picture with the title `words`."""
     try:
         import matplotlib
     except ImportError:

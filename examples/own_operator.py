@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/own_operator.py --tp 2
 
-Without the rule (`--no-rule`) the same script computes the same, but the operator is whole on every rank: its operands
-are gathered in every layer, forward and backward. docs/adding_an_operator.md explains the notation.
+Without the rule (`--no-rule`) the script computes the same numbers, but every rank computes the whole operator. Its
+operands are gathered in every layer, forward and backward. docs/adding_an_operator.md explains the notation.
 """
 
 import argparse

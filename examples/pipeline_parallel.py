@@ -1,12 +1,11 @@
-"""Pipeline parallelism: the ranks hold stages of the model one after another; here a GPT-2, whose first stage and last
-share the embedding.
+"""Pipeline parallelism: each rank holds a stage of a GPT-2. The first and the last stage share the embedding.
 
     python examples/pipeline_parallel.py --schedule 1f1b
     python examples/pipeline_parallel.py --schedule interleaved-1f1b --virtual-stages 2
     python examples/pipeline_parallel.py --cut-at transformer.h.1           (cut by hand, at a module's name)
 
-autopar cuts the traced model where the slowest stage is fastest; modules need not be a chain. All ranks pass the same
-batch, and each stage takes of it what it needs.
+autopar cuts the captured model so that the slowest stage is as fast as possible. The modules need not be a chain. All
+ranks pass the same batch, and each stage takes the inputs of its own blocks.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python examples/recomputation.py
     python examples/recomputation.py --recompute-blocks 1         (in the first layer of every stage only)
 
-It trains the same pipeline without and with it and shows what each keeps for the backward pass, the time of a step, and
-that the losses are the same.
+It trains the same pipeline without and with recomputation. It prints the bytes that each run saves for the backward
+pass and the time of a step, and checks that the losses are equal.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def one_run(options: argparse.Namespace, wish: dict[str, Any]) -> tuple[list[float], int, float]:
-    """Losses, the most bytes kept on any rank, and seconds of a step."""
+    """Losses, the most bytes saved on any rank, and seconds of a step."""
     torch.manual_seed(SEED)
     model = ByteModel(options.layers, options.width, options.seq_len)
     text = Text(options.batch, options.seq_len)

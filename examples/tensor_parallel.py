@@ -1,10 +1,10 @@
-"""Tensor parallelism: the ranks share the work of every layer; here a Llama with grouped key heads.
+"""Tensor parallelism: the ranks share the work of every layer of a Llama with grouped key heads.
 
     python examples/tensor_parallel.py --tp 2
     python examples/tensor_parallel.py --tp 2 --no-sequence-parallel
 
-With sequence parallelism the values between products (norms, residuals) are split along the sequence too, so that
-nothing large is held twice: the all-reduces become all-gathers and reduce-scatters of the same bytes.
+With sequence parallelism the values between products (norms, residuals) are split along the sequence too, so no rank
+holds a large value twice. The all-reduces become all-gathers and reduce-scatters of the same bytes.
 """
 
 import argparse
@@ -19,7 +19,9 @@ import autopar
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tp", type=int, default=2, help="ranks")
-    options.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: where it pays)")
+    options.add_argument(
+        "--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: where it is cheaper)"
+    )
     options.add_argument("--code", action="store_true", help="print the code of a layer")
     chosen = options.parse_args()
     on_ranks(chosen.tp, lambda: train(chosen))
@@ -48,7 +50,7 @@ def train(options: argparse.Namespace) -> None:
     )
     say(explained(parallel, "Plan for", "How parameters", "Collectives"))
     if options.code:
-        say(parallel.code("model.layers.0"))  # what runs, every collective visible
+        say(parallel.code("model.layers.0"))  # the code of one rank, with every collective
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     train_steps(parallel, optimizer, text, options.steps, model)
 

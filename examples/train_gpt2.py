@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_gpt2.py --tp 2 --text README.md
 
-The weights start from GPT-2's own initialisation; the bytes of the text are the tokens. `--save` leaves a checkpoint
+The weights start from GPT-2's own initialisation. The bytes of the text are the tokens. `--save` writes a checkpoint
 that loads under any other split, and on one device.
 """
 

@@ -1,4 +1,5 @@
-"""What import-linter cannot say: no import circle, a vocabulary of its own, torch's private names behind one file.
+"""Checks that import-linter does not have: no import circle, no imports of the vocabulary, torch's private names in one
+file.
 
 A circle is a strongly connected set of modules. Imports inside functions and imports for type checkers count too.
 A private torch name is any dotted name under `torch` with a component that starts with an underscore.
@@ -79,7 +80,7 @@ def is_allowed(name: str, path: str) -> bool:
 
 
 def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of what a file imports from torch, or reaches as an attribute of it."""
+    """Line and dotted name of everything that a file imports from torch, or reads as an attribute of torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -92,7 +93,7 @@ def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of an attribute chain on a name, else the part that can be read."""
+    """`a.b.c` of an attribute chain on a name, else the readable part of it."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""

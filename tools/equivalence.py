@@ -26,7 +26,7 @@ MESHES: Mapping[str, Mapping[str, Any]] = {
     "dp=2, accumulate 3": {"dp": 2, "accumulate": 3},
 }
 
-# Four blocks with parameters at least, two stages of a rank, six micro-batches: every schedule takes that.
+# At least four blocks with parameters, two stages of a rank, six micro-batches: legal for every schedule.
 PIPELINE_FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
 PIPELINE_BATCH = 12
 PIPELINES: Mapping[str, Mapping[str, Any]] = {
@@ -99,8 +99,8 @@ def worlds() -> Iterator[Worlds]:
 def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> float:
     """The worst error of a factory of the zoo under a wish.
 
-    Raises `AutoparError` where the plan is refused or a rank fails.
-    Sequence parallelism is left out for a model without a sequence.
+    Sequence parallelism is left out for a model without a sequence. Raises `AutoparError` if the plan is refused or a
+    rank fails.
     """
     from autopar.commands.verify import verify
     from autopar.errors import PlanError
@@ -120,7 +120,7 @@ def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> flo
 
 
 def cell(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> tuple[str, bool]:
-    """What the table says, and whether that is a failure."""
+    """The text of a cell, and whether it is a failure."""
     from autopar.errors import AutoparError, PlanError
 
     try:
@@ -133,7 +133,7 @@ def cell(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> tuple[str,
 
 
 def _reason(message: str) -> str:
-    """What a message says is wrong, as one cell, without the remedies behind it."""
+    """The problem of a message as one cell, without the remedies behind it."""
     return " ".join(message.split()).partition("; ")[0][:200].replace("|", "/")
 
 

@@ -1,13 +1,13 @@
-"""Write `cost_model/work/families/FAMILY.json`: what a block of each family of decoders costs, as expressions.
+"""Write `cost_model/work/families/FAMILY.json`: the work of a block of each family of decoders, as expressions.
 
     python tools/export_blocks.py            all families
     python tools/export_blocks.py llama      some
 
-Each family is captured as a small model whose sizes are pairwise distinct, in bfloat16, and labelled on one tensor rank
-and on four, those with and without sequence parallelism; sizes become the symbols of
-`autopar.cost_model.work.block_work`. Files of the folder over_data are labelled on two data-parallel ranks too, as
-autopar runs plans; other frameworks' data-parallel ranks share nothing but sums of gradients. `exported` is what the
-tests compare the files with.
+Each family is captured as a small bfloat16 model with pairwise distinct sizes. It is labelled on one tensor rank, and
+on four with and without sequence parallelism. Sizes become the symbols of `autopar.cost_model.work.block_work`.
+
+Files of the folder over_data are labelled on two data-parallel ranks too, as autopar runs plans. In other frameworks
+data-parallel ranks share only the sums of gradients. The tests compare the files with `exported`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from autopar.planning.fixed import capture_for, choose_labels
 
 DP = 2
 FOLDER = Path(__file__).resolve().parent.parent / "cost_model" / "work" / "families"
-# in proportions of real models, so that labels are theirs, and pairwise distinct, as are the halves, quarters, sums and
-# quotients that models make of them
+# The sizes have the proportions of real models, so they get the same labels. They are pairwise distinct, and so are the
+# halves, quarters, sums and quotients that models make of them.
 SIZES = {
     "b": 4, "s": 44, "h": 380, "a": 20, "g": 4, "e": 14, "f": 1236, "v": 2020, "l": 68, "x": 8, "y": 3, "m": 248,
     "w": 296, "q": 92, "c": 76, "r": 52, "u": 116,
@@ -47,8 +47,10 @@ SIZES = {
 class Capture:
     """A family: a transformers config whose values are symbols or numbers, and sizes other than `SIZES`.
 
-    `symbols` are those that the family has, beside b and s; `rotated` the part of a head that has rotary positions;
-    `names` sums of symbols that are sizes too; `tp` and `device` what it is labelled for, where labels depend on them.
+    - `symbols` are the family's symbols other than b and s.
+    - `rotated` is the part of a head with rotary positions.
+    - `names` are sums of symbols that are sizes too.
+    - `tp` and `device` are the tensor degree and the device of the labels.
     """
 
     model_type: str
@@ -79,7 +81,7 @@ _EQUAL = {"num_key_value_heads": "a"}  # as many key heads as heads, which nobod
 _NO_WINDOW = {"sliding_window": None}
 _WINDOW = {"sliding_window": 30}  # shorter than the sequence: a mask of its own
 _ALIGNED = {"h": 760}  # rows of grouped products are multiples of 16 bytes
-# where two ways of splitting cost nearly the same, sizes and machine decide: as published models on two H100
+# two ways of splitting cost nearly the same, so sizes and machine decide: as published models on two H100
 _LABELLED: Mapping[str, Any] = {"tp": 2, "device": "h100-sxm"}
 _LONG = {"b": 2, "s": 2044}
 _SMALL_EXPERTS = {
@@ -254,8 +256,10 @@ CAPTURES: Mapping[str, Capture] = {
 
 
 def by_size(capture: Capture, dp: int = 1) -> dict[int, Expr]:
-    """What each captured size is called: symbols, rotated parts of a head, queries per key head, s + 1 labels, tokens
-    and the rows that experts see."""
+    """The expression of each captured size.
+
+    Sizes are symbols, rotated parts of a head, queries per key head, s + 1 labels, tokens, and rows of experts.
+    """
     found: dict[int, Expr] = {}
 
     def name(size: int, what: Expr) -> None:
@@ -360,7 +364,7 @@ def captured(capture: Capture, dp: int = 1) -> Program:
 def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:
     """The expressions of a family, captured anew; `over_data`: labelled over data-parallel ranks too.
 
-    Raises `ValueError` where its blocks are not those of a decoder.
+    Raises `ValueError` if its blocks are not a decoder's.
     """
     capture, dp = CAPTURES[name], DP if over_data else 1
     program = captured(capture, dp)
@@ -385,7 +389,7 @@ def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:
 
 
 def roles_of(name: str, program: Program) -> dict[int, str]:
-    """What each distinct block is: what comes before the layers, a dense or an expert layer, what comes after."""
+    """The role of each distinct block: before the layers, a dense layer, an expert layer, or after the layers."""
     found: dict[int, str] = {}
     for call in program.calls:
         if call.phase == "denominator":

@@ -1,12 +1,12 @@
-"""Fit the constants of the cost model to the published runs in ``benchmarks/data``, and write them where they stand.
+"""Fit the constants of the cost model to the published runs in ``benchmarks/data``, and write them into their files.
 
     python tools/fit_cost_model.py            fit on the core rows, print what changes, write profiles and mechanisms
     python tools/fit_cost_model.py --check    errors with each source left out of the fit; writes their predictions to
                                               benchmarks/results/left_out_predictions.csv, nothing else
 
-The loss is the pseudo-Huber of log(predicted / measured), each source weighing as the square root of its rows, plus a
-pull of every constant towards its prior: a constant that the runs say nothing of stays where its source puts it. At
-most one constant is fitted for ten rows. Priors stand in `constants`, so that fitting twice changes nothing.
+The loss is the pseudo-Huber of log(predicted / measured). Each source has the weight of the square root of its rows.
+Every constant is also pulled towards its prior, so a constant that no run depends on keeps the value of its source. At
+most one constant is fitted for ten rows. Priors are in `constants`, so fitting twice changes nothing.
 """
 
 import argparse
@@ -37,9 +37,9 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data" / "published_runs.csv"
 LEFT_OUT = ROOT / "benchmarks" / "results" / "left_out_predictions.csv"
 PROFILES = ROOT / "autopar" / "presets" / "profiles"
-PART = 0.95  # of a figure of the data sheet that anything can reach
-SCALE = 0.08  # errors below count squared, above by their size
-PULL = 0.5  # of a constant that is one deviation from its prior
+PART = 0.95  # the most that any kernel reaches of a figure of the data sheet
+SCALE = 0.08  # smaller errors count squared, larger ones by their size
+PULL = 0.5  # the loss of a constant that is one deviation from its prior
 GPU = ("a100", "v100", "h100", "h100-500w", "b200", "mi300", "default")
 # 16-bit FLOP/s of one multiprocessor over an A100's: a product's start and end cost the more of k
 RATE = {"v100": 125 / 80, "a100": 312 / 108, "b200": 2250 / 148, "h100": 989 / 132}
@@ -49,10 +49,10 @@ World = tuple[Profiles, Mechanisms]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """One number: its prior, how far from it it may lie (a deviation of its logarithm) and how large it can be.
+    """One number that is fitted.
 
-    `put` gives the world with another value; `paths` are its places in the files of `owners` (profiles), or its name
-    among the mechanisms.
+    `freedom` is the deviation of its logarithm from the prior, `most` its largest value. `put` gives the world with
+    another value. `paths` are its places in the files of `owners` (profiles), or its name among the mechanisms.
     """
 
     name: str
@@ -197,7 +197,7 @@ def runs(rows: Sequence[Row]) -> Runs:
 
 
 def shipped() -> World:
-    """The numbers that stand in the files."""
+    """The numbers in the files."""
     return dict(shipped_profiles()), mechanisms()
 
 

@@ -32,7 +32,7 @@ from threading import Lock
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tools" / "mutants.toml"
 PAGE = ROOT / "docs" / "mutants.md"
-SUITES = {"short": "not long", "long": "long"}  # what pytest's -m selects; the long suite has both
+SUITES = {"short": "not long", "long": "long"}  # the values of pytest's -m; the long suite has both
 RUNS = (1, 6, 24)  # test files of the first runs; a run of few files begins sooner
 SLOW_FOLDERS = ("integration", "examples", "families", "random_programs", "cli")  # behind others at the same distance
 TIMEOUT_S = 3000

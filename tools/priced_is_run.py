@@ -2,7 +2,7 @@
 
     python tools/priced_is_run.py
 
-Writes the table of docs/priced_is_run.md and fails where what was priced is not what ran.
+Writes the table of docs/priced_is_run.md, and fails if a rank sent other bytes than the priced ones.
 """
 
 import os
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
-    """Cells of one plan, and whether every rank sent what was priced."""
+    """Cells of one plan, and whether every rank sent the priced bytes."""
     from autopar.capture.analysis import analyse
     from autopar.cost_model.dry_run.memory import memory_of
     from autopar.cost_model.dry_run.rank_view import RankView

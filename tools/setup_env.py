@@ -1,6 +1,6 @@
 """Make a virtual environment with autopar in it: `python tools/setup_env.py [--venv DIR] [--extras A,B]`.
 
-torch is installed first and alone, at the version of constraints.txt: a resolver that meets torch as somebody's
+torch is installed first and alone, at the version of constraints.txt. A resolver that meets torch as somebody's
 dependency may choose another build, gigabytes larger. A stamp in the environment holds a hash of everything the
 installation depends on, so a second call returns at once. Only the standard library is used.
 """

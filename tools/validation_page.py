@@ -1,4 +1,4 @@
-"""Writes docs/validation.md: what the cost model says of published runs, beside baselines on the same rows:
+"""Writes docs/validation.md: predictions of the cost model for published runs, beside baselines on the same rows:
 
     python tools/validation_page.py [--left-out PREDICTIONS.csv] [--without-baselines]
 

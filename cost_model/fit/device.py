@@ -1,7 +1,7 @@
-"""Fit a device profile to what was measured: `Sample`s in, constants of `autopar.cost_model.machine.kernel_times` out.
+"""Fit a device profile to measurements: `Sample`s in, constants of `autopar.cost_model.machine.kernel_times` out.
 
-One part after the other, each with what the parts before it found: launch, memory, products, attention, links,
-overlap. A part that was not measured keeps the constants, and the sources, of the profile that is passed as `base`.
+The parts are fitted in this order: launch, memory, products, attention, links, overlap. Each part uses the constants of
+the parts before it. A part without measurements keeps the constants and the sources of the profile `base`.
 """
 
 import re
@@ -36,10 +36,10 @@ LEAST_PART, MOST_PART = 1e-3, 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSetting:
-    """What a fit needs to know beside times.
+    """The inputs of a fit other than times.
 
-    `figures_are_known`: the device's peaks and bandwidth are of a data sheet; otherwise the best that was measured
-    takes their place. `units` is the number of multiprocessors, 1 on a CPU.
+    `figures_are_known`: the device's peaks and bandwidth are of a data sheet. If not, the best measured rates take
+    their place. `units` is the number of multiprocessors, 1 on a CPU.
     """
 
     device: Device
@@ -114,7 +114,7 @@ def _leaves(profile: DeviceProfile, paths: Sequence[str]) -> list[str]:
 
 
 def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
-    """`device` with the best rates that were measured as its peaks and bandwidth."""
+    """`device` with the best measured rates as its peaks and bandwidth."""
     peaks: dict[str, float] = {}
     speed = 0.0
     for sample in samples:
@@ -137,7 +137,7 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
 
 
 def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
-    """Seconds per operator; on a CPU the host's are those that training takes beside the operators themselves."""
+    """Seconds per operator. On a CPU the host's seconds are the time of training outside of operators."""
     samples = parts.get("launch", [])
     each = {
         name: float(np.exp(np.mean([np.log(s.seconds / s.work.amount) for s in samples if s.work.name == name])))
@@ -177,7 +177,7 @@ def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
 
 
 def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
-    """One tile for all dtypes and one efficiency for each: every tile of a grid, the best efficiency under each."""
+    """One tile for all dtypes and one efficiency for each dtype: the best tile of a grid with its best efficiencies."""
     groups = _by_name(parts.get("matmul", []), profile)
     if not groups:
         return None
@@ -185,7 +185,7 @@ def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, settin
     for m, n in product(TILES, TILES):
         losses = np.array([_loss(groups, profile, Tile(m=m, n=n, k_half=k, units=setting.units)) for k in _HALVES])
         index = int(np.argmin(losses))
-        # of tiles that predict alike, the smallest: nothing shows that products are cut up more coarsely
+        # of tiles that predict alike, the smallest: no measurement shows larger ones
         if losses[index] < best[0] * 0.999:
             best = (float(losses[index]), Tile(m=m, n=n, k_half=_HALVES[index], units=setting.units))
     tile = _refined(groups, profile, best[1])
@@ -310,7 +310,7 @@ def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting
         return None
     shorter, longer = sorted((times["compute"], times["communicate"]))
     slowdown = 1 + (times["both"] - longer) / shorter
-    # 2 is one after the other; what takes longer waits for the scheduler, which is no part of the work
+    # 2 is one after the other; longer times are waiting for the scheduler, which is no part of the work
     return _Found(fields={"overlap_slowdown": min(2.0, max(1.0, rounded(slowdown)))}, paths=("overlap_slowdown",))
 
 

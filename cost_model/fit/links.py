@@ -1,7 +1,8 @@
 """Fit links to the times of collectives: seconds = call + hops · latency + bytes sent / (bandwidth · efficiency).
 
-`call` and `efficiency` are each kind's own, latency and bandwidth the tier's. Groups of several sizes tell the call
-from the hops; with one size, as much as possible counts as hops, so that larger groups are not priced too low.
+Each kind of collective has its own `call` and `efficiency`. Latency and bandwidth are the tier's. Groups of several
+sizes tell the call from the hops. With one size, the latency is as large as the times allow. Otherwise larger groups
+would be priced too low.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,11 @@ class FittedTier:
 
 
 def fit_links(samples: Sequence[Sample], link: Link | None = None) -> dict[Tier, FittedTier]:
-    """Every tier that was measured. `link` are the figures that efficiencies of ``in_host`` are parts of, if known;
-    otherwise the best rate that any collective reached stands for the bandwidth."""
+    """The fit of every measured tier.
+
+    The efficiencies of ``in_host`` are parts of the figures of `link`. Without `link`, the bandwidth is the best rate
+    that any collective reached.
+    """
     tiers: dict[Tier, list[Sample]] = {}
     for sample in samples:
         tiers.setdefault("inter_host" if sample.work.numbers["hosts"] > 1 else "in_host", []).append(sample)
@@ -79,7 +83,7 @@ def _fit_tier(samples: Sequence[Sample], known: Link | None) -> FittedTier:
 
 
 def _latency(columns: Mapping[CollectiveKind, _Columns], bandwidth: float) -> float:
-    """The largest of the latencies that predict best, from a grid and a finer one around its best."""
+    """The largest of the latencies that predict best: from a grid, then from a finer grid around its best point."""
 
     def loss(latency: float) -> float:
         times = {kind: _times(c, _fit_call(c, bandwidth, latency), bandwidth, latency) for kind, c in columns.items()}
@@ -102,9 +106,10 @@ def _times(columns: _Columns, call: CallCost, bandwidth: float, latency: float) 
 
 
 def _fit_call(columns: _Columns, bandwidth: float, latency: float) -> CallCost:
-    """Call and efficiency that are neither negative nor absurd, by linear least squares on relative errors.
+    """Call and efficiency within their legal ranges, by linear least squares on relative errors.
 
-    Both enter linearly as `call` and 1 / `efficiency`, and near a good fit predicted / measured - 1 is its logarithm.
+    The time is linear in `call` and in 1 / `efficiency`. Near a good fit predicted / measured - 1 is nearly the
+    logarithm of predicted / measured.
     """
     weight = 1 / columns.seconds
     ones, moving = weight, columns.sent / bandwidth * weight
@@ -117,7 +122,7 @@ def _fit_call(columns: _Columns, bandwidth: float, latency: float) -> CallCost:
         call_s, inverse = float(ay * bb - by * ab) / determinant, float(by * aa - ay * ab) / determinant
     if call_s <= 0:  # the best with no call at all
         call_s, inverse = 0.0, by / float(bb)
-    if inverse < 1 / MOST_PART:  # latency alone is more than what was measured
+    if inverse < 1 / MOST_PART:  # latency alone is more than the measured time
         inverse = 1 / MOST_PART
         call_s = max(0.0, float((rest - inverse * moving) @ ones) / float(ones @ ones))
     return CallCost(efficiency=min(MOST_PART, max(LEAST_PART, 1 / inverse)), call_s=call_s)

@@ -1,6 +1,7 @@
 """Least squares on the logarithm of times, by search over grids: few constants, any formula, no starting point.
 
-A time that is predicted twice too long counts as much as one half as long, and a microsecond as much as a second.
+A prediction of twice the time counts as much as a prediction of half the time. A microsecond counts as much as a
+second.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def log_loss(predicted: ArrayLike, seconds: ArrayLike) -> Floats:
 
 
 def fit_errors(predicted: ArrayLike, seconds: ArrayLike) -> FitError:
-    """How far predictions are off, relative to what was measured."""
+    """The relative errors of predictions."""
     off = np.abs(np.asarray(predicted, dtype=np.float64) / np.asarray(seconds, dtype=np.float64) - 1)
     return FitError(
         median=rounded(float(np.median(off))), p90=rounded(float(np.quantile(off, 0.9))), num_points=int(off.size)
@@ -33,9 +34,9 @@ def fit_errors(predicted: ArrayLike, seconds: ArrayLike) -> FitError:
 def best_of(
     predict: Predict, seconds: ArrayLike, low: float, high: float, *, or_zero: bool = False, rounds: int = FINE
 ) -> float:
-    """The constant between `low` and `high` (both above 0) that predicts best; 0 too where that is allowed.
+    """The constant between `low` and `high` (both above 0) that predicts best. With `or_zero`, 0 is tried too.
 
-    A logarithmic grid, `rounds` times drawn finer around its best point.
+    The grid is logarithmic, and is refined `rounds` times around its best point.
     """
     best = low
     lowest, highest = np.log(low), np.log(high)
@@ -57,5 +58,5 @@ def rounded(value: float) -> float:
 
 
 def rounded_s(seconds: float) -> float:
-    """Seconds as four digits of microseconds, which is how a file has them."""
+    """Seconds rounded to four digits of microseconds, as files write them."""
     return rounded(seconds * 1e6) / 1e6

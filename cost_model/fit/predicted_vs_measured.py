@@ -1,7 +1,7 @@
 """A prediction beside a measured step: which term is off, and the profile with the constant behind it corrected.
 
-Terms are seconds by name, with dots from the whole to its parts: ``compute.matmul`` is a part of ``compute``. Where one
-side is finer than the other, its parts are summed. What a trace measures is in `autopar.cost_model.fit.profile_parts`.
+Terms are seconds by name, with dots from the whole to its parts: ``compute.matmul`` is a part of ``compute``. If one
+side is finer than the other, its parts are summed. `autopar.cost_model.fit.profile_parts` lists the terms of a trace.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from autopar.ir.cluster import Tier
 from autopar.ir.explanation import readable_seconds
 
 BAND = 0.1  # of the measured time: predictions within it are right
-_NOTABLE = 0.01  # of the measured step: a term that is off by less names nobody
+_NOTABLE = 0.01  # of the measured step: a term that is off by less is not reported
 _COMPUTE = ("compute", "matmul", "attention", "memory", "optimizer", "launch", "host")
 _NOBODYS = ("idle", "bubble", "other")  # what follows from the schedule and the other terms
 _MAX_PART, _MAX_SOURCE = 2.0, 400
@@ -31,7 +31,7 @@ class ComparedTerm:
 
     @property
     def off_s(self) -> float:
-        """Above 0 where the prediction is too short."""
+        """Seconds by which the prediction is too short; below 0 if it is too long."""
         return self.measured_s - self.predicted_s
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Comparison:
 def compared_terms(
     predicted_parts: Mapping[str, float], measured_parts: Mapping[str, float], *, band: float = BAND
 ) -> Comparison:
-    """Compare terms by name. Raises InputError for times that are negative or no numbers, and where there are none."""
+    """Compare terms by name. Raises InputError if a time is negative or no number, or if there are no times."""
     problems = [
         Problem(path=f"{side}.{name}", value=value, rule="must be a finite number of seconds, at least 0")
         for side, parts in (("predicted", predicted_parts), ("measured", measured_parts))
@@ -87,7 +87,7 @@ def compared_terms(
 
 
 def _wholes(name: str) -> list[str]:
-    """What a name is a part of, the coarsest first: ``a``, ``a.b`` of ``a.b.c``."""
+    """The names above a name, the coarsest first: ``a`` and ``a.b`` of ``a.b.c``."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
@@ -102,7 +102,7 @@ def corrected(
     """`profile` with the constants behind the terms outside the band scaled, so that these terms come out as measured.
 
     `tiers` says which links a term's mesh dimension crosses, ``in_host`` if it says nothing. Waiting belongs to no
-    constant and stays. What was changed, and why, stands in the source of each number.
+    constant and stays. The source of each number states its change and the reason.
     """
     day, made = (today or date.today()).isoformat(), profile
     links: dict[Tier, list[ComparedTerm]] = {}
@@ -155,7 +155,7 @@ def _scaled_link(profile: DeviceProfile, tier: Tier, factor: float, why: str) ->
 
 
 def _noted(profile: DeviceProfile, paths: list[str], factor: float, why: str) -> DeviceProfile:
-    """Why numbers were changed, behind where they came from; an earlier change gives way to the latest."""
+    """The profile with the reason of a change behind the source of each number. It replaces an earlier reason."""
     note = f"; scaled for {factor:.3g} times the time on {why}"[:250]
     sources = dict(profile.sources)
     for path in paths:

@@ -1,13 +1,13 @@
 """An estimate beside the trace of a real step of the same plan: terms of both by the same names.
 
-    compute          everything blocks compute, with recomputation and adding up gradients of micro-batches
-    tp, dp, cp, ep   collectives of the mesh dimension as far as computing waits for them
+    compute          all computation of blocks, with recomputation and the sums of micro-batches' gradients
+    tp, dp, cp, ep   exposed collectives of the mesh dimension
     point-to-point   messages between stages
-    idle             the bubble, and waiting for the slowest rank
-    other            fixed costs of a step; of a trace, what ranks compare before it
+    idle             the pipeline bubble, and waiting for the slowest rank
+    other            fixed costs of a step; in a trace, the comparison of ranks before the step
 
-A trace shows one `forward_backward`: the optimizer is no part of it, nor of what is compared. Where compiled code sends
-in another order than it was written, a trace has all collectives on one track, `collectives`, and they are one term.
+A trace shows one `forward_backward` without the optimizer, so the optimizer is not compared. Compiled code may send in
+another order than it was written. Its trace has all collectives on one track, `collectives`, and they are one term.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def predicted_parts(made: Estimate) -> dict[str, float]:
 def compare_trace(made: Estimate, trace: Mapping[str, Any], *, band: float) -> Comparison:
     """The estimate of a plan beside a trace of its step.
 
-    Raises InputError, naming every field that differs, for a trace of another plan, and for one that is none.
+    Raises InputError for a trace of another plan, naming every field that differs, and for a file that is no trace.
     """
     _check_same(made, trace.get("otherData"))
     measured: dict[str, float] = {}
@@ -73,7 +73,7 @@ def _term_of(track: str) -> str:
 
 
 def _check_same(made: Estimate, about: Any) -> None:
-    """What a trace says of its plan must be what was priced; older traces say less."""
+    """Raise InputError if the trace states another plan than the priced one. Older traces state fewer fields."""
     said = about if isinstance(about, Mapping) else {}
     traced = said.get("degrees")
     degrees: Mapping[str, Any] = traced if isinstance(traced, Mapping) else {}
@@ -99,7 +99,7 @@ def _check_same(made: Estimate, about: Any) -> None:
 
 
 def sentence(found: Comparison) -> str:
-    """Which term is off the most, and what to do about it."""
+    """The term that is off the most, and the remedy."""
     if not found.outside:
         return f"no term is off by more than {found.band:.0%} and a hundredth of the step"
     worst = found.outside[0]

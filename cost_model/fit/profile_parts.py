@@ -1,13 +1,13 @@
-"""What `autopar trace` measured, as terms that a prediction has: seconds by name that add up to the step of one rank.
+"""A trace of `autopar trace` in the terms of a prediction: seconds by name that add up to the step of one rank.
 
-    compute          blocks run, without the collectives inside them (tp, cp, ep: the block waits for those)
-    <mesh dimension> its collectives: all of them inside blocks, else what no block hides
-    point-to-point   sends that no block hides
-    idle             nothing of the above: the bubble, and waiting
+    compute          blocks run, without the collectives inside them (a block waits for tp, cp and ep)
+    <mesh dimension> its collectives: all inside blocks, and the exposed ones outside
+    point-to-point   exposed sends
+    idle             the rest of the step: the bubble, and waiting
 
-A receive lasts from when it is posted until the data is there, which is the other stage's doing: it counts as idle. On
-gloo a pass of a pipeline stage begins where the schedule enters it, so that time in a pass outside its blocks is
-waiting, too. Format: docs/trace.md.
+A receive lasts from its posting until the data is there. The other stage decides this time, so it counts as idle. On
+gloo a pass of a pipeline stage begins when the schedule enters it. Time in a pass outside its blocks is waiting too.
+docs/trace.md describes the format.
 """
 
 import os
@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 
 def read_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """A file that `autopar trace` wrote. Raises InputError where it is something else."""
+    """The content of a file of `autopar trace`. Raises InputError for another file."""
     content, problems = read_json(path, max_bytes=_MAX_BYTES)
     if not problems and not isinstance(content, dict):
         problems = [Problem(path="", rule="must be an object with traceEvents")]
@@ -37,7 +37,7 @@ def read_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 def measured_parts(trace: Mapping[str, Any], *, rank: int | None = None) -> dict[str, float]:
     """Seconds by term of one rank, by default the one that computes longest; their sum is the step.
 
-    Raises InputError where `trace` is not what `autopar trace` writes, or has no such rank.
+    Raises InputError if `trace` is not a trace of `autopar trace`, or if it has no such rank.
     """
     ranks = _slices(trace)
     if rank is not None and rank not in ranks:
@@ -50,7 +50,7 @@ def measured_parts(trace: Mapping[str, Any], *, rank: int | None = None) -> dict
 
 
 def _slices(trace: Mapping[str, Any]) -> dict[int, dict[str, list[tuple[Span, bool]]]]:
-    """Spans in microseconds by rank and track, each with whether it is the call of a block."""
+    """Spans in microseconds by rank and track. The flag of each span tells whether it is the call of a block."""
     events = trace.get("traceEvents")
     problems: list[Problem] = []
     found: dict[int, dict[str, list[tuple[Span, bool]]]] = {}
@@ -94,7 +94,7 @@ def _parts(tracks: Mapping[str, Sequence[tuple[Span, bool]]], step: Span) -> dic
 
 
 def _take(found: dict[str, float], name: str, spans: Iterable[Span], taken: list[Span]) -> list[Span]:
-    """Count what `spans` add to the time that is taken."""
+    """Count the time that `spans` add to the spans `taken`."""
     together = _union([*taken, *spans])
     found[name] = _length(together) - _length(taken)
     return together

@@ -1,12 +1,15 @@
-"""Step time and peak memory of published runs, from what stands left of their results.
+"""Step time and peak memory of published runs, predicted from all their columns except the results.
 
-A row names an architecture, a machine, a layout and a framework. The architecture picks a family of captured blocks
-(``cost_model/work/families``), whose expressions are evaluated at the row's sizes; the machine a device preset and its
-profile; the framework an engine. Rows of one family, machine and engine are priced together as arrays.
+A row names an architecture, a machine, a layout and a framework.
 
-What a row leaves open is settled by rules, not by its result: an unstated micro-batch is 1, an unstated ZeRO stage the
-framework's habit, unstated sequence parallelism on where the framework has it and tp > 1, and unstated recomputation
-the least that fits the device.
+- The architecture picks a family of captured blocks (``cost_model/work/families``). Its expressions are evaluated at
+  the row's sizes.
+- The machine picks a device preset and its profile, and the framework picks an engine.
+
+Rows of one family, machine and engine are priced together as arrays.
+
+Rules fill unstated columns, and no rule looks at a result. The micro-batch is 1. The ZeRO stage is the framework's
+default. Sequence parallelism is on if the framework has it and tp > 1. Recomputation is the least that fits the device.
 """
 
 import re
@@ -38,8 +41,8 @@ from autopar.cost_model.work.block_work import Family, evaluate
 from autopar.errors import ClusterError
 from autopar.ir.arrays import Floats
 
-# a run that does not say whether it recomputes is taken to where it would miss the device's memory by more than the
-# model of memory is off
+# A run without a stated recomputation is assumed to recompute if it would otherwise need more than this multiple of the
+# device's memory. A smaller excess may be an error of the memory model.
 SURELY = 1.2
 
 
@@ -107,7 +110,7 @@ def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
 
 
 def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, Unmodelled]]:
-    """The rows by group, and those that cannot be modelled."""
+    """The rows by group, and the rows that cannot be modelled."""
     unmodelled: dict[int, Unmodelled] = {}
     groups: dict[Any, list[tuple[int, _Case]]] = {}
     for index, row in enumerate(rows):
@@ -173,7 +176,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
         fused=first.fused,
     )
     memory = step_memory(family, layouts, basis)
-    for level in (1, 2):  # what does not say whether it recomputes does so as little as fits
+    for level in (1, 2):  # rows without a stated recomputation recompute as little as fits
         tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * machine.memory_bytes)
         if tight.any():
             layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
@@ -242,7 +245,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         micro_batch=micro_batch,
         micro_batches=np.maximum(batch / (dp * micro_batch), 1.0),
         recompute=_array(cases, recompute),
-        **layout_strides(0, tp=tp, pp=pp, data_ranks=dp * cp),  # Megatron's order, which rows do not say
+        **layout_strides(0, tp=tp, pp=pp, data_ranks=dp * cp),  # Megatron's order; no column states it
     )
 
 
@@ -258,7 +261,7 @@ _GROUP = re.compile(r"groups of (\d+)|FSDP=(\d+)")
 
 
 def _shard(row: Row, engine: Engine, dp: float) -> float:
-    """Ranks over which ZeRO divides state, of `dp`·cp: fewer where the row says so."""
+    """Ranks over which ZeRO divides state: `dp`·cp, or fewer if the row says so."""
     ranks, detail = dp * (row.cp or 1), row.zero_detail or ""
     stated = _GROUP.search(detail)
     if stated and stated[1]:

@@ -1,4 +1,4 @@
-"""Which family of captured blocks a published row's architecture is of, and the sizes to evaluate it at."""
+"""The family of captured blocks that a published row's architecture belongs to, and the sizes to evaluate it at."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from autopar.cost_model.work.block_work import SYMBOLS, Family
 WINDOW = "swa"  # of `attention_type`: sliding windows that are shorter than the sequence
 IN_PIECES = "torch"  # of `attn_impl`: scores, softmax and values by operators of their own
 LATENT = "mla"  # of `attention_type`
-# beginnings of model names, lower case, longest first; architectures that columns alone do not tell apart
+# beginnings of model names, lower case, longest first, for architectures with equal columns
 _NAMED = (
     ("gpt-neox", "gpt-neox"),
     ("nemotron", "nemotron"),
@@ -34,7 +34,7 @@ _NOT_GATED = ("mpt", "nemotron", "opt", "gpt-neox", "pythia", "falcon")
 
 
 def family_name(row: Row) -> str:
-    """The family of a row's architecture: by its columns, and by its model's name where they leave it open."""
+    """The family of a row's architecture: by its columns, then by its model's name."""
     named = next((name for start, name in _NAMED if (row.model or "").lower().startswith(start)), None)
     heads, keys = row.n_heads, row.n_kv_heads or row.n_heads
     if row.moe_experts:
@@ -57,7 +57,7 @@ def _of_experts(row: Row, named: str | None) -> str:
 
 
 def _shipped(name: str, *, equal: bool, window: bool) -> str:
-    """The variant of a family that is shipped: with as many key heads as heads, with sliding windows."""
+    """The shipped variant of a family: `equal` has as many key heads as heads, `window` has sliding windows."""
     for variant in (f"{name}-mha-window" if equal and window else "", f"{name}-window" if window else "",
                     f"{name}-mha" if equal else ""):  # fmt: skip
         if variant in expressions.family_names():
@@ -67,13 +67,16 @@ def _shipped(name: str, *, equal: bool, window: bool) -> str:
 
 @cache
 def family_of(name: str, *, is_whole: bool = False, over_data: bool = False) -> Family[Any]:
-    """The expressions of a family, on one tensor rank (`is_whole`) or several; dense blocks among experts are those of
-    llama. `over_data`: with the labels of an engine that splits blocks over data-parallel ranks."""
+    """The expressions of a family, on one tensor rank (`is_whole`) or several.
+
+    Dense blocks among expert blocks are llama's. `over_data`: with the labels of an engine that splits blocks over
+    data-parallel ranks.
+    """
     found = expressions.family(name, over_data=over_data)
     if "moe_layer" in found.roles and "layer" not in found.roles:
         dense = dict(expressions.family("llama", over_data=over_data).blocks)["layer"]
         found = replace(found, blocks=(*found.blocks, ("layer", dense)))
-    kept = ("one", "one") if is_whole else ("tp", "sp")  # what a price of the variants "tp" and "sp" reads
+    kept = ("one", "one") if is_whole else ("tp", "sp")  # the expressions for the variants "tp" and "sp"
     blocks = ((role, dict(variants)) for role, variants in found.blocks)
     return replace(
         found, blocks=tuple((role, tuple(zip(("tp", "sp"), (of[k] for k in kept), strict=True))) for role, of in blocks)
@@ -81,8 +84,10 @@ def family_of(name: str, *, is_whole: bool = False, over_data: bool = False) -> 
 
 
 def with_chosen_parameters(family: Family[Any], sequence_parallel: Any) -> Family[Any]:
-    """Numbers of a family whose blocks hold the parameters of the variant that each layout runs: labels may split a
-    parameter in one of them and not in the other, and what counts parameters reads one variant."""
+    """The family with the parameter counts of the variant that each layout runs.
+
+    Labels may split a parameter in one variant and not in the other, and counts of parameters read one variant.
+    """
 
     def chosen(variants: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         tensor, sequence = variants["tp"], variants["sp"]
@@ -96,7 +101,7 @@ def with_chosen_parameters(family: Family[Any], sequence_parallel: Any) -> Famil
 
 
 def numbers_of(row: Row) -> dict[str, float]:
-    """Sizes of a row's model by symbol (`autopar.cost_model.work.block_work.SYMBOLS`), without those of its layout."""
+    """Sizes of a row's model by symbol (`autopar.cost_model.work.block_work.SYMBOLS`), without sizes of its layout."""
     is_latent = row.attention_type == LATENT
     heads = float(row.n_heads or 1)
     head = float(row.head_dim or (LATENT_HEAD if is_latent else (row.hidden or 0) / heads))
@@ -120,7 +125,7 @@ def numbers_of(row: Row) -> dict[str, float]:
 
 
 def numbers_at(numbers: Mapping[str, Any], layouts: Layouts, names: Collection[str] = tuple(SYMBOLS)) -> dict[str, Any]:
-    """Those `names` of a model's numbers (`numbers_of`), or of one model per layout, that a rank of the layouts has."""
+    """The numbers `names` of a model (`numbers_of`), or of one model per layout, that a rank of the layouts has."""
     keys = numbers["s"]
     found = {name: numbers[name] for name in names if name in numbers}
     of_layouts: dict[str, Callable[[], Any]] = {
@@ -135,7 +140,7 @@ def numbers_at(numbers: Mapping[str, Any], layouts: Layouts, names: Collection[s
 
 
 def shape_of_rows(rows: Sequence[Row]) -> Shape:
-    """What of rows' models their families do not say, one entry each."""
+    """Facts of the rows' models that their families do not contain, one entry per row."""
 
     def column(value: Callable[[Row], Any]) -> Any:
         return np.array([float(value(row)) for row in rows])
@@ -157,6 +162,6 @@ def shape_of_rows(rows: Sequence[Row]) -> Shape:
 
 # No column has the ranks of latent attention. DeepSeek-V2 (arXiv 2405.04434, section 3.1.2) chose 1536 for queries and
 # 512 for keys and values, with a rotated part of 64 and heads of 128; V3 (arXiv 2412.19437, section 4.2) kept them.
-# Taken in proportion to the head.
+# They are scaled with the head.
 LATENT_HEAD = 128.0
 LATENT_PARTS = {"q": 12.0, "c": 4.0, "r": 0.5, "u": 1.0}

@@ -1,8 +1,8 @@
-"""Leaving a source out: which rows a model may be fitted on before it predicts the rows of one source.
+"""Leaving a source out: the rows that a model may be fitted on before it predicts the rows of one source.
 
 Rows of one source share machine, software and authors, so a model fitted on some of them knows the others. A fair
-prediction of a source comes from the other sources alone; of a device and precision that no other source ran, it is an
-extrapolation, and such rows are left out of the folds unless asked for.
+prediction of a source comes from the other sources alone. If no other source ran the device and precision, it is an
+extrapolation. Such rows are in no fold, unless asked for.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Fold:
 def folds(rows: Sequence[Row], *, elsewhere: Sequence[str] = DEVICE) -> tuple[Fold, ...]:
     """One fold per `source_key`, sorted by it; rows without a source are a source of their own.
 
-    A test row is one whose columns `elsewhere` have the same values in a row of another source; a source without such
-    rows has no fold. With `elsewhere` empty every row is a test row once. Give the rows that can be fitted on, those
-    with a measured time: a row that nothing is learnt from does not make a device known.
+    A row is a test row if a row of another source has the same values in the columns `elsewhere`. A source without test
+    rows has no fold. With `elsewhere` empty every row is a test row once. Pass only rows with a measured time, because
+    the others teach a model nothing about their device.
     """
     sources = sorted({row.source_key or "" for row in rows})
     found = []

@@ -39,8 +39,10 @@ def preset_of(gpu_type: str) -> DevicePreset:
 
 
 def memory_bytes_of(preset: DevicePreset, stated_gb: float | None) -> float:
-    """Bytes of a row's device. What a row states is the size that a device is sold with; of another size than the
-    preset's no more is known."""
+    """Bytes of a row's device. A row states the size that the device is sold with.
+
+    If this size is the preset's, the result is the size that torch reports. Otherwise it is the stated size.
+    """
     if stated_gb is None or stated_gb == preset.memory_gb.value:
         return preset.total_memory_gb.value * 1e9
     return stated_gb * 1e9

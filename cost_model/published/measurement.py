@@ -1,17 +1,24 @@
-"""What a published row measured, in seconds and bytes, however its source put it.
+"""The measured step time and memory of a published row, in seconds and bytes.
 
-A step time is used as it stands. Else it follows from a throughput of B sequences of s tokens on N devices:
+A stated step time is used as it is. Otherwise it follows from a throughput of B sequences of s tokens on N devices:
 
     seconds = B·s / (tokens/s/device · N)  =  B / (samples/s)  =  FLOP(B, s) / (FLOP/s/device · N)
 
-FLOP are counted as the source counted them (`tflops_kind`): "model" is forward and backward with full attention, not
-halved for the causal mask; "hardware" adds what is computed again, all layers under full recomputation, the attention
-core under selective. MFU is model FLOP over the device's peak. With l layers, h hidden, ffn width 4h and V words both
-are the formulas of Narayanan et al. (SC'21, appendix) 72·B·s·l·h²(1 + s/6h + V/12lh), 96·B·s·l·h²(1 + s/6h + V/16lh);
-`model_flops` counts the same products for grouped heads, gated and expert layers.
+FLOP are counted as the source counted them (`tflops_kind`):
 
-Rows that state both a time and TFLOP/s say how far the second way leads: within 1 % for megatron_sc21, bigscience_tr11,
-llm-foundry and internevo, 14 % too long for bigscience_tr3m, whose authors counted fewer FLOP.
+    model      forward and backward, with full attention (not halved for the causal mask)
+    hardware   model FLOP and recomputation: of all layers (full), or of the attention core (selective)
+
+MFU is model FLOP per second over the device's peak. With l layers, hidden size h, ffn width 4h and V words, Narayanan
+et al. (SC'21, appendix) give
+
+    model      72·B·s·l·h²(1 + s/6h + V/12lh)
+    hardware   96·B·s·l·h²(1 + s/6h + V/16lh)
+
+`model_flops` counts the same products for grouped heads, gated layers and expert layers.
+
+Some rows state both a time and TFLOP/s. Their two times agree within 1 % for megatron_sc21, bigscience_tr11,
+llm-foundry and internevo. For bigscience_tr3m the second time is 14 % too long, because its authors counted fewer FLOP.
 """
 
 from __future__ import annotations
@@ -20,8 +27,8 @@ from dataclasses import dataclass
 
 from autopar.cost_model.published.row import Row
 
-# Memory "GB" of every source is read as GiB: torch's allocator and nvidia-smi count in powers of two, and the largest
-# figures that nvidia-smi rows state (79 of an 80 GB device, 30 of 32) are the devices' sizes in GiB.
+# Memory "GB" of every source is read as GiB, because torch's allocator and nvidia-smi count in powers of two. The
+# largest figures of nvidia-smi rows (79 of an 80 GB device, 30 of 32) are the devices' sizes in GiB.
 BYTES_PER_GB = 2**30
 
 
@@ -36,10 +43,10 @@ class Measured:
 def measured_seconds(
     row: Row, *, global_batch: int | None = None, peak_flops_per_s: float | None = None
 ) -> Measured | None:
-    """The step time of a row that ran, or None where it states no time and nothing that a time follows from.
+    """The step time of a row that ran, or None if the row states no time and no throughput.
 
-    `global_batch` is what one step was taken to have where the row does not say; `peak_flops_per_s` of one device
-    makes an MFU usable. A row whose outcome is out of memory has no time.
+    `global_batch` is the assumed number of sequences for a row that does not state it. An MFU needs `peak_flops_per_s`
+    of one device. A row that ran out of memory has no time.
     """
     if row.outcome == "oom":
         return None
@@ -64,17 +71,16 @@ def measured_bytes(row: Row) -> float | None:
 
 
 def model_flops(row: Row, batch: int) -> float | None:
-    """FLOP of forward and backward of `batch` sequences, attention not halved; None where a number is not stated.
+    """FLOP of forward and backward of `batch` sequences, attention not halved; None if a size is not stated.
 
-    Experts count as often as a token meets them. Attention that is not of query, key and value heads (mla, hybrid) is
-    not counted: None.
+    A token counts the experts that work on it. Attention without query, key and value heads (mla, hybrid) gives None.
     """
     parts = _forward_flops(row, batch)
     return None if parts is None else 3 * sum(parts)
 
 
 def hardware_flops(row: Row, batch: int) -> float | None:
-    """`model_flops` and what is computed again; None where `recompute` is not stated."""
+    """`model_flops` and the FLOP of recomputation; None if `recompute` is not stated."""
     parts = _forward_flops(row, batch)
     if parts is None or row.recompute is None:
         return None

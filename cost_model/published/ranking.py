@@ -1,14 +1,13 @@
-"""How well predictions order the layouts of one piece of work.
+"""The order that predictions give to the layouts of the same work, compared with the measured order.
 
 Runs of the same model, devices, batch, sequence and precision differ only in their layout: degrees, ZeRO stage,
-micro-batch and recomputation. Where at least `MIN_LAYOUTS` of them were measured and predicted, two figures say what a
-search over them is worth:
+micro-batch and recomputation. A group has at least `MIN_LAYOUTS` measured and predicted layouts, and two figures:
 
     rank correlation   Spearman's: Pearson's correlation of the ranks, equal values sharing the mean of their ranks
     measured regret    measured time of the layout predicted fastest / the best measured time - 1
 
-A layout that was run several times counts once, with the median of its times. Where several are predicted equally fast,
-the slowest of them counts; predictions that are all alike order nothing, which is a correlation of 0.
+A layout with several runs counts once, with the median of their times. If several layouts are predicted equally fast,
+the slowest of them counts. If all predictions are equal, the correlation is 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Published training runs as values: the columns of ``benchmarks/data/README.md``, read strictly from CSV.
 
-A `Row` is one measured training step of somebody else with its model, machine, layout and result. Every column but `id`
-may be empty: None is "not stated". Columns of the result are kept apart from the rest (`RESULT_COLUMNS`), so that a
-prediction can be given `without_result` and see none of them. Nothing here imports torch.
+A `Row` is one published training step with its model, machine, layout and result. Every column except `id` may be
+empty: None means "not stated". `RESULT_COLUMNS` names the columns of the result. A prediction gets `without_result`, a
+row without them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ RESULT_COLUMNS = COLUMNS[COLUMNS.index("outcome") :]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEstimate:
-    """What a model says of one row.
+    """The prediction for one row.
 
-    `seconds` of one optimizer step, `peak_bytes` of the fullest rank, `fits`: None where the device's memory is not
-    known; `parts`: seconds by name that make up the step. `global_batch`: the sequences that one step was taken to have
-    where the row does not state them.
+    `seconds` are of one optimizer step, `peak_bytes` of the fullest rank. `fits` is None if the device's memory is not
+    known. `parts` are seconds by name that add up to the step. `global_batch` is the assumed number of sequences of a
+    step, for a row that does not state it.
     """
 
     id: str
@@ -134,7 +134,7 @@ class RowEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmodelled:
-    """A row that a model says nothing of, and why."""
+    """A row without a prediction, and the reason."""
 
     id: str
     reason: str
@@ -146,8 +146,8 @@ Estimator = Callable[[Sequence[Row]], Sequence[RowEstimate | Unmodelled]]
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a CSV file whose header names columns of `Row`.
 
-    Raises `InputError` with every problem found: unknown, repeated or missing columns, cells that are not what their
-    column holds (the path of the problem is row id and column), ids that are missing or repeated.
+    Raises `InputError` with all problems: unknown, repeated or missing columns, cells of a wrong kind, missing or
+    repeated ids. The path of a problem is row id and column.
     """
     header, lines = read_table(path)
     _check_header(path, header)
@@ -157,7 +157,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
 def parse_rows(
     path: str | os.PathLike[str], header: Sequence[str], lines: Iterable[tuple[int, list[str]]]
 ) -> list[Row]:
-    """Rows of numbered lines of cells under a `header` of columns of `Row`; raises as `read_rows`, which see."""
+    """Rows of numbered lines of cells under a `header` of columns of `Row`. Raises `InputError` as `read_rows` does."""
     parsers = [_PARSERS[name] for name in header]
     at = header.index("id")
     problems: list[Problem] = []
@@ -188,7 +188,7 @@ def parse_rows(
 
 
 def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The header of a CSV file and its lines that are not empty, each with its number; bounded in size."""
+    """The header of a CSV file, and its non-empty lines with their numbers. The size is bounded."""
     text, problems = read_text(path, max_bytes=MAX_FILE_BYTES)
     if text is None:
         raise InputError(f"{path} cannot be read", problems)

@@ -1,10 +1,11 @@
-"""How far predictions are from published measurements.
+"""The errors of predictions for published runs.
 
 The error of a row is predicted / measured - 1. Over rows, the median, mean, 90th percentile and worst are of its
-absolute value and the bias is the median of the signed error, so a bias of -0.1 means that predictions are a tenth too
-small. Sources that published many rows would decide a median over rows; `Validation.mean_over_sources` weighs
-every source once. Layouts of the same work are ranked as `autopar.cost_model.published.ranking` says; rows that ran
-out of memory have no error, they count in `Oom`.
+absolute value. The bias is the median of the signed error: -0.1 means that predictions are a tenth too small.
+
+A source with many rows would decide the median over rows, so `Validation.mean_over_sources` weighs every source once.
+`autopar.cost_model.published.ranking` ranks the layouts of the same work. Rows that ran out of memory have no error,
+and count in `Oom`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NOT_STATED = "(not stated)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A row beside its prediction; what was not measured is None."""
+    """A row beside its prediction; a value that was not measured is None."""
 
     row: Row
     estimate: RowEstimate | Unmodelled
@@ -75,7 +76,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oom:
-    """Rows that ran out of memory and rows that ran, and how many of either are predicted not to fit."""
+    """The number of rows that ran out of memory and of rows that ran, and how many of each are predicted not to fit."""
 
     oom_rows: int
     oom_predicted: int
@@ -85,7 +86,7 @@ class Oom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """All figures of one set of rows; `stated` counts those that state enough to be modelled."""
+    """All figures of one set of rows; `stated` counts the rows that state enough to be modelled."""
 
     rows: int
     modelled: int
@@ -125,12 +126,12 @@ class Validation:
 
 
 def validate_rows(rows: Sequence[Row], estimator: Estimator, *, by: By = "source_key") -> Validation:
-    """Predict every row from what is left of its result, and compare. `estimator` never sees a measured value."""
+    """Predict every row without its result, and compare. `estimator` never sees a measured value."""
     return validation_of(compared_rows(rows, predict(rows, estimator)), by=by)
 
 
 def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | Unmodelled]:
-    """One estimate per row, in their order; raises `AutoparError` where an estimate is of another row or no number."""
+    """One estimate per row, in their order. Raises `AutoparError` if an estimate is of another row or no number."""
     estimates = list(estimator([row.without_result() for row in rows]))
     if [e.id for e in estimates] != [row.id for row in rows]:
         raise AutoparError(f"{len(rows)} rows were given and {len(estimates)} estimates of other rows came back")

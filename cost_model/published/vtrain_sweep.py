@@ -1,8 +1,8 @@
 """The full single-node sweep of vTrain, which comes with twelve columns of its own.
 
 Source: VIA-Research/vTrain, data/ground_truth_single.csv (validation data of "vTrain: A Simulation Framework for
-Evaluating Cost-effective and Compute-optimal Large Language Model Training", MICRO 2024). What its columns do not say
-holds for all runs and is stated in `_SAME`; memory size, ZeRO stage and tied embeddings are not stated by the source.
+Evaluating Cost-effective and Compute-optimal Large Language Model Training", MICRO 2024). `_SAME` has the facts that
+all runs share. The source does not state memory size, ZeRO stage and tied embeddings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SAME = Row(
 
 
 def read_runs(path: str | os.PathLike[str]) -> list[Row]:
-    """Rows of a file with the columns of `Row`, or of the sweep where the header has the sweep's, in any order."""
+    """Rows of a file with the columns of `Row`, or with the columns of the sweep in any order."""
     header, _ = read_table(path)
     return read_vtrain_sweep(path) if sorted(header) == sorted(_COLUMNS) else read_rows(path)
 
