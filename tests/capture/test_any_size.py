@@ -130,7 +130,7 @@ def test_constants_that_are_equal_by_chance_are_captured_again() -> None:
     model = OneLayer(finish)
     captured = capture(model, X)
     assert differences(captured.at(batch=10), capture_program(model, X, batch=10)) == []
-    with pytest.raises(CaptureError, match="two constants are one"):
+    with pytest.raises(CaptureError, match="two constants would be equal"):
         alone(captured).at(batch=10)
 
 

@@ -81,7 +81,7 @@ def test_formulas_of_state_agree(program: Program, wish: dict[str, Any]) -> None
 
 
 def test_what_cannot_be_counted_is_refused(program: Program) -> None:
-    with pytest.raises(InputError, match="autopar's own engine"):
+    with pytest.raises(InputError, match="needs engine autopar"):
         _exact(program, _wish(tp=4), engine="megatron")
     with pytest.raises(InputError, match="captured at 4"):
         _exact(program, {"tp": 4, "micro_batch": 2})

@@ -132,7 +132,7 @@ def test_a_study_keeps_the_trials(tmp_path: Path) -> None:
     assert first.plan is not None
     assert again.plan is not None
     assert again.plan.to_json() == first.plan.to_json()
-    with pytest.raises(InputError, match=r"another question(.|\n)*fix: the study was made with .*2.*; got"):
+    with pytest.raises(InputError, match=r"of another search(.|\n)*fix: the study was made with .*2.*; got"):
         searched(fix={"pp": 4}, study=kept)
 
 

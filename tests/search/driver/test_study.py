@@ -77,11 +77,11 @@ def test_two_processes_share_one(tmp_path: Path, name: str) -> None:
 def test_a_study_of_another_question_is_refused(tmp_path: Path) -> None:
     where = str(tmp_path / "plan.log")
     refined(where, 3, 0, [])
-    with pytest.raises(InputError, match="another question") as caught:
+    with pytest.raises(InputError, match="is of another search") as caught:
         study_place(where, {**QUESTION, "global_batch": 16, "sequence": 4}).opened(TEXTS)
     assert "global_batch: the study was made with 8; got 16" in str(caught.value)
     assert "sequence" in str(caught.value)
-    assert "name a file that is new" in str(caught.value)
+    assert "name a new file" in str(caught.value)
     assert "model" not in str(caught.value).split(":", 1)[1]
 
 
