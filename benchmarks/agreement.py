@@ -1,8 +1,8 @@
-"""What comparing the ranks before every step costs: python benchmarks/agreement.py
+"""The cost of comparing the ranks before every step: python benchmarks/agreement.py
 
-The comparison alone (`Agreement.check` of autopar/runtime/agreement.py), and the step of a small data-parallel model
-with and without it, on gloo ranks of this machine that have TORCH_DISTRIBUTED_DEBUG off. Prints milliseconds of the
-slowest rank: the median of paired rounds, and their least, which is what a busy machine shows of an idle one.
+It measures the comparison alone (`runtime/model/preflight_check.py`), and the step of a small data-parallel model with
+and without it. The gloo ranks of this machine have TORCH_DISTRIBUTED_DEBUG off. It prints milliseconds of the slowest
+rank: the median of paired rounds, and the least one. On a busy machine the least one is nearest to an idle machine's.
 """
 
 import argparse

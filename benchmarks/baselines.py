@@ -1,13 +1,13 @@
 """Step times of published runs by two predictors that know no layout's mechanics: python benchmarks/baselines.py
 
-    constant MFU    model FLOP / (MFU × peak), one MFU per device type and precision: the median of the rows fitted on;
-                    the median of all of them where none has the device and precision
+    constant MFU    model FLOP / (MFU × peak), with the median MFU of the fitted rows of a device type and precision,
+                    or of all fitted rows if none has the device and precision
     boosted trees   scikit-learn's histogram gradient boosting on log MFU, over the columns that are not results
 
-Both are fitted on rows and asked for others: on all rows for themselves ("in sample"), and with the row's source left
-out, for rows whose device and precision another source ran. `--tier core` takes the balanced rows only, `--dense` those
-without experts. autopar's own estimates of the same rows stand beside, where `--predictions` names files that `autopar
-validate --out` wrote. Needs ``pip install 'autopar[benchmark]'``.
+Each is fitted in two ways: on all rows ("in sample"), and on the other sources' rows. The second way needs a device and
+precision that another source ran. `--tier core` takes the balanced rows only, and `--dense` the rows without experts.
+`--predictions` names files of `autopar validate --out`, whose errors are printed beside. Needs
+``pip install 'autopar[benchmark]'``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Predictor = Callable[[Sequence["Run"], Sequence["Run"]], list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A row with a measured time: `useful_s` is what its model FLOP take at the devices' peak."""
+    """A row with a measured time. `useful_s` are the seconds of its model FLOP at the devices' peak."""
 
     row: Row
     seconds: float
@@ -61,7 +61,7 @@ def timed_runs(rows: Sequence[Row]) -> list[Run]:
         time, batch, peak = measured_seconds(row), row.global_batch, peak_flops_per_s(row)
         if time is None or batch is None or peak is None or row.num_gpus is None:
             continue
-        # latent attention has about the products of its heads; what else it has, a median MFU swallows
+        # latent attention has about the products of its heads; a median MFU covers the rest
         flops = model_flops(replace(row, attention_type="mha"), batch)
         if flops is not None:
             found.append(Run(row=row, seconds=time.seconds, useful_s=flops / peak / row.num_gpus))
@@ -91,7 +91,7 @@ def constant_mfu(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
 
 
 def boosted_trees(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
-    """Seconds at the MFU that boosted trees see in the columns."""
+    """Seconds at the MFU that boosted trees predict from the columns."""
     import numpy
     from sklearn.ensemble import HistGradientBoostingRegressor
 

@@ -1,9 +1,11 @@
-"""What stages of their own gain where memory is tight: `python benchmarks/by_stage.py [WORD ...]`.
+"""The gain of recomputation by stage if memory is tight: `python benchmarks/by_stage.py [WORD ...]`.
 
-Of every case (or those whose line holds every word): the best candidate (one number of recomputed blocks for all
-stages, the cut that makes the slowest stage fastest), what the search finds with stages of their own, and the best of
-all candidates of the labelled tensor degrees that screening estimates up to `FAR` above the best one, each priced with
-stages of its own. Seconds of a step; the peer is that enumeration.
+Every case, or every case whose line holds all words, has three times of a step:
+
+- the best candidate: one number of recomputed blocks for all stages, and the cut with the fastest slowest stage;
+- the search's plan, with its own number for every stage;
+- the peer, an enumeration: every candidate that screening estimates at most `FAR` above the best one, with its own
+  number for every stage. Candidates of all labelled tensor degrees count.
 """
 
 import sys
@@ -28,7 +30,7 @@ CASES = (
 
 
 def enumerated(found: Searched) -> tuple[float, int]:
-    """The best value of candidates with stages of their own, and of how many."""
+    """The best value of candidates with recomputation by stage, and the number of candidates."""
     screened, candidates = found.screened, found.candidates
     mine = np.isin(candidates.tp, found.labelled) & (screened.share > 0) & (candidates.pp > 1)
     best = np.inf if found.proof.best is None else found.proof.best.value

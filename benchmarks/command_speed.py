@@ -1,15 +1,18 @@
 """Seconds of whole `autopar plan` commands: `python benchmarks/command_speed.py [CASE ...] [--rounds N]`.
 
-A case is ``MODEL@CLUSTER``, asked for as in `benchmarks/search_speed.py`. *Cold* starts with an empty cache: imports,
-capture, labels, search, what is printed. *Warm* finds the capture and the labels in the cache, *kept* the whole search.
-Each is a process of its own, by the clock; the median of the rounds. Run it on a machine that does nothing else.
-Modules are compiled before, in a command that is not counted, and stay so even where ``PYTHONDONTWRITEBYTECODE`` is
-set: what pip installs is compiled.
+A case is ``MODEL@CLUSTER``, with the batch of `benchmarks/search_speed.py`.
 
-Peers, in processes of their own in the same rounds: ``import torch``, below which no command that reads a capture can
-be, and imports with the export of the whole model (`benchmarks/export_alone.py`), of which "cold/x" and "warm/x"
-are parts. Machines are compared by them: on the one on which the wanted seconds were set, the export of Llama of 32, 80
-and 126 layers took 6.0, 9.4 and 13.4 s.
+    cold   an empty cache: imports, capture, labels, search, printing
+    warm   the capture and the labels are in the cache
+    kept   the whole search is in the cache
+
+Every command is a process of its own, timed by the clock, on a machine that does nothing else. Figures are medians of
+the rounds. A first command that is not counted compiles the modules, as pip does for installed ones.
+
+Two peers run in the same rounds. ``import torch`` is a lower bound for every command that reads a capture. The other
+peer imports and exports the whole model (`benchmarks/export_alone.py`); "cold/x" and "warm/x" are relative to it. Peers
+also compare machines: the targets belong to a machine that exports Llama of 32, 80 and 126 layers in 6.0, 9.4 and
+13.4 s.
 """
 
 import argparse
@@ -26,14 +29,14 @@ from pathlib import Path
 
 from search_speed import PER_MICRO_BATCH, problem_of
 
-# what is asked for, cold and warm
+# targets in seconds: cold and warm
 TARGETS = {
     "llama3-8b@64xh100": (10, 3),
     "llama3-70b@1024xh100": (14, 3),
     "llama3-405b@16384xh100": (20, 3),
     "mixtral-8x22b@512xh100": (14, 3),
 }
-HEADS = ("cold", "wanted", "warm", "wanted", "kept", "torch", "export", "cold/x", "warm/x")
+HEADS = ("cold", "target", "warm", "target", "kept", "torch", "export", "cold/x", "warm/x")
 IMPORT = (sys.executable, "-c", "import torch")
 EXPORT = (sys.executable, str(Path(__file__).with_name("export_alone.py")))
 
@@ -48,7 +51,7 @@ def command_of(case: str) -> list[str]:
 
 
 def seconds(command: Sequence[str], cache: Path) -> float:
-    """Of one command that uses a cache, by the clock."""
+    """Seconds of one command that uses a cache, by the clock."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["AUTOPAR_CACHE_DIR"] = str(cache)
     start = time.perf_counter()

@@ -1,7 +1,8 @@
 """Share of FLOP split under tp for every preset at its published size: python benchmarks/coverage.py [MODEL ...]
 
 Models are built on meta and captured once each, at micro-batch 2 and the context length (at most 4096), or `--seq-len`.
-What is refused says why; what stays whole is named with its share of the FLOP. `--markdown` prints docs/coverage.md.
+A refused model is listed with the reason, and a whole operator with its share of the FLOP. `--markdown` prints
+docs/coverage.md.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cells_of(name: str, seq_len: int | None, layers: int | None) -> tuple[list[str], bool]:
-    """The share per degree, what is left whole at the last, and whether every share reaches `AIM`."""
+    """The share per degree, the operators that stay whole at the last degree, and whether every share reaches `AIM`."""
     from autopar.capture.program import capture_program
     from autopar.cost_model.work.coverage import coverage
     from autopar.errors import AutoparError

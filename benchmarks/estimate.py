@@ -1,7 +1,8 @@
-"""How long one estimate takes once its model is captured: `python benchmarks/estimate.py [PRESET] [CLUSTER]`.
+"""Seconds of one estimate of a captured model: `python benchmarks/estimate.py [PRESET] [CLUSTER]`.
 
-Prints seconds of building and capturing on meta, of the first estimate (labels, expressions, their functions), and the
-median and largest process time of the next ones. Degrees are tensor 8, pipeline 16, the rest data-parallel.
+Prints seconds of building and capturing on meta, and of the first estimate (labels, expressions, their functions). Then
+it prints the median and largest process time of the next estimates. Degrees are tensor 8, pipeline 16, the rest
+data-parallel.
 """
 
 import logging

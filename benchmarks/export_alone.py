@@ -1,6 +1,6 @@
 """Imports and `torch.export` of a whole preset and nothing else: `python benchmarks/export_alone.py MODEL SEQUENCE`.
 
-The peer of a cold command, and what machines are compared by: work that is PyTorch's alone.
+It is the peer of a cold command, and compares machines, because all its work is PyTorch's.
 """
 
 import sys

@@ -3,8 +3,8 @@
     python benchmarks/iteration_times.py      predicts them and prints the errors
 
 Four models of Megatron-LM on A100-80 with tensor parallelism 8: once with full recomputation, once with sequence
-parallelism and selective recomputation. Sizes, stages and chunks are those of the table of activation memory in the
-same file.
+parallelism and selective recomputation. Sizes, stages and chunks come from the table of activation memory in the same
+file.
 """
 
 from __future__ import annotations

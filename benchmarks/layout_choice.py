@@ -1,15 +1,15 @@
-"""How good the layout is that a search would pick among measured ones: `python benchmarks/layout_choice.py`.
+"""The quality of the layout that a search would pick among measured layouts: `python benchmarks/layout_choice.py`.
 
-Groups are at least five measured layouts of the same work (`autopar.cost_model.published.ranking`), of the published
-runs and of vTrain's sweep. Picked is the layout predicted fastest; regret is its measured time over the best measured,
-less 1. All of them ran, so that all fit. Beside it, on the same rows:
+A group has at least five measured layouts of the same work (`autopar.cost_model.published.ranking`), from the published
+runs and vTrain's sweep. The layout with the fastest prediction is picked. Its regret is its measured time over the best
+measured time, less 1. All layouts ran, so all of them fit. Other ways to pick, on the same rows:
 
-    autopar, of what fits            only layouts that are predicted to fit, as in a search (all where none is)
+    autopar, of what fits            only layouts that are predicted to fit, as in a search (all layouts if none is)
     boosted trees, source left out   fitted on the rows of all other sources (`benchmarks/baselines.py`)
-    boosted trees, work left out     fitted on nine tenths of all works, the groups' own sources among them
+    boosted trees, work left out     fitted on nine tenths of all works, also of the groups' own sources
     random choice                    any layout of the group; the median of `DRAWS` draws
 
-autopar's constants were fitted on the rows of tier core, which are some of the published layouts and few of the sweep.
+autopar's constants were fitted on the rows of tier core: some of the published layouts, and few of the sweep.
 Needs ``pip install 'autopar[benchmark]'``.
 """
 
@@ -27,7 +27,7 @@ from autopar.cost_model.published.vtrain_sweep import read_runs
 
 SWEEP = Path(__file__).parent / "data" / "sweep_vtrain_single_a100.csv"
 DRAWS, PARTS = 200, 10
-SURELY_SLOWER = 1e6  # seconds of what does not fit count so many times
+SURELY_SLOWER = 1e6  # seconds of a layout that does not fit count this many times
 Seconds = Mapping[str, float]
 
 
@@ -83,7 +83,7 @@ def source_left_out(runs: Sequence[Run]) -> Seconds:
 
 
 def work_left_out(runs: Sequence[Run]) -> Seconds:
-    """Boosted trees fitted on the works of nine of ten parts, asked for the tenth."""
+    """Boosted trees fitted on nine of ten parts of the works, and used for the tenth part."""
     works = {work: i for i, work in enumerate(dict.fromkeys(work_of(run.row) for run in runs))}
     parts = np.random.default_rng(0).permutation(len(works)) % PARTS
     found: dict[str, float] = {}

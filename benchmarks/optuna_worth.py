@@ -1,17 +1,17 @@
-"""What Optuna is worth in the search: `python benchmarks/optuna_worth.py OUT.json OUT.svg`.
+"""The worth of Optuna in the search: `python benchmarks/optuna_worth.py OUT.json OUT.svg`.
 
-At equal numbers of prices, 20 seeds each: TPE as `autopar.search.driver.optuna_refine` uses it, random sampling, and
-screening alone. Over two spaces:
+Three ways are compared at equal numbers of prices, with 20 seeds each: TPE as in
+`autopar.search.driver.optuna_refine`, random sampling, and screening alone. There are two spaces.
 
-    refining     the nearly best candidates of a search and blocks moved out of end stages, with recomputation by stage
-                 (the search prices every point, so that regret is exact); screening alone is the best candidate as
-                 it is
-    whole        every combination of degrees, micro-batch, ZeRO stage and schedule, without bounds: Optuna samples each
-                 word and is told what is no candidate; random draws among legal candidates; screening prices the
-                 baselines and then the smallest bound first, as the search does
+*Refining* has the nearly best candidates of a search, with blocks moved out of end stages and recomputation by stage.
+The search prices every point, so the regret is exact. Screening alone takes the best candidate without changes.
 
-Regret is the best price so far over the best one of the space (proven by the search), less 1. Plans that do not fit
-count as none: regret is capped at `CAP`.
+*Whole* has every combination of degrees, micro-batch, ZeRO stage and schedule, without bounds. Optuna samples each
+word, and illegal combinations cost no price. Random sampling draws legal candidates. Screening prices the baselines, and then
+the smallest bound first, as the search does.
+
+Regret is the best price so far over the best price of the space (proven by the search), less 1. Plans that do not fit
+do not count. Regret is capped at `CAP`.
 """
 
 import json
@@ -39,12 +39,12 @@ REFINING_TRIALS, WHOLE_TRIALS = 40, 150
 CAP = 10.0
 SHOWN = (1, 10, 20, 30, 40, 80, 150)
 EVERY = 10_000  # trials: more than there are variations, so that all are priced
-LEGAL_ASKS = 20  # times more than trials that a sampler may name what is no candidate
+LEGAL_ASKS = 20  # a sampler may name illegal combinations this many times per trial
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What a point costs, and by how many bytes it misses: none or less where it fits."""
+    """The price of a point. `missing_bytes` is at most 0 if the plan fits."""
 
     seconds: float
     missing_bytes: float
@@ -124,7 +124,7 @@ def refining(one: Case) -> dict[str, Curve]:
     optimum = min(price.seconds for price in prices.values() if price.fits)
 
     def price(point: Point) -> Price:
-        return prices.get(point) or prices[point[0], 0, 0]  # what is no pipeline has no blocks to move
+        return prices.get(point) or prices[point[0], 0, 0]  # a plan without a pipeline has no blocks to move
 
     def sampled(sampler: optuna.samplers.BaseSampler) -> Curve:
         return curve(sampler, space, price, named, optimum, REFINING_TRIALS)
@@ -175,7 +175,7 @@ def whole(one: Case) -> dict[str, Curve]:
 
 
 def words(found: Candidates) -> dict[str, list[Any]]:
-    """The words of every candidate; what the others say is left out."""
+    """The values of every word of the space, without words that follow from the others."""
     return {
         "tp": found.tp.tolist(),
         "pp": found.pp.tolist(),
@@ -196,7 +196,7 @@ def curve(
     optimum: float,
     trials: int,
 ) -> Curve:
-    """Regret after each price; what is no candidate is told as such and costs none."""
+    """Regret after each price. An illegal combination is reported to the sampler, and costs no price."""
     study = optuna.create_study(sampler=sampler)
     for point in first:
         study.enqueue_trial(dict(zip(space, point, strict=True)))

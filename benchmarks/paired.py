@@ -1,7 +1,7 @@
 """Two programs that do the same step, timed on the same ranks in alternated rounds, and the ratio of their times.
 
-Machines are noisy: what slows one program down for a while slows the other in the next block, and the median of
-paired ratios does not see it. The interval is a bootstrap over rounds.
+Machines are noisy. A disturbance slows both programs of a round, so the median of paired ratios does not depend on it.
+The interval is a bootstrap over rounds.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def _number(value: torch.Tensor) -> float:
 def peak(rank: int, module: str, name: str, world_size: int) -> float:
     """Peak megabytes of resident memory in a step, above what the process had before the model was made."""
     for needed in ("autopar.api", "transformers.models.llama.modeling_llama"):
-        importlib.import_module(needed)  # what is imported does not count, for any program
+        importlib.import_module(needed)  # imported modules do not count, for any program
     programs: Programs = importlib.import_module(module).PROGRAMS
     before = _resident("VmRSS")
     step = programs[name](world_size)

@@ -1,9 +1,11 @@
 """autopar's pipeline against one written by hand with torch.distributed.pipelining: python benchmarks/pipeline.py
 
-The same Llama, the same gloo ranks, cuts, micro-batches and schedule (1F1B): stages as its tutorial has them, and by
-`autopar`. Forward and backward; prints seconds per step, the ratio of paired rounds with its interval, and the peak of
-resident memory. Then the idle share of two ranks, cut by autopar, beside the bubble that Narayanan et al. 2021 (section
-2.2) gives for equal stages, (p - 1) / (n + p - 1).
+Both have the same Llama, gloo ranks, cuts, micro-batches and schedule (1F1B). The stages by hand follow torch's
+tutorial. A step is forward and backward. Prints seconds per step, the ratio of paired rounds with its interval, and the
+peak of resident memory.
+
+Then it prints the idle share of two ranks, cut by autopar. Beside it is the bubble of equal stages,
+(p - 1) / (n + p - 1) (Narayanan et al. 2021, section 2.2).
 """
 
 import statistics

@@ -1,9 +1,11 @@
 """Predicted against measured order of five plans of one model: python benchmarks/plan_order.py [--profile FILE]
 
-A small Llama, whole training steps (forward, backward, AdamW) of the same global batch on four gloo ranks of this
-machine, in rounds that run every plan in turn; each plan priced by `autopar.estimate` with the profile that `autopar
-calibrate --ranks 4` measures here, `--profile`'s or its own. Of two plans whose steps differ by more than the 95 %
-interval of the ratio of paired rounds, the one predicted faster must be the faster one. Exits with 1 where one is not.
+A small Llama runs whole training steps (forward, backward, AdamW) of one global batch on four gloo ranks of this
+machine. Every round runs every plan. `autopar.estimate` prices each plan with a measured profile: the file of
+`--profile`, or the profile that `autopar calibrate --ranks 4` measures now.
+
+Two plans are ordered if the 95 % interval of the ratio of paired rounds does not contain 1. The plan that is predicted
+faster must then be faster. Exits with 1 if it is not.
 """
 
 import argparse
@@ -39,7 +41,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "tp 2 × dp 2, ZeRO 1": {"tp": 2, "dp": 2, "zero": 1},
     "pp 2 × dp 2": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 4},
 }
-# the cost model was mended on the five above, and only then tried on these
+# plans that the cost model was not adjusted to, other than the five above
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "dp 4, ZeRO 0": {"dp": 4, "zero": 0},
     "dp 4, ZeRO 2, 2 micro-batches": {"dp": 4, "zero": 2, "accumulate": 2},
@@ -53,10 +55,9 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """One plan: predicted seconds of a step and what makes them up, and those of every measured round.
+    """One plan: predicted seconds of a step with their parts, and the measured seconds of every round.
 
-    `processor_s` are the seconds that the processors spend on a step, all ranks' over the cores: what a step takes at
-    least, whatever else the machine does.
+    `processor_s` are the processor seconds of all ranks in a step over the number of cores, a lower bound of the step.
     """
 
     plan: str
@@ -71,7 +72,7 @@ class Priced:
 
     @property
     def spread(self) -> float:
-        """What the slowest tenth of rounds takes longer than the fastest: how noisy the machine was."""
+        """The relative difference of the slowest tenth of rounds and the fastest: the noise of the machine."""
         ordered = sorted(self.rounds_s)
         return ordered[int(0.9 * (len(ordered) - 1))] / ordered[int(0.1 * len(ordered))] - 1
 
@@ -80,7 +81,7 @@ class Priced:
 class Pair:
     """Two plans: the measured ratio of paired rounds, the predicted one, and whether the order is predicted.
 
-    `agrees` is None where the interval of the measured ratio holds 1: nothing shows which is faster.
+    `agrees` is None if the interval of the measured ratio contains 1, because no plan is shown to be faster.
     """
 
     first: str
@@ -159,7 +160,7 @@ def predicted(plan: Mapping[str, Any], profile: "DeviceProfile") -> "Estimate":
 
 
 def parts_of(made: "Estimate") -> dict[str, float]:
-    """Seconds of a step by what they are spent on; they add up to it."""
+    """Seconds by part of a step; they add up to the step."""
     moved = {f"{one.mesh_dim}: {one.what}": one.exposed_s for one in made.collectives}
     return {name: s for name, s in {**made.compute_s, **moved, **made.other_s}.items() if s > 0}
 
@@ -217,7 +218,7 @@ def verdict(pairs: Sequence[Pair]) -> str:
 
 
 def report(plans: Sequence[Priced], pairs: Sequence[Pair], profile: "DeviceProfile", command: str, note: str) -> str:
-    """The file of results; `note` says what of the machine is not seen in its figures."""
+    """The file of results; `note` states facts about the machine."""
     day, measured = datetime.now(UTC).date().isoformat(), profile.measured
     width, layers, words = (SIZES[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
     how = f"{measured.date}, {measured.how}, {measured.seconds:.0f} s" if measured is not None else "not measured"

@@ -1,8 +1,8 @@
-"""What other orders of ranks than the default gain: `python benchmarks/rank_orders.py [CASE ...]`.
+"""The gain of other orders of ranks than the default order: `python benchmarks/rank_orders.py [CASE ...]`.
 
-A case is ``MODEL@CLUSTER``, with ``:GBIT`` where hosts are linked by so many Gb/s, which their devices share, and not
-as the preset says. Each is searched with the default order alone and with every order of `autopar.ir.rank_order`, for
-steps of 2 and of 16 sequences of 4,096 tokens for every device. Stage cuts make the slowest stage fastest.
+A case is ``MODEL@CLUSTER``. ``MODEL@CLUSTER:GBIT`` replaces the link of a host by one of GBIT Gb/s, which its devices
+share. Every case is searched with the default order alone, and with every order of `autopar.ir.rank_order`. Steps have
+2 or 16 sequences of 4,096 tokens per device. Stage cuts make the slowest stage fastest.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SEQUENCES = (2, 16)  # of a step, for every device
 
 
 def linked(name: str, gigabits: str) -> ClusterSpec:
-    """A preset whose hosts have so many gigabits a second for all their devices, or as many as they have."""
+    """A preset whose hosts share a link of `gigabits` per second, or the preset itself if `gigabits` is empty."""
     spec = ClusterSpec.preset(name)
     if not gigabits:
         return spec
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def compared(model: str, spec: ClusterSpec, cluster: str, sequences: int) -> str:
-    """The best plan of all orders and what it gains on the best of the default one."""
+    """The best plan of all orders, and its gain over the best plan of the default order."""
     problem = Problem(model=model, cluster=cluster, sequence=SEQUENCE, global_batch=sequences * spec.num_devices)
     machine = cluster_machine(spec, problem.on.engine, problem.on.mechanisms, precision="bf16")
     on = replace(problem.on, machine=machine)

@@ -1,9 +1,9 @@
-"""How far found plans are from a proven bound, on models of full size: `python benchmarks/search_gap.py [WORD ...]`.
+"""The gap of plans to the lower bound, on models of full size: `python benchmarks/search_gap.py [WORD ...]`.
 
-Of every case (or those whose line holds every word) one line of a Markdown table: what `autopar plan` finds, its step,
-the gap to the lower bound of all plans, whether it is proven, candidates, exact prices, trials, and seconds of the
-search without the capture (kept in ``AUTOPAR_CACHE_DIR``). The last line has medians. Models whose loss mixes the
-sequences of a batch (the balance of experts) are searched with losses of single micro-batches (`per_micro_batch`).
+Every case, or every case whose line holds all words, is a line of a Markdown table. It has the best plan, its step, its
+gap to the lower bound of all plans, and whether it is proven. Then come candidates, exact prices, trials, and seconds
+of the search without the capture (kept in ``AUTOPAR_CACHE_DIR``). The last line has medians. Models whose loss mixes
+the sequences of a batch (the balance of experts) are searched with `per_micro_batch`.
 """
 
 import logging
@@ -40,7 +40,7 @@ CASES: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A case and what the search made of it."""
+    """A case and the result of its search."""
 
     model: str
     cluster: str

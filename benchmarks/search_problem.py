@@ -1,6 +1,6 @@
 """A search's problem from a preset, a cluster and a batch, for the benchmarks of the search beside this file.
 
-Captures are kept in the cache of `autopar plan` (``AUTOPAR_CACHE_DIR``), so that only the first run takes long.
+Captures are kept in the cache of `autopar plan` (``AUTOPAR_CACHE_DIR``), so only the first run takes long.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ MOST_TENSOR_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A preset, with so many layers or its own, at a sequence length, on a cluster, for a batch of sequences."""
+    """A preset at a sequence length, on a cluster, for a batch of sequences. `layers` is None for the preset's own."""
 
     model: str
     cluster: str
@@ -56,7 +56,7 @@ class Problem:
         )
 
     def works(self, tp: int) -> ProgramWorks:
-        """What blocks cost under the labels for a tensor degree; AutoparError where the model cannot be split so."""
+        """The works of blocks under the labels for a tensor degree. Raises AutoparError if there are no labels."""
         if tp not in self.works_by_tp:
             program = _program(self.model, self.sequence, self.layers)
             degrees, analysis, found = choose_labels(program, self.spec, Degrees(tp=tp, dp_shard=2, micro_batch=1))

@@ -1,15 +1,17 @@
 """Seconds of the search over models, devices and layers: `python benchmarks/search_speed.py [CASE ...] [--rounds N]`.
 
-A case is ``MODEL@CLUSTER``, with ``:LAYERS`` where they are not the model's own. Each runs in a process of its own, so
-that its peak memory is its own, and is searched as `autopar plan` does it once the model is captured: labels chosen,
-candidates screened and priced, cuts varied by Optuna, the plan written down. The first search of a process also imports
-and prepares expressions; the median is that of `rounds` further ones, which keep nothing of each other but those and
-action lists. Captures are kept in the cache of `autopar plan`: "capture" is the seconds of one, or of loading it.
+A case is ``MODEL@CLUSTER``, or ``MODEL@CLUSTER:LAYERS`` with another number of layers. Every case runs in a process of
+its own, and its peak memory is the process's. A search begins with a capture, as in `autopar plan`: it chooses labels,
+screens and prices candidates, varies cuts, and makes the plan.
+
+The first search of a process also imports modules and prepares expressions. The median is of `rounds` further searches,
+which share only expressions and action lists. Captures are kept in the cache of `autopar plan`: "capture" is the
+seconds of capturing, or of loading.
 
 "cpu s" is the median of the process's own seconds, which other work on the machine does not lengthen.
 
-The peer is full enumeration: processor seconds of exact prices of a sample of the same candidates, in the same process
-and priced together as the search does it, times the number of candidates, over those of the search.
+The peer is full enumeration: the processor seconds of exact prices of all candidates, estimated from a sample, over the
+seconds of the search. The sample is priced in the same process, and together, as in the search.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.result import SearchResult
 from autopar.search.space.candidates import candidates
 
-# what is asked for on an idle machine, in seconds of a search
+# targets on an idle machine, in seconds of a search
 TARGETS = {
     "llama3-8b@64xh100": 0.5,
     "llama3-70b@1024xh100": 1.5,
@@ -44,14 +46,14 @@ TARGETS = {
 DEVICES = tuple(f"llama3-8b@{count}xh100" for count in (8, 512, 4096))
 LAYERS = tuple(f"llama3-8b@64xh100:{layers}" for layers in (8, 16, 64))
 CASES = (*TARGETS, *DEVICES, *LAYERS)
-PER_MICRO_BATCH = {"mixtral-8x22b"}  # experts sort the tokens of the whole batch: it cannot be split in time else
+PER_MICRO_BATCH = {"mixtral-8x22b"}  # its experts sort the tokens of the whole batch, so it cannot accumulate otherwise
 SEQUENCE = 8192
 TENSOR = (1, 2, 4, 8)  # degrees of the peer's sample
 SAMPLE, GROUP = 96, 24  # candidates of the sample, and how many are priced together
 
 
 def problem_of(case: str) -> Problem:
-    """The problem of a case; of a step there are 512 sequences, or one for every 8 devices where those are more."""
+    """The problem of a case. A step has 512 sequences, or one for every 8 devices if that is more."""
     model, _, where = case.partition("@")
     cluster, _, layers = where.partition(":")
     batch = max(512, int(cluster.partition("x")[0]) // 8)
@@ -82,7 +84,7 @@ def measure(case: str, rounds: int) -> None:
 
 
 def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], SearchResult]:
-    """Seconds of one search, by the clock and of the processor, and what it found."""
+    """Seconds of one search, by the clock and of the processor, and its result."""
     fix = {"per_micro_batch": True} if problem.model in PER_MICRO_BATCH else {}
     asked = PlanOptions(global_batch=problem.global_batch, fix=fix, forbid={})
     start, used = time.perf_counter(), time.process_time()
@@ -91,7 +93,7 @@ def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], 
 
 
 def enumeration_s(problem: Problem) -> float:
-    """Processor seconds of exact prices of all candidates of some tensor degrees, by those of a sample."""
+    """Processor seconds of exact prices of all candidates of some tensor degrees, estimated from a sample."""
     found = candidates(problem.constraints.narrowed({"tp": TENSOR}))
     works = {tp: problem.works(tp) for tp in TENSOR}
     part = Part(cluster=problem.spec, on=problem.on, weight=1.0)

@@ -1,9 +1,13 @@
 """Small things that must not become slow: `python benchmarks/small_speeds.py [--rounds N]`.
 
-Each against a peer that does part of the same, in turns with it: the replay of a pipeline against a replay that looks
-its passes up as it meets them, reading published runs against `csv.DictReader` alone, reading a cluster file against
-ruamel.yaml's parser alone. Prints milliseconds of process time and the ratio, medians of the rounds. What has to
-hold on any machine is counted in tests (`tests/tiny/work.py`).
+Each alternates with a peer that does a part of the same work:
+
+- the replay of a pipeline, with a replay that looks up each pass when it meets it;
+- reading published runs, with `csv.DictReader` alone;
+- reading a cluster file, with ruamel.yaml's parser alone.
+
+Prints milliseconds of process time and their ratio, medians of the rounds. Tests count work that must hold on any
+machine (`tests/tiny/work.py`).
 """
 
 import argparse
@@ -49,9 +53,9 @@ def naive_step_s(orders: Orders, seconds: StageSeconds) -> float:
 
 
 def replays() -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
-    """Of 64 ranks × 512 micro-batches × F and B: replayed, replayed again with other seconds, and naively.
+    """Replays of 64 ranks × 512 micro-batches × F and B: once, again with other seconds, and naively.
 
-    Messages never queue, so that all three are equal.
+    Messages never queue, so all three results are equal.
     """
     orders, kept = actions("1f1b", RANKS, 1, MICRO_BATCHES), replay_of("1f1b", RANKS, 1, MICRO_BATCHES)
     seconds = equal_stages(RANKS, forward_s=1.0, backward_s=2.0, message_s=2.0**-10)

@@ -1,8 +1,8 @@
 """autopar's tensor parallelism against torch's `parallelize_module` (DTensor): python benchmarks/tensor_parallel.py
 
-The same Llama, the same gloo ranks: by hand with column and row parallel styles, a sharded vocabulary and
-`loss_parallel`, and by `autopar` without a word about the model. Forward and backward of one batch; prints seconds per
-step, the ratio of paired rounds with its interval, and the peak of resident memory in a step, each in its own world.
+Both have the same Llama and gloo ranks. By hand it has column and row parallel styles, a sharded vocabulary and
+`loss_parallel`. A step is forward and backward of one batch. Prints seconds per step, the ratio of paired rounds with
+its interval, and the peak of resident memory in a step, each in its own world.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """autopar's ZeRO-3 against torch's `fully_shard` by hand: python benchmarks/zero.py
 
-The same Llama, the same gloo ranks, two micro-batches a step: FSDP2 over every layer as its tutorial has it, and by
-`autopar`. Forward and backward; prints seconds per step, the ratio of paired rounds with its interval, and the peak of
-resident memory in a step, each in a world of its own.
+Both have the same Llama, gloo ranks, and two micro-batches a step. By hand it has FSDP2 over every layer, as in torch's
+tutorial. A step is forward and backward. Prints seconds per step, the ratio of paired rounds with its interval, and the
+peak of resident memory in a step, each in its own world.
 """
 
 from typing import Any
