@@ -7,8 +7,8 @@ Three ways are compared at equal numbers of prices, with 20 seeds each: TPE as i
 The search prices every point, so the regret is exact. Screening alone takes the best candidate without changes.
 
 *Whole* has every combination of degrees, micro-batch, ZeRO stage and schedule, without bounds. Optuna samples each
-word, and illegal combinations cost no price. Random sampling draws legal candidates. Screening prices the baselines, and then
-the smallest bound first, as the search does.
+word, and illegal combinations cost no price. Random sampling draws legal candidates. Screening prices the baselines,
+and then the smallest bound first, as the search does.
 
 Regret is the best price so far over the best price of the space (proven by the search), less 1. Plans that do not fit
 do not count. Regret is capped at `CAP`.
