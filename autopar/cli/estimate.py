@@ -7,7 +7,15 @@ import typer
 
 from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.cli.options.checks import refuse_options
-from autopar.cli.options.model_argument import MODEL_DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.model_argument import (
+    MODEL_DTYPES,
+    ClusterOption,
+    Hidden,
+    Json,
+    Layers,
+    ModelArgument,
+    is_factory,
+)
 from autopar.cli.options.search_options import Precision, Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
@@ -31,15 +39,7 @@ ExactMemory = Annotated[
 
 def estimate(
     model: ModelArgument,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            "-c",
-            help="<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file, or detect.",
-            show_default=False,
-        ),
-    ],
+    cluster: ClusterOption,
     options: PlanOptions,
     engine: Annotated[
         str, typer.Option(help="Framework that runs the plan: autopar, or another one such as megatron or fsdp.")

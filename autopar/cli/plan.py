@@ -9,7 +9,15 @@ import typer
 
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
-from autopar.cli.options.model_argument import MODEL_DTYPES, Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.model_argument import (
+    MODEL_DTYPES,
+    ClusterOption,
+    Hidden,
+    Json,
+    Layers,
+    ModelArgument,
+    is_factory,
+)
 from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import (
     Fix,
@@ -39,15 +47,7 @@ if TYPE_CHECKING:
 
 def plan(
     model: ModelArgument,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            "-c",
-            help="<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file, or detect.",
-            show_default=False,
-        ),
-    ],
+    cluster: ClusterOption,
     options: PlanOptions,
     objective: Objective = "time",
     fix: Fix = None,

@@ -1,4 +1,4 @@
-"""The MODEL argument that commands share."""
+"""The MODEL argument and the cluster that commands share."""
 
 from typing import Annotated
 
@@ -12,6 +12,15 @@ ModelArgument = Annotated[
         metavar="MODEL",
         help="A preset such as llama3-8b (see `autopar models`), a transformers config.json, or "
         "package.module:factory.",
+        show_default=False,
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file, or detect.",
         show_default=False,
     ),
 ]
