@@ -12,7 +12,7 @@ import contextlib
 from torch import nn
 
 from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.program import NO_SECOND_CAPTURE, Twice, capture_program, capture_twice, with_same_sequence
+from autopar.capture.program import NO_SECOND_CAPTURE, CaptureRequest, Twice, capture_twice, with_same_sequence
 from autopar.capture.record.captured import Capture
 from autopar.capture.record.read import OtherGraph, program_at
 from autopar.capture.record.schema import ProgramRecord
@@ -33,17 +33,17 @@ def capture(
 
     The result keeps the model and its inputs, because some sizes need another capture.
     """
-
-    found = capture_twice(model, example_inputs, batch=batch, loss_fn=loss_fn, training=training)
+    asked = CaptureRequest(model=model, inputs=example_inputs, loss_fn=loss_fn, training=training)
+    found = capture_twice(asked, batch)
     record, unknown = _recorded(found)
     if record is None and found.small is not None and found.sizes.sequence is not None:
         with contextlib.suppress(CaptureError):  # forms in the batch alone may succeed
-            record, _ = _recorded(with_same_sequence(found, model, example_inputs, loss_fn=loss_fn, training=training))
+            record, _ = _recorded(with_same_sequence(found, asked))
     known = {found.sizes.batch: found.program}
 
     def again(size: int) -> Program:
         if size not in known:
-            known[size] = capture_program(model, example_inputs, batch=size, loss_fn=loss_fn, training=training)
+            known[size] = capture_twice(asked, size).program
         return known[size]
 
     return Capture(record=record, unknown=unknown, again=again, sequence=found.program.sequence)

@@ -77,7 +77,26 @@ def capture_program(
         >>> [info.name for info in program.inputs]
         ['input', 'target']
     """
-    return capture_twice(model, example_inputs, batch=batch, loss_fn=loss_fn, training=training).program
+    asked = CaptureRequest(model=model, inputs=example_inputs, loss_fn=loss_fn, training=training)
+    return capture_twice(asked, batch).program
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CaptureRequest:
+    """The arguments of `capture_program` except the batch."""
+
+    model: nn.Module
+    inputs: Inputs
+    loss_fn: LossFunction | None = None
+    training: bool = True
+
+    @property
+    def named_inputs(self) -> Mapping[str, torch.Tensor]:
+        return input_names(self.model, self.inputs, self.loss_fn)
+
+    def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "CaptureRequest":
+        """The request with inputs of `sizes` resized."""
+        return replace(self, inputs=resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,24 +117,17 @@ class Twice:
     notes: tuple[str, ...]
 
 
-def capture_twice(
-    model: nn.Module,
-    example_inputs: Inputs,
-    *,
-    batch: int | None = None,
-    loss_fn: LossFunction | None = None,
-    training: bool = True,
-) -> Twice:
+def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     """The capture of `capture_program`, and the second capture at small sizes."""
-    named = input_names(model, example_inputs, loss_fn)
+    named = asked.named_inputs
     if not named:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
     sizes = batch_and_sequence(named)
     first = (batch or sizes[0], sizes[1])
-    big = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *first))
-    flat, stacks = _first_capture(model, big, loss_fn, training)
+    big = asked.at(sizes, *first)
+    flat, stacks = _first_capture(big)
     wanted = _small_sizes(named, sizes, first[0])
-    small, sequence_varies = _small_capture(model, example_inputs, sizes, wanted, flat, stacks, big, loss_fn, training)
+    small, sequence_varies = _small_capture(asked, sizes, wanted, flat, stacks, big)
     causal: frozenset[str] = frozenset()
     if small is not None:
         mark_batch_literals(flat.graph, small.graph)
@@ -127,13 +139,13 @@ def capture_twice(
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
     found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
-    program = fold_program(model, flat, _inputs_at(named, sizes, first, sequence_varies), found)
+    program = fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found)
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
     else:
         at = wanted[0], others.sequence or first[1]
-        twin = fold_program(model, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        twin = fold_program(asked.model, small, _inputs_at(named, sizes, at, sequence_varies), others)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
     return Twice(
         program=program,
@@ -146,24 +158,16 @@ def capture_twice(
     )
 
 
-def with_same_sequence(
-    twice: Twice,
-    model: nn.Module,
-    example_inputs: Inputs,
-    *,
-    loss_fn: LossFunction | None = None,
-    training: bool = True,
-) -> Twice:
+def with_same_sequence(twice: Twice, asked: CaptureRequest) -> Twice:
     """The first capture with a new second one, at the small batch and the first capture's sequence length."""
-    named = input_names(model, example_inputs, loss_fn)
+    named = asked.named_inputs
     sizes = batch_and_sequence(named)
     at = twice.small_sizes.batch, twice.sizes.sequence
-    inputs = resize_inputs(example_inputs, lambda t: _resized(t, sizes, *at))
-    flat, _ = _first_capture(model, inputs, loss_fn, training)
+    flat, _ = _first_capture(asked.at(sizes, *at))
     make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
-    third = fold_program(model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
+    third = fold_program(asked.model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
     return replace(twice, small=third, small_sizes=others)
 
 
@@ -237,22 +241,22 @@ def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequenc
     return tuple(shape)
 
 
-def _first_capture(
-    model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool
-) -> tuple[Flat, tuple[Stack, ...]]:
+def _first_capture(asked: CaptureRequest) -> tuple[Flat, tuple[Stack, ...]]:
     """A capture of the whole model. If only some layers were exported for it, their stacks come with it."""
-    stacks = watched_stacks(model, inputs, loss_fn, training=training)
+    model = asked.model
+    stacks = watched_stacks(model, asked.inputs, asked.loss_fn, training=asked.training)
     if stacks:
         flat = None
         with contextlib.suppress(CaptureError), without_layers(model, stacks):
-            flat = with_all_layers(capture_flat(model, inputs, loss_fn, training=training), stacks)
+            flat = with_all_layers(capture_flat(model, asked.inputs, asked.loss_fn, training=asked.training), stacks)
         if flat is not None:
             return _normalised(model, flat), stacks
-    return _captured(model, inputs, loss_fn, training), ()
+    return _captured(asked), ()
 
 
-def _captured(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Flat:
-    return _normalised(model, capture_flat(model, inputs, loss_fn, training=training))
+def _captured(asked: CaptureRequest) -> Flat:
+    flat = capture_flat(asked.model, asked.inputs, asked.loss_fn, training=asked.training)
+    return _normalised(asked.model, flat)
 
 
 def _normalised(model: nn.Module, flat: Flat) -> Flat:
@@ -264,24 +268,19 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
 
 
 def _small_capture(
-    model: nn.Module,
-    inputs: Inputs,
+    asked: CaptureRequest,
     sizes: tuple[int, int | None],
     small: tuple[int, int | None],
     flat: Flat,
     stacks: Sequence[Stack],
-    big: Inputs,
-    loss_fn: LossFunction | None,
-    training: bool,
+    big: CaptureRequest,
 ) -> tuple[Flat | None, bool]:
     """The second capture at small sizes, and whether the sequence length may vary. None if the graph differs."""
-    stacks = stacks or layers_to_take_out(model, flat, lambda: _captured(model, big, loss_fn, training))
+    stacks = stacks or layers_to_take_out(asked.model, flat, lambda: _captured(big))
     for sequence in (small[1], sizes[1]):
-        shapes = (small[0], sequence)
-        resized = resize_inputs(inputs, lambda t, s=shapes: _resized(t, sizes, s[0], s[1]))
+        again = functools.partial(_captured, asked.at(sizes, small[0], sequence))
         try:
-            again = functools.partial(_captured, model, resized, loss_fn, training)
-            other = with_fewer_layers(model, flat, stacks, again) or again()
+            other = with_fewer_layers(asked.model, flat, stacks, again) or again()
         except CaptureError:
             continue
         if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:

@@ -1,4 +1,4 @@
-"""Reading small YAML files written by people, strictly and within bounds.
+"""Reading small YAML files written by people, strictly and within bounds, and writing such files.
 
 YAML 1.2 through ruamel.yaml's safe constructor: ``1e9`` is a number, ``no`` is a string. In addition, duplicate keys
 are errors. So are anchors, aliases, tags and further documents: no file of ours needs them, and they make a small file
@@ -7,12 +7,14 @@ big. Size, depth and node count are bounded *before* anything is constructed, so
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import Problem
+from autopar.files.atomic import write_text
 from autopar.files.strict_text import read_text
 
 MAX_BYTES = 64 * 1024
@@ -41,6 +43,19 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
         return _construct(events), duplicates
     except _Refused as refused:
         return None, [refused.problem]
+
+
+def write_yaml(path: str | os.PathLike[str], content: object, *, short_on_a_line: bool = False) -> None:
+    """Write plain data, whole or not at all. With `short_on_a_line`, the innermost mappings take a line each."""
+    from ruamel.yaml import YAML
+
+    writer = YAML(typ="safe", pure=True)
+    writer.default_flow_style = None if short_on_a_line else False
+    writer.sort_base_mapping_type_on_output = False
+    writer.width = 1000
+    text = io.StringIO()
+    writer.dump(content, text)
+    write_text(path, text.getvalue())
 
 
 def files_naming(folder: Path, word: str) -> list[Path]:

@@ -10,7 +10,6 @@ This module does not import torch: planning and listing do not need it.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import warnings
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import ClusterError, Problem
-from autopar.files.atomic import write_text
+from autopar.files.strict_yaml import write_yaml
 from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset, link_of_preset
 
 if TYPE_CHECKING:
@@ -281,14 +280,7 @@ class ClusterSpec:
         Example:
             >>> autopar.ClusterSpec.preset("8xh100").dump("cluster.yaml")
         """
-        from ruamel.yaml import YAML
-
-        writer = YAML(typ="safe", pure=True)
-        writer.default_flow_style = False
-        writer.sort_base_mapping_type_on_output = False
-        text = io.StringIO()
-        writer.dump(self.to_dict(), text)
-        write_text(path, text.getvalue())
+        write_yaml(path, self.to_dict())
 
     # ---- reading one ----
 

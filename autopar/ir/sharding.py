@@ -95,6 +95,10 @@ class Dims:
     def shape(self) -> tuple[int, ...]:
         return tuple(prod(sizes) for sizes in self.sizes)
 
+    def axis_index(self, shard: Type) -> int:
+        """The position of a shard's axis among the axes of all dimensions."""
+        return sum(map(len, self.sizes[: shard.dim])) + shard.position
+
     def local_sizes(self, types: Sequence[Type], degrees: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Axis sizes of one rank's part under one type per mesh dimension, with its padding."""
         local = [list(sizes) for sizes in self.sizes]

@@ -6,7 +6,6 @@ device's figures. ``docs/calibrate.md`` lists the keys.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,9 +25,8 @@ from autopar.cost_model.machine.profile import (
     Tile,
 )
 from autopar.errors import ClusterError, Problem
-from autopar.files.atomic import write_text
 from autopar.files.strict_model import StrictModel, validate
-from autopar.files.strict_yaml import read_yaml
+from autopar.files.strict_yaml import read_yaml, write_yaml
 from autopar.ir.cluster import Tier
 from autopar.ir.cluster_file import DeviceEntry, LinkEntry, device_entry, device_of_entry, link_entry, link_of_entry
 from autopar.ir.device import DeviceType, in_unit, si
@@ -284,12 +282,4 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
 
 def dump_profile(profile: DeviceProfile, path: str | os.PathLike[str]) -> None:
     """Write a profile file, whole or not at all. Raises InputError if the file cannot be written."""
-    from ruamel.yaml import YAML
-
-    writer = YAML(typ="safe", pure=True)
-    writer.default_flow_style = None  # a figure on one line
-    writer.sort_base_mapping_type_on_output = False
-    writer.width = 1000
-    text = io.StringIO()
-    writer.dump(profile_to_dict(profile), text)
-    write_text(path, text.getvalue())
+    write_yaml(path, profile_to_dict(profile), short_on_a_line=True)

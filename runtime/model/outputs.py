@@ -6,8 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.ir.sharding import Dims, R, Type
-from autopar.lowering.functions import all_gather
 from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.parameters.relayout import gathered
 
 _DATA = ("dp_replicate", "dp_shard")  # torch's names for the mesh dimension `dp`
 
@@ -20,7 +20,7 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
             continue
         sizes = dims.sizes[t.dim]
         if t.position or (sizes[0] % mesh.spec.degrees[i] and len(sizes) > 1):
-            local = _gathered(local, dims, current, i, mesh)
+            local = gathered(local, dims, current, i, R, mesh)
             current[i] = R
     by_name = dict(zip(mesh.spec.names, current, strict=True))
     names = mesh.device_mesh.mesh_dim_names or ()
@@ -41,15 +41,3 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
         shape=torch.Size(dims.shape),
         stride=stride,
     )
-
-
-def _gathered(local: torch.Tensor, dims: Dims, types: Sequence[Type], index: int, mesh: RankMesh) -> torch.Tensor:
-    """The part with one shard undone."""
-    degrees, t = mesh.spec.degrees, types[index]
-    held = dims.local_sizes(types, degrees)
-    flat = local.reshape([size for dim in held for size in dim])
-    axis = sum(len(dim) for dim in held[: t.dim]) + t.position
-    whole = all_gather(flat, mesh.dims[mesh.spec.names[index]], axis)
-    whole = whole.narrow(axis, 0, dims.sizes[t.dim][t.position])
-    after = [R if i == index else kind for i, kind in enumerate(types)]
-    return whole.reshape(dims.local_shape(after, degrees))

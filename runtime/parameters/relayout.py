@@ -46,7 +46,7 @@ def relayout(value: torch.Tensor, how: ParameterPlacement, used: ParameterPlacem
     for i in tensor:
         if current[i].kind == "S" and not (alike and used.types[i].kind == "S"):
             kind = I if used.types[i].kind == "I" else R
-            value = _gathered(value, how.dims, current, i, kind, mesh)
+            value = gathered(value, how.dims, current, i, kind, mesh)
             current[i] = kind
     for i in tensor:
         dim, pair = mesh.dims[mesh.spec.names[i]], (current[i].kind, used.types[i].kind)
@@ -59,14 +59,12 @@ def relayout(value: torch.Tensor, how: ParameterPlacement, used: ParameterPlacem
     return value.reshape(used.local_shape)
 
 
-def _gathered(
+def gathered(
     value: torch.Tensor, dims: Dims, types: Sequence[Type], i: int, kind: Type, mesh: RankMesh
 ) -> torch.Tensor:
     """A local value with the shard on mesh dimension `i` gathered."""
     t, dim = types[i], mesh.dims[mesh.spec.names[i]]
-    sizes = dims.local_sizes(types, mesh.spec.degrees)
-    axis = sum(len(own) for own in sizes[: t.dim]) + t.position
-    flat = value.reshape([size for own in sizes for size in own])
+    axis, flat = dims.axis_index(t), _by_axes(value, dims, types, mesh)
     whole = CONVERT["S", kind.kind](flat, dim, axis).narrow(axis, 0, dims.sizes[t.dim][t.position])
     after = [kind if j == i else other for j, other in enumerate(types)]
     return whole.reshape(dims.local_shape(after, mesh.spec.degrees))
@@ -77,10 +75,13 @@ def _cut(
 ) -> torch.Tensor:
     """A local value cut on mesh dimension `i` as `wanted`; shards of `types` are those of `wanted` already."""
     t, dim = wanted[i], mesh.dims[mesh.spec.names[i]]
-    sizes = dims.local_sizes(types, mesh.spec.degrees)
-    axis = sum(len(own) for own in sizes[: t.dim]) + t.position
-    flat = value.reshape([size for own in sizes for size in own])
+    axis, flat = dims.axis_index(t), _by_axes(value, dims, types, mesh)
     part = chunk(dims.sizes[t.dim][t.position], dim.degree)
     out = CONVERT[types[i].kind, "S"](pad_axis(flat, axis, part * dim.degree), dim, axis)
     after = [t if j == i else other for j, other in enumerate(types)]
     return out.reshape(dims.local_shape(after, mesh.spec.degrees))
+
+
+def _by_axes(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: RankMesh) -> torch.Tensor:
+    """A local value with a dimension for each axis."""
+    return value.reshape([size for sizes in dims.local_sizes(types, mesh.spec.degrees) for size in sizes])

@@ -23,7 +23,7 @@ def local_shard(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Me
     out = out.reshape(flat)
     for kind, degree, coordinate in zip(types, mesh.degrees, at, strict=True):
         if kind.kind == "S":
-            index = sum(len(dim) for dim in dims.sizes[: kind.dim]) + kind.position
+            index = dims.axis_index(kind)
             size = chunk(out.shape[index], degree)
             start = min(coordinate * size, out.shape[index])
             own = min(size, out.shape[index] - start)
@@ -69,7 +69,7 @@ def assemble(
         for start in range(0, len(grid), degree):
             group = grid[start : start + degree]
             if kind.kind == "S":
-                index = sum(len(dim) for dim in dims.sizes[: kind.dim]) + kind.position
+                index = dims.axis_index(kind)
                 merged.append(torch.cat(group, index).narrow(index, 0, dims.sizes[kind.dim][kind.position]))
             elif kind.kind in sums:
                 merged.append(torch.stack(group).sum(0, dtype=group[0].dtype))
