@@ -15,7 +15,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, step_memory
+from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
 from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
 from autopar.cost_model.pipeline.stages import Stages, pipeline_of, stages_at, whole_message_s
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
@@ -218,13 +218,7 @@ class Pricing:
         return pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
 
     def _memory_basis(self) -> MemoryBasis:
-        return MemoryBasis(
-            shape=self.shape,
-            engine=self.question.engine,
-            reserve_bytes=self.machine.reserve_bytes,
-            cache=self.constants.allocator_cache,
-            fused=self.fused,
-        )
+        return memory_basis(self.shape, self.question.engine, self.machine, self.constants, fused=self.fused)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
         family, stages, basis = self.family(layouts), self.stages(), self._memory_basis()

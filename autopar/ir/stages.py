@@ -4,7 +4,7 @@ A value that a later stage uses is sent from stage to stage, up to the last stag
 every stage that uses it computes it anew from the inputs: masks and position tables cost less than a message.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -50,6 +50,23 @@ def needed_results(program: Program, *, outputs: bool = False) -> list[list[str]
         [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in program.uses_of_block(i))]
         for i, block in enumerate(program.blocks)
     ]
+
+
+def kept_results(program: Program, call: CallSite, kept: Collection[str]) -> list[str]:
+    """The results of a call whose outputs in its block are among `kept`."""
+    pairs = zip(program.blocks[call.block].outputs, call.results, strict=True)
+    return [result for output, result in pairs if output in kept]
+
+
+def num_averaged(program: Program, degrees: Degrees) -> int:
+    """The number of micro-batches over which a step's loss is averaged, 1 for a sum."""
+    return degrees.num_micro_batches if program.loss_reduction == "mean" or degrees.per_micro_batch else 1
+
+
+def needs_denominator(program: Program, stages: Iterable[Stage]) -> bool:
+    """Whether a call of some stages divides by the loss's denominator."""
+    calls = (program.calls[i] for stage in stages for i in stage.calls)
+    return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
 
 
 def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> frozenset[int]:

@@ -22,7 +22,7 @@ from math import prod
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.dry_run.ledger import Ledger
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
+from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
 from autopar.cost_model.dry_run.traffic import local_gradient_elements, trained
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, padded_elements, zero_step
 from autopar.ir.plan import Plan
@@ -57,8 +57,7 @@ class RankMemory:
 def rank_memory(program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu") -> RankMemory:
     """The memory of a rank in a step of `plan`. `analysis` is the analysis of the program on the plan's mesh."""
     setting = RankView(program, analysis, plan, rank)
-    runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
-    return memory_of(setting, runs)
+    return memory_of(setting, run_stages(setting, device))
 
 
 def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:

@@ -20,7 +20,7 @@ from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNu
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
 from autopar.ir.program import CallSite
-from autopar.ir.stages import Stage, needed_results
+from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged
 from autopar.lowering.local_graph import local_graph
 
 _Values = dict[str, Any]
@@ -64,6 +64,11 @@ def run_stage(setting: RankView, stage: Stage, device: str = "cpu") -> StageRun:
         kept_bytes=parts.kept_bytes,
         peak_bytes=max(whole.peak_bytes, parts.peak_bytes),
     )
+
+
+def run_stages(setting: RankView, device: str = "cpu") -> dict[int, StageRun]:
+    """One micro-batch of each stage of the rank, by the stage's number."""
+    return {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
 
 
 def run_denominator(setting: RankView, device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
@@ -219,22 +224,13 @@ class _Run:
             call, again = self.program.calls[index], stage.again.get(index)
             arguments = [scope.get(a) if isinstance(a, str) else a for a in call.arguments]
             values = self.function(call, index, again)(*arguments)
-            results = self.results_of(call) if again is None else again
+            results = kept_results(self.program, call, self.kept[call.block]) if again is None else again
             scope.update(zip(results, values, strict=True))
             if again is None:
                 self.made[index] = any(value.requires_grad for value in values)
         if stage.index == len(self.setting.stages) - 1:
-            scope[self.program.loss] = scope[self.program.loss] / self.share
+            scope[self.program.loss] = scope[self.program.loss] / num_averaged(self.program, self.plan.degrees)
         return scope
-
-    @property
-    def share(self) -> int:
-        averages = self.program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
-        return self.plan.degrees.num_micro_batches if averages else 1
-
-    def results_of(self, call: CallSite) -> list[str]:
-        pairs = zip(self.program.blocks[call.block].outputs, call.results, strict=True)
-        return [r for o, r in pairs if o in self.kept[call.block]]
 
     def function(self, call: CallSite, index: int, again: tuple[str, ...] | None) -> Callable[..., Any]:
         if again is None:

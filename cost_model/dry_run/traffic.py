@@ -23,12 +23,12 @@ from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, Sends, collective
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stage
+from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stages
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, shard_elements, stage_passes, zero_step
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA
-from autopar.ir.stages import Stage, stages_by_parameter
+from autopar.ir.stages import Stage, needs_denominator, stages_by_parameter
 from autopar.ir.storage import buckets
 
 ALL_RANKS, PIPELINE = "all ranks", "pp"
@@ -46,8 +46,7 @@ def step_traffic(
     ``dp_shard`` and ``dp_replicate`` where both are above 1, ``pp`` and ``all ranks``.
     """
     setting = RankView(program, analysis, plan, rank)
-    runs = {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
-    return sends_of(setting, runs, device)
+    return sends_of(setting, run_stages(setting, device), device)
 
 
 def sends_of(setting: RankView, runs: Mapping[int, StageRun], device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
@@ -88,7 +87,7 @@ def _comparison(setting: RankView, ledger: Ledger) -> None:
 
 
 def _denominator(setting: RankView, device: str, ledger: Ledger) -> None:
-    if _needs_denominator(setting):
+    if needs_denominator(setting.program, setting.own_stages):
         ledger.add_all(_on_wire(setting, run_denominator(setting, device)), setting.plan.degrees.num_micro_batches)
 
 
@@ -124,13 +123,6 @@ def _on_wire(setting: RankView, sends: Sends) -> Sends:
     """Without collectives of a single rank."""
     mesh = setting.plan.mesh
     return {(name, kind): traffic for (name, kind), traffic in sends.items() if mesh.degree_of(name) > 1}
-
-
-def _needs_denominator(setting: RankView) -> bool:
-    """Whether a call of this rank's stages divides by the loss's denominator."""
-    program = setting.program
-    own = (program.calls[i] for stage in setting.own_stages for i in stage.calls)
-    return program.denominator is not None and any(program.denominator in call.arguments for call in own)
 
 
 def _messages(setting: RankView, stage: Stage) -> dict[Key, CollectiveTotal]:

@@ -20,6 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.fitted_constants import Mechanisms
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import device_state_bytes
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
@@ -45,6 +47,17 @@ class MemoryBasis:
     reserve_bytes: float  # the framework's own memory on the device
     cache: float  # what the allocator keeps beyond the tensors, as a part of them
     fused: bool  # attention is one kernel, which saves no scores
+
+
+def memory_basis(shape: Shape, engine: Engine, machine: Machine, mechanisms: Mechanisms, *, fused: bool) -> MemoryBasis:
+    """The basis on a machine."""
+    return MemoryBasis(
+        shape=shape,
+        engine=engine,
+        reserve_bytes=machine.reserve_bytes,
+        cache=mechanisms.allocator_cache,
+        fused=fused,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

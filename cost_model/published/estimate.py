@@ -23,7 +23,7 @@ from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import FLOAT8, Machine, usable_bytes
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, step_memory
+from autopar.cost_model.memory.formula import StepMemory, memory_basis, step_memory
 from autopar.cost_model.published.families import (
     family_name,
     family_of,
@@ -168,13 +168,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
     unstated = np.array([case.row.recompute is None for case in cases])
 
-    basis = MemoryBasis(
-        shape=shape,
-        engine=engine,
-        reserve_bytes=machine.reserve_bytes,
-        cache=mechanisms().allocator_cache,
-        fused=first.fused,
-    )
+    basis = memory_basis(shape, engine, machine, mechanisms(), fused=first.fused)
     memory = step_memory(family, layouts, basis)
     for level in (1, 2):  # rows without a stated recomputation recompute as little as fits
         tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * machine.memory_bytes)

@@ -13,7 +13,7 @@ from autopar.capture.targets import ignored_targets
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
-from autopar.ir.stages import needed_results
+from autopar.ir.stages import kept_results, needed_results
 from autopar.ir.storage import boundary_types
 from autopar.lowering.local_graph import local_graph
 from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes
@@ -105,12 +105,7 @@ class CompiledProgram:
         """Names of the values that the generated code of a call yields."""
         kept = needed_results(self.program, outputs=outputs)
 
-        def names(call: CallSite) -> Sequence[str]:
-            block = self.program.blocks[call.block]
-            pairs = zip(block.outputs, call.results, strict=True)
-            return [r for o, r in pairs if o in kept[call.block]]
-
-        return names
+        return lambda call: kept_results(self.program, call, kept[call.block])
 
     def denominator(self, values: Mapping[str, Any]) -> torch.Tensor:
         """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""

@@ -12,7 +12,7 @@ from torch import fx
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, recomputed_calls
+from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place, reports_position
 from autopar.runtime.distributed.mesh import training_mesh
@@ -210,9 +210,8 @@ class ParallelModel(ShardedModel):
 
     def _needs_denominator(self, compiled: CompiledProgram) -> bool:
         """Whether this rank's stages divide by the loss's denominator."""
-        program, stages = compiled.program, self.stages_in(compiled)
-        calls = (program.calls[i] for s in self.stage_modules() for i in stages[s].calls)
-        return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
+        stages = self.stages_in(compiled)
+        return needs_denominator(compiled.program, (stages[index] for index in self.stage_modules()))
 
     @reports_position
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
@@ -262,11 +261,6 @@ class ParallelModel(ShardedModel):
         self._step += 1
         return loss
 
-    def _share(self, compiled: CompiledProgram) -> int:
-        """The number of micro-batches over which the loss is averaged, 1 for a sum."""
-        averages = compiled.program.loss_reduction == "mean" or self.plan.degrees.per_micro_batch
-        return self.plan.degrees.num_micro_batches if averages else 1
-
     def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         loss = torch.zeros((), device=self.device)
@@ -308,7 +302,7 @@ class ParallelModel(ShardedModel):
                 if update in found:
                     self.buffer(name).copy_(found.pop(update))
         if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
-            found[program.loss] = found[program.loss] / self._share(compiled)
+            found[program.loss] = found[program.loss] / num_averaged(program, self.plan.degrees)
         return found
 
     def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:

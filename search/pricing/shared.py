@@ -18,6 +18,7 @@ from autopar.cost_model.memory.formula import (
     StepMemory,
     block_bytes,
     end_parameters,
+    memory_basis,
     memory_of_ends,
 )
 from autopar.cost_model.memory.per_stage import RoleBytes, role_bytes
@@ -89,13 +90,8 @@ class SharedPrices:
     @cached_property
     def memory_basis(self) -> MemoryBasis:
         """What the memory of every candidate depends on."""
-        return MemoryBasis(
-            shape=self.basis.shape,
-            engine=self.basis.engine,
-            reserve_bytes=self.on.machine.reserve_bytes,
-            cache=self.on.mechanisms.allocator_cache,
-            fused=self.basis.fused,
-        )
+        basis = self.basis
+        return memory_basis(basis.shape, basis.engine, self.on.machine, self.on.mechanisms, fused=basis.fused)
 
     @cached_property
     def bytes_of_roles(self) -> RoleBytes:

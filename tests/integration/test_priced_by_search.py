@@ -19,7 +19,7 @@ from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger, collective
 from autopar.cost_model.dry_run.ledger import Key as LedgerKey
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
+from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
 from autopar.cost_model.dry_run.traffic import parts_of_step
 from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, padded_elements, zero_step
 from autopar.ir.sharding import DATA
@@ -38,7 +38,7 @@ class Rank:
 
     @cached_property
     def runs(self) -> dict[int, StageRun]:
-        return {stage.index: run_stage(self.setting, stage) for stage in self.setting.own_stages}
+        return run_stages(self.setting)
 
     @cached_property
     def parts(self) -> Mapping[str, Mapping[LedgerKey, CollectiveTotal]]:
