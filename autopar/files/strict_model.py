@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.errors import Problem, nearest
+from autopar.files.strict_yaml import read_yaml
 
 
 class StrictModel(BaseModel):
@@ -16,7 +19,14 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class NamedModel(StrictModel):
+    """A file that has the name of what it describes."""
+
+    name: str
+
+
 M = TypeVar("M", bound=StrictModel)
+N = TypeVar("N", bound=NamedModel)
 
 
 def validate(model: type[M], content: object, prefix: str = "") -> tuple[M | None, list[Problem]]:
@@ -29,6 +39,18 @@ def validate(model: type[M], content: object, prefix: str = "") -> tuple[M | Non
     except ValidationError as error:
         details = error.errors(include_url=False)
         return None, [_problem(model, detail, prefix) for detail in details]
+
+
+def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
+    """A YAML file as `model`, and everything wrong with it, each path opened by the file's name."""
+    content, problems = read_yaml(path)
+    made = None
+    if content is not None or not problems:
+        made, violations = validate(model, content)
+        problems = problems + violations
+    if made is not None and made.name != path.stem:
+        problems.append(Problem(path="name", value=made.name, rule=f"must be the file's name, {path.stem!r}"))
+    return made, [replace(problem, path=f"{path.name}: {problem.path}") for problem in problems]
 
 
 def join(prefix: str, parts: tuple[object, ...]) -> str:

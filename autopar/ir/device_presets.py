@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from autopar.errors import ClusterError, Problem, did_you_mean
-from autopar.files.strict_model import StrictModel, validate
-from autopar.files.strict_yaml import files_naming, read_yaml
+from autopar.files.strict_model import NamedModel, StrictModel, read_named
+from autopar.files.strict_yaml import files_naming
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
 DeviceType = Literal["cuda", "cpu"]
@@ -64,7 +64,7 @@ class PresetPeaks(StrictModel):
     float8: Figure | None = None
 
 
-class DevicePreset(StrictModel):
+class DevicePreset(NamedModel):
     """One file of ``presets/devices``."""
 
     name: _Name
@@ -115,7 +115,7 @@ def device_presets() -> dict[str, DevicePreset]:
     taken: dict[str, str] = {}
     with resources.as_file(resources.files("autopar.presets") / "devices") as folder:
         for path in sorted(Path(folder).glob("*.yaml")):
-            preset, found = load_device_preset(path)
+            preset, found = read_named(DevicePreset, path)
             problems += found
             if preset is None:
                 continue
@@ -127,20 +127,6 @@ def device_presets() -> dict[str, DevicePreset]:
     if problems:
         raise ClusterError("the device presets are malformed", problems)
     return presets
-
-
-def load_device_preset(path: Path) -> tuple[DevicePreset | None, list[Problem]]:
-    """One preset file, and everything wrong with it, each path opened by the file's name."""
-    content, problems = read_yaml(path)
-    preset = None
-    if content is not None or not problems:
-        preset, violations = validate(DevicePreset, content)
-        problems = problems + violations
-    if preset is not None and preset.name != path.stem:
-        problems.append(Problem(path="name", value=preset.name, rule=f"must be the file's name, {path.stem!r}"))
-    return preset, [
-        Problem(path=f"{path.name}: {p.path}", rule=p.rule, value=p.value, suggestion=p.suggestion) for p in problems
-    ]
 
 
 def device_names() -> tuple[str, ...]:
@@ -160,7 +146,7 @@ def device_preset(name: str) -> DevicePreset:
 def _preset_named(wanted: str) -> DevicePreset | None:
     with resources.as_file(resources.files("autopar.presets") / "devices") as folder:
         for path in files_naming(Path(folder), wanted):
-            preset, problems = load_device_preset(path)
+            preset, problems = read_named(DevicePreset, path)
             if problems:
                 raise ClusterError("the device presets are malformed", problems)
             if preset is not None and wanted in (preset.name, *preset.aliases):

@@ -16,14 +16,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from autopar.errors import InputError, Problem, did_you_mean
-from autopar.files.strict_model import StrictModel, validate
-from autopar.files.strict_yaml import read_yaml
+from autopar.files.strict_model import NamedModel, read_named
 
 DEFAULT = "autopar"
 _Text = Annotated[str, Field(min_length=8, max_length=400)]
 
 
-class Engine(StrictModel):
+class Engine(NamedModel):
     """The mechanisms of a framework beside the arithmetic of the model. `sources` has a sentence for every number.
 
     `tests/conformance/test_engines.py` finds every file, and checks that each word of each field changes a price.
@@ -101,7 +100,7 @@ def engines() -> dict[str, Engine]:
     problems: list[Problem] = []
     with _folder() as folder:
         for path in sorted(Path(folder).glob("*.yaml")):
-            engine, wrong = _loaded(path)
+            engine, wrong = read_named(Engine, path)
             problems += wrong
             if engine is not None:
                 found[engine.name] = engine
@@ -117,7 +116,7 @@ def engine_named(name: str) -> Engine:
         paths = {path.stem: path for path in Path(folder).glob("*.yaml")}
         if name not in paths:
             raise InputError(f"unknown engine {name[:80]!r}; {did_you_mean(name, tuple(sorted(paths)))}")
-        engine, problems = _loaded(paths[name])
+        engine, problems = read_named(Engine, paths[name])
     if engine is None or problems:
         raise InputError("the engine profiles are malformed", problems)
     return engine
@@ -125,17 +124,6 @@ def engine_named(name: str) -> Engine:
 
 def _folder() -> AbstractContextManager[Path]:
     return resources.as_file(resources.files("autopar.cost_model.machine") / "engines")
-
-
-def _loaded(path: Path) -> tuple[Engine | None, list[Problem]]:
-    """One engine, and every problem of its file."""
-    content, wrong = read_yaml(path)
-    engine = None
-    if not wrong:
-        engine, wrong = validate(Engine, content)
-    if engine is not None and engine.name != path.stem:
-        wrong = [Problem(path="name", value=engine.name, rule=f"must be the file's name, {path.stem!r}")]
-    return engine, [Problem(path=f"{path.name}: {p.path}", rule=p.rule, value=p.value) for p in wrong]
 
 
 def engine_of_framework(framework: str | None) -> Engine | None:

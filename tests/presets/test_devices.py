@@ -3,14 +3,15 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ClusterError
+from autopar.files.strict_model import read_named
 from autopar.ir.device import device_of_preset
 from autopar.ir.device_presets import (
+    DevicePreset,
     device_names,
     device_preset,
     device_preset_for_torch_name,
     device_presets,
     known_range,
-    load_device_preset,
 )
 
 REQUIRED = (
@@ -96,7 +97,7 @@ def test_known_range() -> None:
 def test_a_malformed_preset_names_file_and_field(tmp_path: Path) -> None:
     path = tmp_path / "new.yaml"
     path.write_text("name: other\nmemory_gb: {value: 3}\nmemory_gbs: 3\n")
-    preset, problems = load_device_preset(path)
+    preset, problems = read_named(DevicePreset, path)
     assert preset is None
     paths = [problem.path for problem in problems]
     assert "new.yaml: memory_gb.source" in paths and "new.yaml: memory_gbs" in paths
