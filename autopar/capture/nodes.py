@@ -1,6 +1,6 @@
 """Typed access to fx nodes: PyTorch types an argument as a wide union, and a target as a function or a string."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +53,18 @@ def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     values: Any = graph.output_node().args[0]
     assert all(isinstance(value, fx.Node) for value in values), values
     return tuple(values)
+
+
+def closure(nodes: Iterable[fx.Node], without: fx.Node | None = None) -> list[fx.Node]:
+    """The nodes and all their direct and indirect operands, in graph order; not `without` and its own operands."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is not without and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return sorted(found)
 
 
 def function(node: fx.Node) -> Callable[..., Any]:

@@ -19,10 +19,9 @@ from autopar.capture.layers.fewer_layers import Stack, layers_to_take_out, with_
 from autopar.capture.layers.repeated_layers import with_all_layers
 from autopar.capture.layers.watched_layers import watched_stacks
 from autopar.capture.micro_batches import loss_over_micro_batches
-from autopar.capture.nodes import operator_name, output_nodes
+from autopar.capture.nodes import closure, operator_name, output_nodes
 from autopar.capture.passes.constants import (
     attention_mask,
-    closure,
     constant_nodes,
     make_causal,
     merge_equal,
@@ -305,7 +304,7 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
     main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
     denominator = denominator_of(loss, role_of)
     den_nodes = [n for n in closure([denominator]) if n in set(main)] if denominator is not None else []
-    needed_elsewhere = _needed(main, denominator, every)
+    needed_elsewhere = set(main).intersection(closure(every, without=denominator))
     segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
     for node in main:  # nodes for the denominator alone do not count as users of main values
         node.meta["main"] = node in needed_elsewhere
@@ -339,19 +338,6 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
     analysis = analyse(program)
     reduction, mixes = loss_over_micro_batches(program, analysis)
     return replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
-
-
-def _needed(main: list[fx.Node], denominator: fx.Node | None, results: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that the outputs need if the denominator is given from outside."""
-    found: set[fx.Node] = set()
-    stack = [n for n in results if n is not denominator]
-    while stack:
-        node = stack.pop()
-        if node in found:
-            continue
-        found.add(node)
-        stack.extend(n for n in node.all_input_nodes if n is not denominator)
-    return found & set(main)
 
 
 def _fold_with_denominator(

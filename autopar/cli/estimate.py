@@ -21,6 +21,7 @@ from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
+from autopar.planning.degrees import ranks_of_a_part
 from autopar.planning.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def estimate(
     """
     recorded = check_trace_options(trace, correct, engine)
     spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
-    ranks = _ranks(spec, cp, ep)
+    ranks = ranks_of_a_part(spec.num_devices, cp=cp, ep=ep)
     degrees = options.degrees(ranks)
     with progress(f"building {model}") as on_progress:
         from autopar.models.load import resolve_model
@@ -141,19 +142,6 @@ def _inputs(
     own = None if profile is None else load_profile(profile)
     machine = cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
     return spec, found, machine.profile, wanted
-
-
-def _ranks(cluster: ClusterSpec, cp: int, ep: int) -> int:
-    """Ranks of one part of the sequence."""
-    problems = [
-        Problem(path=option, value=value, rule="must be a whole number of at least 1")
-        for option, value in (("--cp", cp), ("--ep", ep))
-        if value < 1
-    ]
-    if not problems and cluster.num_devices % cp:
-        problems.append(Problem(path="--cp", value=cp, rule=f"must divide the {cluster.num_devices} devices"))
-    refuse_options(problems)
-    return cluster.num_devices // cp
 
 
 # ---- printing ----

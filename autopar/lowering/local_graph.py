@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopar.capture.analysis import Analysis
-from autopar.capture.nodes import output_nodes
+from autopar.capture.nodes import closure, output_nodes
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
@@ -272,7 +272,8 @@ def local_graph(
     for port in block.ports:
         node = writer.graph.placeholder(port)
         writer.define(port, node, tuple(labels.ports.get(port, ())), port in flows)
-    needed = _needed(block, keep)
+    kept = [n for n in output_nodes(block.graph) if keep is None or n.name in keep]
+    needed = {node.name for node in closure(kept)}
     for node in block.graph.nodes:
         if node.op != "call_function" or node.name not in needed:
             continue
@@ -322,14 +323,3 @@ def _uses_between(users: list[fx.Node]) -> bool:
     """Whether a product's operands depend on another product of the same gather."""
     own = set(users)
     return any(n in own for u in users for n in u.all_input_nodes)
-
-
-def _needed(block: Block, keep: Sequence[str] | None) -> set[str]:
-    stack = [n for n in output_nodes(block.graph) if keep is None or n.name in keep]
-    found: set[str] = set()
-    while stack:
-        node = stack.pop()
-        if node.name not in found:
-            found.add(node.name)
-            stack.extend(node.all_input_nodes)
-    return found

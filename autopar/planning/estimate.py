@@ -24,12 +24,12 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
-from autopar.errors import InputError, Problem
+from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
-from autopar.planning.degrees import resolve_degrees
+from autopar.planning.degrees import ranks_of_a_part, resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
 from autopar.search.pricing.stage_partition import choose_cuts, values_to_recompute
 
@@ -158,7 +158,7 @@ def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -
 
 def _checked_engine(engine: Engine | str, cluster: ClusterSpec, cp: int, ep: int, exact_memory: bool) -> Engine:
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    _check_parallel(cluster, cp, ep)
+    ranks_of_a_part(cluster.num_devices, cp=cp, ep=ep)
     if exact_memory and (chosen.name != OWN or cp * ep > 1):
         raise InputError(
             "exact memory needs engine autopar, cp 1 and ep 1; leave the others out, or leave out exact memory"
@@ -222,18 +222,6 @@ def _priceable(
 def _plan_of(blocks: str, degrees: Degrees, cuts: tuple[int, ...]) -> dict[str, Any]:
     plan = Plan(fingerprint="", model="", degrees=degrees, blocks=(), cuts=cuts)
     return {**plan.to_dict(), "blocks": json.loads(blocks)}
-
-
-def _check_parallel(cluster: ClusterSpec, cp: int, ep: int) -> None:
-    problems = [
-        Problem(path=name, value=value, rule="must be a whole number of at least 1")
-        for name, value in (("cp", cp), ("ep", ep))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
-    ]
-    if not problems and cluster.num_devices % cp:
-        problems.append(Problem(path="cp", value=cp, rule=f"must divide the {cluster.num_devices} devices"))
-    if problems:
-        raise InputError("the estimate cannot be made", problems)
 
 
 def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None) -> Degrees:

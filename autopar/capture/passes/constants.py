@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import function
+from autopar.capture.nodes import closure, function
 
 _SDPA = aten.scaled_dot_product_attention.default
 Leaf = Callable[[fx.Node], torch.Tensor]
@@ -38,18 +38,6 @@ def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
 def is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
-
-
-def closure(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes and all their direct and indirect operands, in graph order."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return sorted(found)
 
 
 def on_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
