@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.errors import Problem, nearest
-from autopar.files.strict_yaml import read_yaml
+from autopar.files.strict_text import read_json
+from autopar.files.strict_yaml import MAX_BYTES, read_yaml
 
 
 class StrictModel(BaseModel):
@@ -42,8 +43,8 @@ def validate(model: type[M], content: object, prefix: str = "") -> tuple[M | Non
 
 
 def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
-    """A YAML file as `model`, and everything wrong with it, each path opened by the file's name."""
-    content, problems = read_yaml(path)
+    """A YAML or JSON file as `model`, and everything wrong with it, each path opened by the file's name."""
+    content, problems = read_json(path, max_bytes=MAX_BYTES) if path.suffix == ".json" else read_yaml(path)
     made = None
     if content is not None or not problems:
         made, violations = validate(model, content)
@@ -51,6 +52,23 @@ def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
     if made is not None and made.name != path.stem:
         problems.append(Problem(path="name", value=made.name, rule=f"must be the file's name, {path.stem!r}"))
     return made, [replace(problem, path=f"{path.name}: {problem.path}") for problem in problems]
+
+
+def read_folder(model: type[N], paths: Iterable[Path]) -> tuple[dict[str, N], list[Problem]]:
+    """Files by their names, sorted, and everything wrong with them: also names and aliases that are taken twice."""
+    found: dict[str, N] = {}
+    taken: dict[str, str] = {}
+    problems: list[Problem] = []
+    for path in sorted(paths):
+        made, wrong = read_named(model, path)
+        problems += wrong
+        if made is not None:
+            found[made.name] = made
+            for name in (made.name, *getattr(made, "aliases", ())):
+                if name in taken:
+                    problems.append(Problem(path=path.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
+                taken[name] = made.name
+    return found, problems
 
 
 def join(prefix: str, parts: tuple[object, ...]) -> str:

@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from autopar.errors import ClusterError, Problem, did_you_mean
-from autopar.files.strict_model import NamedModel, StrictModel, read_named
+from autopar.errors import ClusterError, did_you_mean
+from autopar.files.strict_model import NamedModel, StrictModel, read_folder, read_named
 from autopar.files.strict_yaml import files_naming
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
@@ -110,20 +110,8 @@ class DevicePreset(NamedModel):
 @functools.cache
 def device_presets() -> dict[str, DevicePreset]:
     """Every preset by its name, sorted. Raises ClusterError when a file is malformed or a name is taken twice."""
-    presets: dict[str, DevicePreset] = {}
-    problems: list[Problem] = []
-    taken: dict[str, str] = {}
     with resources.as_file(resources.files("autopar.presets") / "devices") as folder:
-        for path in sorted(Path(folder).glob("*.yaml")):
-            preset, found = read_named(DevicePreset, path)
-            problems += found
-            if preset is None:
-                continue
-            presets[preset.name] = preset
-            for name in (preset.name, *preset.aliases):
-                if name in taken:
-                    problems.append(Problem(path=path.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
-                taken[name] = preset.name
+        presets, problems = read_folder(DevicePreset, Path(folder).glob("*.yaml"))
     if problems:
         raise ClusterError("the device presets are malformed", problems)
     return presets

@@ -7,15 +7,14 @@ number, and where both come from.
 from __future__ import annotations
 
 import functools
-import json
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from autopar.errors import InputError, Problem, did_you_mean
-from autopar.files.strict_model import StrictModel, validate
+from autopar.errors import InputError, did_you_mean
+from autopar.files.strict_model import NamedModel, StrictModel, read_folder
 from autopar.presets.configs import LAYER_KEYS, TOWER_KEYS
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
@@ -30,7 +29,7 @@ class PublishedCount(StrictModel):
     source: _Source
 
 
-class ModelPreset(StrictModel):
+class ModelPreset(NamedModel):
     """One file of ``presets/models``. `num_parameters` counts a tied parameter once."""
 
     name: _Name
@@ -57,22 +56,8 @@ class ModelPreset(StrictModel):
 @functools.cache
 def model_presets() -> dict[str, ModelPreset]:
     """Every preset by its name, sorted. Raises InputError when a file is malformed or a name is taken twice."""
-    presets: dict[str, ModelPreset] = {}
-    problems: list[Problem] = []
-    taken: dict[str, str] = {}
     with resources.as_file(resources.files("autopar.presets") / "models") as folder:
-        for path in sorted(Path(folder).glob("*.json")):
-            preset, found = validate(ModelPreset, json.loads(path.read_text(encoding="utf-8")), path.name)
-            problems += found
-            if preset is None:
-                continue
-            presets[preset.name] = preset
-            if preset.name != path.stem:
-                problems.append(Problem(path=path.name, value=preset.name, rule="name must be the file's"))
-            for name in (preset.name, *preset.aliases):
-                if name in taken:
-                    problems.append(Problem(path=path.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
-                taken[name] = preset.name
+        presets, problems = read_folder(ModelPreset, Path(folder).glob("*.json"))
     if problems:
         raise InputError("the model presets are malformed", problems)
     return presets

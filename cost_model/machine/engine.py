@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from autopar.errors import InputError, Problem, did_you_mean
-from autopar.files.strict_model import NamedModel, read_named
+from autopar.errors import InputError, did_you_mean
+from autopar.files.strict_model import NamedModel, read_folder, read_named
 
 DEFAULT = "autopar"
 _Text = Annotated[str, Field(min_length=8, max_length=400)]
@@ -96,14 +96,8 @@ class Engine(NamedModel):
 @functools.cache
 def engines() -> dict[str, Engine]:
     """Every engine by its name. Raises InputError when a file is malformed."""
-    found: dict[str, Engine] = {}
-    problems: list[Problem] = []
     with _folder() as folder:
-        for path in sorted(Path(folder).glob("*.yaml")):
-            engine, wrong = read_named(Engine, path)
-            problems += wrong
-            if engine is not None:
-                found[engine.name] = engine
+        found, problems = read_folder(Engine, folder.glob("*.yaml"))
     if problems:
         raise InputError("the engine profiles are malformed", problems)
     return found
