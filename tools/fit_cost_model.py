@@ -14,9 +14,9 @@ import csv
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autopar.cost_model.machine.fitted_constants import Mechanisms, dump_mechanisms, mechanisms
+from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.presets import shipped_profiles
 from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
 from autopar.cost_model.machine.profile_io import dump_profile
 from autopar.cost_model.published.estimate import RowGroup, prepare
 from autopar.cost_model.published.leave_one_out import folds
 from autopar.cost_model.published.row import Row, read_rows
+from autopar.files.atomic import write_text
+from autopar.files.strict_yaml import read_yaml
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data" / "published_runs.csv"
@@ -274,6 +276,17 @@ def write(world: World, num_rows: int) -> None:
         known = {path: text for path, text in texts.items() if path in profile.sources}
         dump_profile(replace(profile, sources={**profile.sources, **known}), PROFILES / f"{name}.yaml")
     dump_mechanisms(world[1], sources, ROOT / "cost_model" / "machine" / "fitted_constants.yaml")
+
+
+def dump_mechanisms(found: Mechanisms, sources: Mapping[str, str], path: Path) -> None:
+    """Write ``fitted_constants.yaml`` again. A number that `sources` does not name keeps its source."""
+    content, _ = read_yaml(path)
+    assert isinstance(content, dict)
+    lines = [
+        f'{name}: {{value: {getattr(found, name):g}, source: "{sources.get(name, content[name]["source"])}"}}'
+        for name in (field.name for field in fields(Mechanisms))
+    ]
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

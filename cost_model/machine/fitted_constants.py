@@ -8,13 +8,10 @@ import torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
-from pathlib import Path
 
 from autopar.errors import InputError
-from autopar.files.atomic import write_text
 from autopar.files.strict_yaml import read_yaml
 
 
@@ -65,14 +62,3 @@ def mechanisms() -> Mechanisms:
             "fitted_constants.yaml must have a value and a source for each of " + ", ".join(names), problems
         )
     return Mechanisms(**{name: float(content[name]["value"]) for name in names})
-
-
-def dump_mechanisms(found: Mechanisms, sources: Mapping[str, str], path: Path) -> None:
-    """Write ``fitted_constants.yaml`` again. A number that `sources` does not name keeps its source."""
-    content, _ = read_yaml(path)
-    assert isinstance(content, dict)
-    lines = [
-        f'{name}: {{value: {getattr(found, name):g}, source: "{sources.get(name, content[name]["source"])}"}}'
-        for name in (field.name for field in fields(Mechanisms))
-    ]
-    write_text(path, "\n".join(lines) + "\n")

@@ -109,7 +109,8 @@ def reference_steps(
         complete_gradients(program, parameters)
         if step == 0:
             if program.updates:  # the outputs are computed in evaluation mode
-                values = {**parameters, **before, **constants, **pieces[-1], **_given(program, values)}
+                given = {program.denominator: values[program.denominator]} if program.denominator else {}
+                values = {**parameters, **before, **constants, **pieces[-1], **given}
                 run_calls(main, lambda _, c: evaluating[c.block], values, lambda c: c.results)
             found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
             gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
@@ -121,11 +122,6 @@ def reference_steps(
     found.weights = join_packed(program, {n: p.detach() for n, p in parameters.items()})
     found.buffers = state
     return found
-
-
-def _given(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the main phase gets from the phase before it."""
-    return {program.denominator: values[program.denominator]} if program.denominator else {}
 
 
 def this_ranks_part(

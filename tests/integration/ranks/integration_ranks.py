@@ -15,6 +15,7 @@ from integration_models import Wanted, built, recorded_batch, seeded_recorded
 from autopar.api import parallelize
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.verify import this_ranks_part
@@ -59,12 +60,16 @@ def model_of(wanted: Wanted, plan: Plan) -> tuple[ParallelModel, Any]:
     return model, program
 
 
+def own_batches(model: ParallelModel, program: Program, plan: Plan, count: int = 1) -> list[dict[str, torch.Tensor]]:
+    """This rank's part of random batches."""
+    coordinate, data = model.rank_mesh.dims["dp"].coordinate, random_batches(program, plan.degrees, count, 0)
+    return [this_ranks_part(program, batch, plan.degrees, coordinate) for batch in data]
+
+
 def profiled_step(rank: int, wanted: Wanted, plan: Plan) -> Mapping[str, tuple[int, int]]:
     """Collectives of one `forward_backward` after one that was not counted."""
     model, program = model_of(wanted, plan)
-    data = random_batches(program, plan.degrees, 2, 0)
-    coordinate = model.rank_mesh.dims["dp"].coordinate
-    parts = [this_ranks_part(program, batch, plan.degrees, coordinate) for batch in data]
+    parts = own_batches(model, program, plan, 2)
     model.forward_backward(parts[0])
     model.zero_grad()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
@@ -91,8 +96,7 @@ def stage_arguments(rank: int, wanted: Wanted, plan: Plan) -> list[tuple[str, ..
 def compiled_step(rank: int, wanted: Wanted, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Loss before and after the blocks are compiled, without a graph break, and the largest difference of gradients."""
     model, program = model_of(wanted, plan)
-    batch = random_batches(program, plan.degrees, 1, 0)[0]
-    own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    (own,) = own_batches(model, program, plan)
     plain = model.forward_backward(own)
     reference = model.whole_gradients()
     model.zero_grad()
@@ -159,8 +163,7 @@ def state_after_evaluating(rank: int, wanted: Wanted, plan: Plan) -> tuple[bool,
 def faulty_step(rank: int, wanted: Wanted, plan: Plan, who: int, fault: str) -> None:
     """Two steps; in the second, rank `who` raises, aborts or is killed in the middle of the forward pass."""
     model, program = model_of(wanted, plan)
-    batch = random_batches(program, plan.degrees, 1, 0)[0]
-    own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    (own,) = own_batches(model, program, plan)
     model.forward_backward(own)
     if rank == who:
         plant(model, fault)
@@ -184,8 +187,7 @@ def plant(model: Any, fault: str) -> None:
 def unfit_batches(rank: int, wanted: Wanted, plan: Plan) -> tuple[dict[str, str], float]:
     """Messages of batches that do not fit, then the loss of one that does."""
     model, program = model_of(wanted, plan)
-    batch = random_batches(program, plan.degrees, 1, 0)[0]
-    good = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    (good,) = own_batches(model, program, plan)
     ids, labels = good["input_ids"], good["labels"]
     batch_error: dict[str, Any] = {
         "shape": {"input_ids": ids[:, 1:], "labels": labels},
@@ -217,11 +219,7 @@ def sleep(rank: int, seconds: float) -> None:
 def repeated_calls(rank: int, wanted: Wanted, plan: Plan) -> float:
     """Largest difference between gradients of two calls in a row and the sum of gradients of each alone."""
     model, program = model_of(wanted, plan)
-    coordinate = model.rank_mesh.dims["dp"].coordinate
-    first, second = (
-        this_ranks_part(program, batch, plan.degrees, coordinate)
-        for batch in random_batches(program, plan.degrees, 2, 0)
-    )
+    first, second = own_batches(model, program, plan, 2)
     alone = []
     for part in (first, second):
         model.forward_backward(part)
@@ -260,11 +258,7 @@ def recorded_steps(rank: int, zero: int) -> tuple[list[float], dict[str, torch.T
 def traced_step(rank: int, wanted: Wanted, plan: Plan, path: str) -> bool:
     """A trace between two steps; whether these are as they are without one."""
     model, program = model_of(wanted, plan)
-    coordinate = model.rank_mesh.dims["dp"].coordinate
-    first, second = (
-        this_ranks_part(program, batch, plan.degrees, coordinate)
-        for batch in random_batches(program, plan.degrees, 2, 0)
-    )
+    first, second = own_batches(model, program, plan, 2)
     model.forward_backward(first)
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.trace(path, second)
