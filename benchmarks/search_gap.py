@@ -14,7 +14,7 @@ from statistics import median
 
 from autopar.cache.captures import captured_model
 from autopar.cache.store import cache_folder
-from autopar.cli.options.model_argument import DTYPES
+from autopar.cli.options.model_argument import MODEL_DTYPES
 from autopar.cost_model.machine.cluster import default_precision
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.rank_order import ORDERS
@@ -80,7 +80,7 @@ def cases(words: list[str]) -> Iterator[Found]:
         for cluster, batch in wanted:
             spec = ClusterSpec.preset(cluster)
             precision = default_precision(spec)
-            captured = captured_model(model, folder=cache_folder(), seq_len=sequence, dtype=DTYPES[precision])
+            captured = captured_model(model, folder=cache_folder(), seq_len=sequence, dtype=MODEL_DTYPES[precision])
             mixes = program_for(captured.capture, LABELLED).mixes_batch is not None
             fix = {"per_micro_batch": True} if mixes else {}
             request = PlanOptions(global_batch=batch, precision=precision, fix=fix)
