@@ -69,7 +69,7 @@ def main() -> None:
 def compared(model: str, spec: ClusterSpec, cluster: str, sequences: int) -> str:
     """The best plan of all orders, and its gain over the best plan of the default order."""
     problem = Problem(model=model, cluster=cluster, sequence=SEQUENCE, global_batch=sequences * spec.num_devices)
-    machine = cluster_machine(spec, problem.on.engine, problem.on.mechanisms, precision="bf16")
+    machine = cluster_machine(spec, problem.on.machine.engine, problem.on.machine.mechanisms, precision="bf16")
     on = replace(problem.on, machine=machine)
 
     def searched(*orders: str) -> Searched:

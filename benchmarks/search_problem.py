@@ -42,7 +42,7 @@ class Problem:
     def on(self) -> Machinery:
         engine = engine_named("autopar")
         machine = cluster_machine(self.spec, engine, mechanisms(), precision="bf16")
-        return Machinery(machine=machine, engine=engine, mechanisms=mechanisms(), precision="bf16")
+        return Machinery(machine=machine)
 
     @property
     def constraints(self) -> Constraints:

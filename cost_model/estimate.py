@@ -160,7 +160,7 @@ def estimate_works(
     precision = question.precision or default_precision(cluster)
     machine = cluster_machine(cluster, question.engine, constants, precision=precision, profile=question.profile)
     layouts = layout_of(works, question)
-    pricing = Pricing(works, question, machine, constants, precision)
+    pricing = Pricing(works, question, machine)
     step, memory = pricing.step(layouts), pricing.memory(layouts)
     seconds = float(step.seconds[0])
     batch = (degrees.micro_batch or 1) * degrees.num_micro_batches * degrees.dp

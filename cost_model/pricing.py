@@ -110,11 +110,8 @@ class Pricing:
         works: ProgramWorks,
         question: Question,
         machine: Machine,
-        constants: Mechanisms,
-        precision: str,
     ) -> None:
         self.works, self.question, self.machine = works, question, machine
-        self.constants, self.precision = constants, precision
         self.fused = question.engine.attention == "fused"
         self.families: dict[float, Family[Any]] = {}
         self.shape = shape_of_works(works)
@@ -123,7 +120,7 @@ class Pricing:
         """The numbers of a layout of the question, which has its own data-parallel degree or none."""
         degree = float(layouts.dp[0])
         if degree not in self.families:
-            self.families[degree] = family_at(self.works, layouts, self.constants)
+            self.families[degree] = family_at(self.works, layouts, self.machine.mechanisms)
         return self.families[degree]
 
     def stages(self) -> Stages | None:
@@ -164,7 +161,7 @@ class Pricing:
             return Pipelined(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
 
         self._step(layouts, look)
-        return found, whole_message_s(messages[0], self.question.engine, self.constants.message_exposed)
+        return found, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
 
     def memory(self, layouts: Layouts) -> StepMemory:
         return memory_between(self.recomputed_share(), [self._memory(one) for one in self._with_and_without(layouts)])
@@ -206,19 +203,16 @@ class Pricing:
             self.shape,
             layouts,
             self.machine,
-            self.question.engine,
-            self.constants,
-            in_float8=self.precision == "fp8",
             fused=self.fused,
             pipeline=pipeline,
         )
 
     def _pipeline(self, stages: Stages, *, every_rank: bool) -> Pipeline:
-        exposed, sharing = self.constants.message_exposed, self.machine.ranks_per_core
+        exposed, sharing = self.machine.mechanisms.message_exposed, self.machine.ranks_per_core
         return pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
 
     def _memory_basis(self) -> MemoryBasis:
-        return memory_basis(self.shape, self.question.engine, self.machine, self.constants, fused=self.fused)
+        return memory_basis(self.shape, self.machine, fused=self.fused)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
         family, stages, basis = self.family(layouts), self.stages(), self._memory_basis()

@@ -60,6 +60,6 @@ def _file(folder: Path, captured: CapturedModel, cluster: ClusterSpec, asked: Pl
     if asked.precision is None:
         raise InputError("a search is kept by its precision; name one")
     machine = machine_of(cluster, asked.profile, asked.precision)
-    question = question_about(asked, cluster, machine, asked.precision, captured.name)
+    question = question_about(asked, cluster, machine, captured.name)
     options = [asked.top, asked.trials, asked.seed, asked.report, asked.what_if, list(machine.assumptions)]
     return kept_file(folder, "search", captured.digest, question, options, versions(SEARCHING))

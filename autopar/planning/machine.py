@@ -28,7 +28,7 @@ def machinery_of(
     recompute_blocks: int | tuple[int, ...] | None = None,
     cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":
-    """The machine of `machine_of` with the engine, constants and decisions that price candidates.
+    """The machine of `machine_of` with the decisions that price candidates.
 
     Raises the same errors.
     """
@@ -36,9 +36,6 @@ def machinery_of(
 
     return Machinery(
         machine=machine_of(cluster, profile, precision),
-        engine=engine_named(ENGINE),
-        mechanisms=mechanisms(),
-        precision=precision,
         recompute_blocks=recompute_blocks,
         cuts=cuts,
     )

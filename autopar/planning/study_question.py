@@ -20,13 +20,15 @@ def question_of(
     asked: PlanOptions, program: "Program", cluster: "ClusterSpec", on: "Machinery", name: str
 ) -> dict[str, str | int]:
     """All inputs of prices and candidates."""
-    about = question_about(asked, cluster, on.machine, on.precision, name)
-    return about | {"engine": on.engine.name, "fingerprint": program.fingerprint, "sequence": program.sequence or 1}
+    about = question_about(asked, cluster, on.machine, name)
+    return about | {
+        "engine": on.machine.engine.name,
+        "fingerprint": program.fingerprint,
+        "sequence": program.sequence or 1,
+    }
 
 
-def question_about(
-    asked: PlanOptions, cluster: "ClusterSpec", machine: "Machine", precision: str, name: str
-) -> dict[str, str | int]:
+def question_about(asked: PlanOptions, cluster: "ClusterSpec", machine: "Machine", name: str) -> dict[str, str | int]:
     """The part of `question_of` that does not need the program."""
     fix, forbid = asked.narrowing()
 
@@ -39,7 +41,7 @@ def question_about(
         "model": name,
         "cluster": cluster.name,
         "cluster_sha256": _sha256(json.dumps(cluster.to_dict(), sort_keys=True)),
-        "precision": precision,
+        "precision": machine.precision,
         "profile": machine.profile.name,
         "profile_sha256": _sha256(profile),
         "batch": f"global {asked.global_batch}" if asked.local_batch is None else f"local {asked.local_batch}",

@@ -94,6 +94,9 @@ def cluster_machine(
     return Machine(
         device=device,
         profile=found,
+        engine=engine,
+        mechanisms=mechanisms,
+        precision=precision,
         speeds=speeds,
         links=links,
         ranks_per_core=found.measured.ranks_per_core if found.measured and cluster.num_hosts == 1 else 1.0,

@@ -4,7 +4,7 @@
 published run (`autopar.cost_model.published.machine`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.machine.collectives import Transfer
 from autopar.cost_model.machine.engine import Engine
@@ -44,6 +44,9 @@ class Machine:
 
     device: Device
     profile: DeviceProfile
+    engine: Engine = field(repr=False)  # the repr of a machine names a study's profile, which has no engine
+    mechanisms: Mechanisms = field(repr=False)
+    precision: str = field(repr=False)
     speeds: Speeds
     links: Links
     memory_bytes: float
@@ -51,6 +54,11 @@ class Machine:
     ranks_per_core: float = 1.0  # CPU ranks that share a core
     host: HostShare | None = None  # one device's part of its host, if known
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether products of repeated blocks are computed in float8."""
+        return self.precision in FLOAT8
 
     @property
     def overlap_slowdown(self) -> float:

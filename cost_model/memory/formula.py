@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import device_state_bytes
@@ -49,13 +48,13 @@ class MemoryBasis:
     fused: bool  # attention is one kernel, which saves no scores
 
 
-def memory_basis(shape: Shape, engine: Engine, machine: Machine, mechanisms: Mechanisms, *, fused: bool) -> MemoryBasis:
+def memory_basis(shape: Shape, machine: Machine, *, fused: bool) -> MemoryBasis:
     """The basis on a machine."""
     return MemoryBasis(
         shape=shape,
-        engine=engine,
+        engine=machine.engine,
         reserve_bytes=machine.reserve_bytes,
-        cache=mechanisms.allocator_cache,
+        cache=machine.mechanisms.allocator_cache,
         fused=fused,
     )
 

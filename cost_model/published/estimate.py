@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
-from autopar.cost_model.machine.machine import FLOAT8, Machine, usable_bytes
+from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.memory.formula import StepMemory, memory_basis, step_memory
 from autopar.cost_model.published.families import (
@@ -52,7 +52,6 @@ class _Case:
 
     row: Row
     machine: Machine
-    engine: Engine
     family: str
     fused: bool
     global_batch: int
@@ -74,14 +73,6 @@ class RowGroup:
         return self.cases[0].machine
 
     @property
-    def engine(self) -> Engine:
-        return self.cases[0].engine
-
-    @property
-    def precision(self) -> str:
-        return self.cases[0].row.precision or "bf16"
-
-    @property
     def profile(self) -> DeviceProfile:
         return self.machine.profile
 
@@ -92,10 +83,7 @@ class RowGroup:
             with_experts(self.family, self.layouts, constants),
             self.shape,
             self.layouts,
-            row_machine(first.row, self.engine, constants, profile=profile),
-            self.engine,
-            constants,
-            in_float8=self.precision in FLOAT8,
+            row_machine(first.row, self.machine.engine, constants, profile=profile),
             fused=first.fused,
         )
 
@@ -120,7 +108,7 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, Unmodelled]]
             continue
         machine = case.machine
         key = (
-            *(machine.device.name, case.engine.name),
+            *(machine.device.name, case.machine.engine.name),
             *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
             *(case.family, case.fused, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
         )
@@ -141,11 +129,11 @@ def _case(row: Row) -> _Case | Unmodelled:
     attn = (row.attn_impl or "").lower()
     fused = engine.attention == "fused" if not attn else "unfused" not in attn
     batch = row.global_batch or int(_dp(row) * (row.micro_batch or 1) * (row.grad_accum or 1) * _default_count(row))
-    return _Case(row=row, machine=machine, engine=engine, family=family, fused=fused, global_batch=batch)
+    return _Case(row=row, machine=machine, family=family, fused=fused, global_batch=batch)
 
 
 def _is_over_data(case: _Case) -> bool:
-    return case.engine.data_ranks == "joint" and _dp(case.row) > 1
+    return case.machine.engine.data_ranks == "joint" and _dp(case.row) > 1
 
 
 def _default_count(row: Row) -> int:
@@ -160,7 +148,7 @@ def _dp(row: Row) -> float:
 def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     cases = tuple(case for _, case in members)
     first = cases[0]
-    engine, machine = first.engine, first.machine
+    engine, machine = first.machine.engine, first.machine
     shape, layouts = shape_of_rows([case.row for case in cases]), _layouts(cases, engine)
     each = [numbers_of(case.row) for case in cases]
     numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
@@ -168,7 +156,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
     unstated = np.array([case.row.recompute is None for case in cases])
 
-    basis = memory_basis(shape, engine, machine, mechanisms(), fused=first.fused)
+    basis = memory_basis(shape, machine, fused=first.fused)
     memory = step_memory(family, layouts, basis)
     for level in (1, 2):  # rows without a stated recomputation recompute as little as fits
         tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * machine.memory_bytes)

@@ -84,6 +84,9 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
     return Machine(
         device=device,
         profile=found,
+        engine=engine,
+        mechanisms=mechanisms,
+        precision=precision,
         speeds=speeds,
         links=links_of(
             found,

@@ -71,7 +71,7 @@ class Assembled:
 
 def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> Assembled:
     """The step of every layout from its prices. A `pipeline` gets every role's passes."""
-    mechanisms, n = basis.mechanisms, layouts.micro_batches
+    mechanisms, n = basis.machine.mechanisms, layouts.micro_batches
     computing, passes = _with_and_without_gathers(basis, layouts, prices)
     shares = repeated_roles(basis.shape)
     mean = Passes(
@@ -85,7 +85,7 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
         own = pipeline(_of_roles(prices, passes), message)
     data = prices.data(own.blocks)
     sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both + own.again)
-    if basis.engine.optimizer_place == "host":
+    if basis.machine.engine.optimizer_place == "host":
         optimizer, adding = offloaded(basis, layouts, data.parameters, own.blocks * mean.backward), np.zeros(1)
     else:
         optimizer, adding = _optimizer(basis, layouts, data.parameters), _accumulation(basis, layouts, data.parameters)
@@ -138,7 +138,7 @@ def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrice
     """1F1B over stages with equal numbers of blocks."""
     pp, n, v = layouts.pp, layouts.micro_batches, np.maximum(layouts.virtual, 1)
     first, last, has_stages = prices.first.both, prices.last.both, pp > 1
-    per_rank, last_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.engine)
+    per_rank, last_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.machine.engine)
     middle = per_rank * block
     ends = np.maximum(middle + np.where(has_stages, first, 0.0), last_rank * block + last)
     return Pipelined(
@@ -151,12 +151,12 @@ def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrice
 
 def message_seconds(basis: Basis, layouts: Layouts) -> Floats:
     """Seconds that a rank waits for one message between stages, one way."""
-    shape, engine, links = basis.shape, basis.engine, basis.machine.links
+    shape, engine, links = basis.shape, basis.machine.engine, basis.machine.links
     size = shape.element_bytes * layouts.micro_batch * shape.sequence / layouts.cp * shape.hidden
     split = layouts.tp if engine.splits_messages else np.where(layouts.sequence_parallel, layouts.tp, 1)
     span, devices, per_host = layouts.pp * layouts.stage_stride, layouts.num_devices, links.devices_per_host
     is_inside = (span <= per_host) & ((devices <= per_host) | (np.mod(per_host, span) == 0))
-    waits = basis.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
+    waits = basis.machine.mechanisms.message_exposed if engine.messages == "overlapped" else 1.0
     return np.where(layouts.pp > 1, waits * links.message_s(size / split, is_inside), 0.0)
 
 
@@ -178,7 +178,7 @@ def _waiting_sums(basis: Basis, layouts: Layouts, data: DataPrices, window: Floa
 
     The sums may hide behind `window`: the seconds of one micro-batch in blocks.
     """
-    engine, mechanisms = basis.engine, basis.mechanisms
+    engine, mechanisms = basis.machine.engine, basis.machine.mechanisms
     total = moving_sums(layouts, data)
     if engine.gradient_sync == "during":
         left = np.maximum(total - mechanisms.gradient_window * window, 0.0)
@@ -190,12 +190,12 @@ def _waiting_sums(basis: Basis, layouts: Layouts, data: DataPrices, window: Floa
 
 def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:
     """Adding each micro-batch's weight gradients to their sum, by a kernel of its own."""
-    if basis.engine.accumulation == "fused":
+    if basis.machine.engine.accumulation == "fused":
         return np.zeros(1)
-    moved = (basis.shape.element_bytes + 2 * basis.engine.gradient_bytes) * parameters.whole
+    moved = (basis.shape.element_bytes + 2 * basis.machine.engine.gradient_bytes) * parameters.whole
     return np.asarray((layouts.micro_batches - 1) * moved / basis.machine.speeds.bytes_per_s)
 
 
 def _optimizer(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:
-    moved = basis.engine.optimizer_bytes * parameters.sharded(layouts, 1)
+    moved = basis.machine.engine.optimizer_bytes * parameters.sharded(layouts, 1)
     return np.asarray(moved / basis.machine.speeds.bytes_per_s)

@@ -51,7 +51,7 @@ class BlockPrices:
 
 def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> BlockPrices:
     """The prices of a repeated block without the collectives of ZeRO."""
-    seconds = _of_variants(basis, family, layouts, role, in_float8=basis.in_float8)
+    seconds = _of_variants(basis, family, layouts, role, in_float8=basis.machine.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context = _context(basis, family, layouts, role)
     experts = _all_to_all(basis, layouts) if role.startswith("moe_layer") else np.zeros(1)
@@ -72,7 +72,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
         weight=seconds.products / _PRODUCTS,
-        selective=seconds.attention_forward if basis.engine.selective == "attention" else seconds.forward / 2,
+        selective=seconds.attention_forward if basis.machine.engine.selective == "attention" else seconds.forward / 2,
         parts=parts,
         hidden=hidden,
     )
@@ -106,7 +106,7 @@ def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, in_float8: bo
     return computing_seconds(
         work,
         basis.machine.speeds,
-        basis.engine,
+        basis.machine.engine,
         in_float8=in_float8,
         fused=basis.fused,
         is_split=layouts.tp > 1,
@@ -114,12 +114,12 @@ def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, in_float8: bo
 
 
 def _hidden(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
-    how = basis.engine.tensor_overlap
+    how = basis.machine.engine.tensor_overlap
     if basis.machine.speeds.in_one_thread:  # a collective takes the cores of the computation
         return np.zeros(1)
     if how == "pipelined":  # needs activations that are split over the sequence
-        return np.where(layouts.sequence_parallel, basis.mechanisms.pipelined_hidden, 0.0)
-    return np.asarray(basis.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)
+        return np.where(layouts.sequence_parallel, basis.machine.mechanisms.pipelined_hidden, 0.0)
+    return np.asarray(basis.machine.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)
 
 
 def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:

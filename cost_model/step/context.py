@@ -1,12 +1,10 @@
-"""The shared inputs of all prices of a model: shape, machine, engine and mechanisms."""
+"""The shared inputs of all prices of a model: its shape and the machine."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Shape
 from autopar.cost_model.step.unique_rows import spread
@@ -19,9 +17,6 @@ class Basis:
 
     shape: Shape
     machine: Machine
-    engine: Engine
-    mechanisms: Mechanisms
-    in_float8: bool  # products of repeated blocks are computed in float8
     fused: bool  # attention is one kernel
 
 

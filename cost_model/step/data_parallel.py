@@ -67,7 +67,7 @@ def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str
     gather, scatter = _gather_and_scatter(basis, layouts, elements)
     copies = 2 * basis.machine.links.seconds(
         "all_gather",
-        basis.engine.shard_gradient_bytes * elements / layouts.shard,
+        basis.machine.engine.shard_gradient_bytes * elements / layouts.shard,
         layouts.data_ranks / layouts.shard,
         layouts.data_stride * layouts.shard,
     )
@@ -75,7 +75,7 @@ def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str
 
 
 def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[Floats, Floats]:
-    engine, links, element_bytes = basis.engine, basis.machine.links, basis.shape.element_bytes
+    engine, links, element_bytes = basis.machine.engine, basis.machine.links, basis.shape.element_bytes
     if engine.shard_gather == "blocking":  # through one port of a host
         one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
         return np.asarray(element_bytes * one), np.asarray(engine.shard_gradient_bytes * one)
@@ -107,7 +107,7 @@ def _gathered_again(layouts: Layouts, gathers: Gathers) -> Floats:
 
 
 def _beside(basis: Basis, computing: Floats, moving: Floats) -> Floats:
-    slow = BLOCKING_BESIDE if basis.engine.shard_gather == "blocking" else basis.machine.overlap_slowdown - 1
+    slow = BLOCKING_BESIDE if basis.machine.engine.shard_gather == "blocking" else basis.machine.overlap_slowdown - 1
     return np.maximum(computing, moving) + slow * np.minimum(computing, moving)
 
 
@@ -129,7 +129,7 @@ def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
 
 def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: Floats) -> DataPrices:
     """The gradient sums of a rank with `per_rank` blocks, without ZeRO and under ZeRO 1."""
-    engine, links = basis.engine, basis.machine.links
+    engine, links = basis.machine.engine, basis.machine.links
     first, last = first_and_last(family, basis.shape, layouts, per_rank)
     parameters = RankParameters(dense=np.maximum(first.dense, last.dense), expert=first.expert)
     num_calls = basis.shape.blocks / layouts.pp + len(_ENDS)  # ZeRO 1 calls for every block by itself

@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.assembly import (
     Assembled,
@@ -55,10 +53,7 @@ def step_seconds(
     shape: Shape,
     layouts: Layouts,
     machine: Machine,
-    engine: Engine,
-    mechanisms: Mechanisms,
     *,
-    in_float8: bool,
     fused: bool,
     pipeline: Pipeline | None = None,
 ) -> StepSeconds:
@@ -66,7 +61,7 @@ def step_seconds(
 
     If a `pipeline` is given, its stages count. Else blocks are cut evenly, and the closed form of 1F1B holds.
     """
-    basis = Basis(shape=shape, machine=machine, engine=engine, mechanisms=mechanisms, in_float8=in_float8, fused=fused)
+    basis = Basis(shape=shape, machine=machine, fused=fused)
     return step_of(basis, layouts, step_prices(basis, family, layouts), pipeline)
 
 
@@ -112,7 +107,7 @@ def _parts(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) 
     parts["embedding, head, loss"] = n * (own.busy - own.blocks * step.mean.both - own.again)
     parts |= {"bubble": own.idle, "messages": own.messages, "data collectives": step.sums + step.end_gathers}
     parts |= {"optimizer": step.optimizer, "gradient accumulation": step.accumulation}
-    return parts | {"fixed": basis.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}
+    return parts | {"fixed": basis.machine.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}
 
 
 def _hidden(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) -> dict[str, Floats]:
@@ -124,7 +119,7 @@ def _hidden(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled)
         waited = step.passes[role].both - step.computing[role].both
         of_blocks[role] = {**one.hidden, "shard collectives": np.maximum(moving - waited, 0.0)}
     hidden = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
-    waits = basis.mechanisms.message_exposed if basis.engine.messages == "overlapped" else 1.0
+    waits = basis.machine.mechanisms.message_exposed if basis.machine.engine.messages == "overlapped" else 1.0
     sums = np.where(sums_beside_blocks(layouts), 0.0, np.maximum(moving_sums(layouts, step.data) - step.sums, 0.0))
     return hidden | {"messages": own.messages * (1 / waits - 1), "data collectives": sums}
 

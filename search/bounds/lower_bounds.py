@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.screened_model import model_of_program
@@ -57,12 +55,9 @@ NO_SHARE = 2.0  # of the blocks: recomputing all of them is not enough
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machinery:
-    """The machine and the engine that price candidates, and the decisions that all candidates share."""
+    """The machine that prices candidates, and the decisions that all candidates share."""
 
     machine: Machine
-    engine: Engine
-    mechanisms: Mechanisms
-    precision: str
     recompute_blocks: int | tuple[int, ...] | None = None  # of every stage, or of each; None: the fewest that fit
     cuts: tuple[int, ...] | None = None  # calls before which stages begin; None: chosen by pricing
     beyond: Beyond = Beyond()
@@ -134,10 +129,7 @@ def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
     return Basis(
         shape=shape_of_works(works),
         machine=on.machine,
-        engine=on.engine,
-        mechanisms=on.mechanisms,
-        in_float8=on.precision == "fp8",
-        fused=on.engine.attention == "fused",
+        fused=on.machine.engine.attention == "fused",
     )
 
 
@@ -147,7 +139,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     Labels of a mesh with one tensor dimension serve any tensor degree.
     """
     layouts = layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
-    family = family_at(works, layouts, on.mechanisms)
+    family = family_at(works, layouts, on.machine.mechanisms)
     basis = basis_of(works, on)
     run = Run(
         schedule=found.schedule,
@@ -159,7 +151,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     )
     cuts: list[EvenCuts] = []
     prices = _prices(basis, works, layouts)
-    bound = lower_bound(run, waits=0.0 if on.engine.messages == "overlapped" else 1.0, found=cuts)
+    bound = lower_bound(run, waits=0.0 if on.machine.engine.messages == "overlapped" else 1.0, found=cuts)
     steps = [
         assembled(basis, replace(layouts, recompute=np.full(len(found), float(level))), prices, bound)
         for level in (0, 2)
@@ -169,7 +161,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         family,
         basis.shape,
         layouts,
-        on.engine,
+        on.machine.engine,
         cuts[0],
         capacity_bytes=on.capacity_bytes,
         reserve_bytes=on.machine.reserve_bytes,
@@ -213,7 +205,7 @@ def pipeline_seconds(step: StepSeconds) -> Floats:
 
 def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
     """`pipeline_seconds` of a step that is given without its parts."""
-    behind = step.sums + step.end_gathers + step.optimizer + step.accumulation + basis.mechanisms.step_s
+    behind = step.sums + step.end_gathers + step.optimizer + step.accumulation + basis.machine.mechanisms.step_s
     return np.asarray((step.before - behind) * (1 + step.straggling))
 
 
@@ -229,7 +221,7 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
     few, places = layouts.only(model.block_fields, of_blocks.rows), layouts.only(RANK_FIELDS, of_ranks.rows)
     blocks, bare = model.blocks(few), model.parameters(places)
     if "ep" in model.block_fields:
-        blocks = with_experts(blocks, few, basis.mechanisms)
+        blocks = with_experts(blocks, few, basis.machine.mechanisms)
     found = {role: block_prices(basis, blocks, few, role) for role in roles}
 
     def end(role: str) -> Passes:

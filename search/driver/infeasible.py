@@ -157,7 +157,7 @@ def _more_devices(asked: Asked, should_continue: Callable[[], bool]) -> str | No
 
 def _least_hosts(asked: Asked) -> int:
     """More hosts than the cluster has, with room for evenly divided parameters, gradients and optimizer state."""
-    state = asked.works_of(1).num_parameters * asked.machinery(asked.cluster).engine.state_bytes
+    state = asked.works_of(1).num_parameters * asked.machinery(asked.cluster).machine.engine.state_bytes
     missing = state / max(_room(asked), 1.0) - asked.cluster.num_devices
     return asked.cluster.num_hosts + max(1, ceil(missing / asked.cluster.groups[-1].devices_per_host))
 

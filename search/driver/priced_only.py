@@ -44,8 +44,10 @@ class Found:
     def formula_only(self, cluster: ClusterSpec) -> tuple[str, ...]:
         """The features of the plan that autopar prices and does not run."""
         on, beyond = self.machinery, self.beyond
-        question = Question(cluster=cluster, degrees=self.best.degrees, engine=on.engine, cp=beyond.cp, ep=beyond.ep)
-        return formula_only(question, on.precision)
+        question = Question(
+            cluster=cluster, degrees=self.best.degrees, engine=on.machine.engine, cp=beyond.cp, ep=beyond.ep
+        )
+        return formula_only(question, on.machine.precision)
 
 
 def search_beyond(
@@ -111,8 +113,10 @@ def combinations(works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> It
 
 def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
     """The same machinery with the features of `beyond`."""
-    engine = on.engine.model_copy(update={"optimizer_place": HOST}) if beyond.offload else on.engine
-    return replace(on, beyond=beyond, engine=engine)
+    if not beyond.offload:
+        return replace(on, beyond=beyond)
+    engine = on.machine.engine.model_copy(update={"optimizer_place": HOST})
+    return replace(on, beyond=beyond, machine=replace(on.machine, engine=engine))
 
 
 def constraints_of(constraints: Constraints, cluster: ClusterSpec, beyond: Beyond) -> Constraints:

@@ -175,7 +175,7 @@ def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
 
 def _most_saved(works: ProgramWorks, found: Candidates, on: Machinery) -> Floats:
     basis, layouts = basis_of(works, on), layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
-    again = family_at(works, layouts, on.mechanisms)
+    again = family_at(works, layouts, on.machine.mechanisms)
     kept = _without_second_gathers(again)
     staged, splits = found.pp > 1, np.isin(found.schedule, SPLITS)
     saved = np.zeros(len(found))

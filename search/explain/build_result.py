@@ -44,9 +44,9 @@ def result_of(
     return SearchResult(
         model="",
         cluster=cluster.name,
-        engine=on.engine.name,
+        engine=on.machine.engine.name,
         profile=on.machine.profile.name,
-        precision=on.precision,
+        precision=on.machine.precision,
         objective=goal.objective,
         unit=goal.unit,
         num_devices=cluster.num_devices,
@@ -67,7 +67,7 @@ def result_of(
         closest=None,
         seconds=0.0,
         notes=program.notes,
-        assumptions=(*on.machine.assumptions, *dtype_assumptions(works_of(1).dtype, on.precision, cluster)),
+        assumptions=(*on.machine.assumptions, *dtype_assumptions(works_of(1).dtype, on.machine.precision, cluster)),
         details=details,
         points=points_of(found),
     )

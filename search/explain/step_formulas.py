@@ -167,7 +167,7 @@ class _Terms:
     # ---- the end of a step ----
 
     def end_of_step(self) -> Iterator[Term]:
-        degrees, engine, constants = self.degrees, self.pricing.question.engine, self.pricing.constants
+        degrees, engine, constants = self.degrees, self.pricing.question.engine, self.pricing.machine.mechanisms
         bandwidth = Value(symbol="W", meaning="bytes/s of device memory", value=self.speeds.bytes_per_s, unit="bytes/s")
         sums = f"exposed sums of gradients and gathers of parameters over {degrees.dp} ranks"
         yield self.term(

@@ -289,7 +289,9 @@ class Prepared:
         stages, pipeline = [plans[k].stages for k, _ in ones], None
         if stages[0] is not None:
             each = [one for one in stages if one is not None]
-            pipeline = pipelines_of(each, self.on.engine, self.on.mechanisms.message_exposed, self.sharing, self.runs)
+            pipeline = pipelines_of(
+                each, self.on.machine.engine, self.on.machine.mechanisms.message_exposed, self.sharing, self.runs
+            )
         steps = step_of(self.shared.basis, layouts, blocks, pipeline)
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
         for k, seconds in self._in_parts(plans).items():
@@ -319,8 +321,8 @@ class Prepared:
         if not found:
             return {}
         layouts, blocks = self.shared.at(np.array([plans[k].index for k in found]), np.zeros(len(found)))
-        exposed = self.on.mechanisms.message_exposed
-        pipeline = pipelines_of([*found.values()], self.on.engine, exposed, self.sharing, self.runs)
+        exposed = self.on.machine.mechanisms.message_exposed
+        pipeline = pipelines_of([*found.values()], self.on.machine.engine, exposed, self.sharing, self.runs)
         seconds = pipeline_seconds(step_of(self.shared.basis, layouts, blocks, pipeline))
         return dict(zip(found, np.broadcast_to(seconds, len(found)).tolist(), strict=True))
 
@@ -373,5 +375,7 @@ def _step(like: StepSeconds, values: Floats) -> StepSeconds:
 
 def pricing_of(works: ProgramWorks, plan: Priced, cluster: ClusterSpec, on: Machinery) -> Pricing:
     """The pricing of a plan, for the figures that a report needs beside its price."""
-    question = Question(cluster=cluster, degrees=plan.degrees, engine=on.engine, precision=on.precision, cuts=plan.cuts)
-    return Pricing(works, question, on.machine, on.mechanisms, on.precision)
+    question = Question(
+        cluster=cluster, degrees=plan.degrees, engine=on.machine.engine, precision=on.machine.precision, cuts=plan.cuts
+    )
+    return Pricing(works, question, on.machine)

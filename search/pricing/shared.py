@@ -60,7 +60,7 @@ class SharedPrices:
         self.place = np.zeros(size, dtype=np.intp) if of_ranks.index is None else of_ranks.index
         rows = of_ranks.rows
         self.places, self.row_of_place = layouts.only(RANK_FIELDS, rows), self.row[rows]
-        self.family = with_experts(model.blocks(self.few), self.few, on.mechanisms)
+        self.family = with_experts(model.blocks(self.few), self.few, on.machine.mechanisms)
         self.blocks = {
             role: block_prices(self.basis, self.family, self.few, role) for role in repeated_roles(self.basis.shape)
         }
@@ -90,8 +90,7 @@ class SharedPrices:
     @cached_property
     def memory_basis(self) -> MemoryBasis:
         """What the memory of every candidate depends on."""
-        basis = self.basis
-        return memory_basis(basis.shape, basis.engine, self.on.machine, self.on.mechanisms, fused=basis.fused)
+        return memory_basis(self.basis.shape, self.basis.machine, fused=self.basis.fused)
 
     @cached_property
     def bytes_of_roles(self) -> RoleBytes:

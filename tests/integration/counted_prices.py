@@ -91,12 +91,12 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
         in_one_thread=True,  # nothing is hidden
     )
     profile = replace(machine.profile, overlap_slowdown=2.0)
-    counting = replace(machine, speeds=at_once, links=links, profile=profile)
     none_hidden = replace(
         mechanisms(), straggler=0.0, step_s=0.0, async_hidden=0.0, pipelined_hidden=0.0, message_exposed=1.0,
         gradient_window=1.0, broadcast_s=0.0,
     )  # fmt: skip
-    pricing = Pricing(works, question, counting, none_hidden, "bf16")
+    counting = replace(machine, speeds=at_once, links=links, profile=profile, mechanisms=none_hidden)
+    pricing = Pricing(works, question, counting)
     stages = pricing.stages()
 
     def summed(passes: Mapping[str, Passes], message: Any) -> Pipelined:
@@ -109,10 +109,7 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
     layouts = layout_of(works, question)
     found = [
         float(
-            step_seconds(
-                pricing.family(one), pricing.shape, one, counting, question.engine, none_hidden,
-                in_float8=False, fused=True, pipeline=pipeline,
-            ).seconds[0]
+            step_seconds(pricing.family(one), pricing.shape, one, counting, fused=True, pipeline=pipeline).seconds[0]
         )
         for one in pricing._with_and_without(layouts)
     ]  # fmt: skip

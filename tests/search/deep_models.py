@@ -62,7 +62,7 @@ def machinery(cluster: ClusterSpec) -> Machinery:
     """What plans in bfloat16 are priced on."""
     engine = engine_named("autopar")
     machine = cluster_machine(cluster, engine, mechanisms(), precision="bf16")
-    return Machinery(machine=machine, engine=engine, mechanisms=mechanisms(), precision="bf16")
+    return Machinery(machine=machine)
 
 
 def searched(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: int) -> Searched:

@@ -35,9 +35,6 @@ def machinery_with(cluster: ClusterSpec, memory_bytes: float, ranks_per_core: fl
     memory = (machine.reserve_bytes + memory_bytes) / USABLE
     return Machinery(
         machine=replace(machine, memory_bytes=memory, ranks_per_core=ranks_per_core),
-        engine=engine,
-        mechanisms=mechanisms(),
-        precision="bf16",
     )
 
 

@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.machine.machine import FLOAT8, USABLE, Machine
+from autopar.cost_model.machine.machine import USABLE, Machine
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows, prepare
 from autopar.cost_model.published.families import family_name, family_of, numbers_of, shape_of_rows
 from autopar.cost_model.published.row import Row, RowEstimate
@@ -52,7 +50,6 @@ class Published:
     row: Row
     layout: Layouts
     machine: Machine
-    engine: Engine
     global_batch: int
     needed_bytes: float
 
@@ -83,8 +80,10 @@ def of_group(group: RowGroup) -> list[Published]:
         Published(
             row=case.row,
             layout=Layouts(**{name: column[i : i + 1].astype(float) for name, column in columns.items()}),
-            machine=case.machine,
-            engine=case.engine.model_copy(update={"attention": "fused" if case.fused else "materialised"}),
+            machine=replace(
+                case.machine,
+                engine=case.machine.engine.model_copy(update={"attention": "fused" if case.fused else "materialised"}),
+            ),
             global_batch=case.global_batch,
             needed_bytes=float(needed[i]),
         )
@@ -146,15 +145,12 @@ def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> Any:
     v = one.values
     on = Machinery(
         machine=replace(one.machine, memory_bytes=memory_bytes),
-        engine=one.engine,
-        mechanisms=mechanisms(),
-        precision="fp8" if one.row.precision in FLOAT8 else "bf16",
         beyond=Beyond(cp=int(v["cp"]), ep=int(v["ep"])),
     )
     found = np.full(len(space), np.inf)
     for tp in set(space.tp.tolist()):
         rows = np.flatnonzero(space.tp == tp)
-        unstated = one.engine.unstated_sequence_parallel
+        unstated = one.machine.engine.unstated_sequence_parallel
         split = tp > 1 and bool(v["sequence_parallel"] if v["tp"] > 1 else unstated)
         found[rows] = screen(works_of(one.row, tp, split), space.at(rows), on).seconds
     return found

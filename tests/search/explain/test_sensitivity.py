@@ -19,7 +19,7 @@ CASE = Case(model="llama", cluster="16xh100", global_batch=16, tokens=2048)
 
 
 def machinery(cluster: ClusterSpec) -> Machinery:
-    made = cluster_machine(cluster, CASE.on.engine, CASE.on.mechanisms, precision="bf16")
+    made = cluster_machine(cluster, CASE.on.machine.engine, CASE.on.machine.mechanisms, precision="bf16")
     return replace(CASE.on, machine=replace(made, memory_bytes=CASE.on.machine.memory_bytes))
 
 
