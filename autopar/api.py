@@ -22,6 +22,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
+from autopar.ir.storage import Storage
 from autopar.models.load import example_inputs_for
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan, program_for
@@ -39,7 +40,6 @@ from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.shape_cache import InputShapes, Replan
 from autopar.runtime.model.tied_parameters import names_on_this_rank
 from autopar.runtime.parameters.materialise import parameter_source
-from autopar.runtime.parameters.placement import ParameterPlacement
 from autopar.search.result.format import nothing_fits
 
 _TIMEOUT_S = 300
@@ -230,7 +230,7 @@ def _replan(
     model = weightless(model)
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
-    def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, ParameterPlacement]) -> tuple[Program, Plan]:
+    def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
         example = inputs_of_shapes(model, inputs, sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
         own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)

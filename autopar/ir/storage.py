@@ -20,17 +20,40 @@ BUCKET_BYTES = 64 * 2**20
 class Storage:
     """How one parameter is stored.
 
-    `shape` is its factored global shape; `splits` gives, per tensor mesh dimension (all but `dp`), the dimension of
-    `shape` that it splits or None, `degrees` its ranks. `local_shape` is the flat shape of a block's part, padding
-    included. `deferred` names mesh dimensions that sum its gradient once a step.
+    `types` has an entry for each mesh dimension, `splits` and `degrees` for each tensor mesh dimension (all but `dp`).
+    A split is the dimension of `shape` that is split, or None. `shape` is the factored global shape. `local_shape` is
+    the flat shape of a block's part, padding included. `deferred` names mesh dimensions that sum the gradient once a
+    step.
     """
 
     dims: Dims
+    types: tuple[Type, ...]
     shape: tuple[int, ...]
     splits: tuple[int | None, ...]
     degrees: tuple[int, ...]
     local_shape: tuple[int, ...]
     deferred: tuple[str, ...]
+
+    @property
+    def is_factored(self) -> bool:
+        return self.shape != self.dims.shape
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The factored shape of one rank's part, padding included."""
+        shape = list(self.shape)
+        for split, degree in zip(self.splits, self.degrees, strict=True):
+            if split is not None:
+                shape[split] = chunk(shape[split], degree)
+        return tuple(shape)
+
+    def uneven(self) -> list[tuple[int, int, int]]:
+        """Tensor mesh dimension, dimension and part size of every uneven shard."""
+        return [
+            (index, split, chunk(self.shape[split], degree))
+            for index, (split, degree) in enumerate(zip(self.splits, self.degrees, strict=True))
+            if split is not None and self.shape[split] % degree
+        ]
 
     def own_shape(self, coordinates: Sequence[int]) -> tuple[int, ...]:
         """The factored shape of the part that one rank stores, by its coordinates on the tensor mesh dimensions.
@@ -79,6 +102,7 @@ def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
     degrees = zip(mesh.names, types, mesh.degrees, strict=True)
     return Storage(
         dims=dims,
+        types=tuple(types),
         shape=tuple(shape),
         splits=tuple(begins[t.dim][t.position] if t.kind == "S" else None for t, _ in tensor),
         degrees=tuple(degree for _, degree in tensor),

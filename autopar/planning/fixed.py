@@ -21,6 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
+from autopar.ir.storage import Storage
 from autopar.planning.degrees import resolve_degrees
 from autopar.report.explain import with_summary
 from autopar.search.labels.result import Labelling
@@ -29,7 +30,6 @@ from autopar.search.pricing.stage_partition import choose_cuts, cuts_like, value
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
     from autopar.capture.record.captured import Capture
-    from autopar.runtime.parameters.placement import ParameterPlacement
     from autopar.search.labels.solve import Known
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
@@ -103,7 +103,7 @@ def label_plan(
     degrees: Degrees,
     name: str,
     *,
-    held: "Mapping[str, ParameterPlacement] | None" = None,
+    held: Mapping[str, Storage] | None = None,
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
     cuts: tuple[int, ...] | None = None,
     labelled: Labelled | None = None,
@@ -163,7 +163,7 @@ def choose_labels(
     cluster: ClusterSpec,
     degrees: Degrees,
     *,
-    held: "Mapping[str, ParameterPlacement] | None" = None,
+    held: Mapping[str, Storage] | None = None,
     regather: bool = True,
     known: "Known | None" = None,
 ) -> Labelled:
@@ -244,7 +244,7 @@ def coverage(
     return coverage_of(program, analysis, found.blocks, degrees, spec)
 
 
-def _as_held(how: "ParameterPlacement", dims: Dims) -> tuple[Type, ...]:
+def _as_held(how: Storage, dims: Dims) -> tuple[Type, ...]:
     """The types of a held parameter under another analysis, which may cut dimensions into other axes.
 
     A type is invariant if the analysis does not have the split axis.

@@ -14,14 +14,13 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import kept_results, needed_results
-from autopar.ir.storage import boundary_types
+from autopar.ir.storage import Storage, boundary_types
 from autopar.lowering.local_graph import local_graph
 from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.inputs import with_sequences
-from autopar.runtime.parameters.placement import ParameterPlacement
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,7 +40,7 @@ class CompiledProgram:
     mesh: RankMesh
     streams: Streams
     device: torch.device
-    used: Mapping[str, ParameterPlacement] = field(default_factory=dict)
+    used: Mapping[str, Storage] = field(default_factory=dict)
     _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
     _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
     _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)  # of one version at most

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
-from autopar.runtime.parameters.placement import ParameterPlacement, placement_of
 from autopar.runtime.parameters.relayout import same_layout
 
 MAX_SHAPES = 16
@@ -30,9 +30,7 @@ _Key = tuple[bool, tuple[tuple[str, tuple[int, ...]], ...]]
 class Replan(Protocol):
     """Captures and labels the model again. Collective; raises the same `AutoparError` on all ranks."""
 
-    def __call__(
-        self, sizes: InputShapes, *, training: bool, held: Mapping[str, ParameterPlacement]
-    ) -> tuple[Program, Plan]:
+    def __call__(self, sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
         """`sizes` are the shapes of one rank's micro-batch by input name, `held` how each parameter is stored."""
         ...
 
@@ -43,7 +41,7 @@ class ShapeCache:
     def __init__(
         self,
         base: CompiledProgram,
-        held: Mapping[str, ParameterPlacement],
+        held: Mapping[str, Storage],
         replan: Replan | None,
     ) -> None:
         self.base, self._placements, self._replan = base, held, replan
@@ -88,7 +86,7 @@ class ShapeCache:
                 f"at shapes {dict(sizes)} another dimension is as large as the batch; pass another number of sequences"
             )
         made = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
-        used = {n: placement_of(n, made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
+        used = {n: storage_of(made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
         return replace(made, used={n: how for n, how in used.items() if not same_layout(how, self._placements[n])})
 
     def _announce(self, sizes: InputShapes, training: bool, seconds: float) -> None:

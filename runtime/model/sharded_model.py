@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
+from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
@@ -21,7 +22,7 @@ from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import optimizer_state, whole_state
 from autopar.runtime.parameters.packed import by_model_parameter, join_packed, packed_source
-from autopar.runtime.parameters.placement import ParameterPlacement, make_parameter, placement_of
+from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.relayout import whole_placement
 
 
@@ -48,8 +49,7 @@ class ShardedModel(nn.Module):
         self.base = compile_program(program, plan, self.buffer, mesh, streams, device)
         self.analysis, self.types = self.base.analysis, self.base.types
         self.placements = {
-            name: placement_of(name, self.analysis.outer[name], self.types[name], plan.mesh)
-            for name in program.parameters
+            name: storage_of(self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         } | {name: whole_placement(info, plan.mesh) for name, info in program.unused.items()}
         self._stages_of = WeakKeyDictionary[CompiledProgram, tuple[Stage, ...]]()
         stages = self.stages_in(self.base)
@@ -64,7 +64,7 @@ class ShardedModel(nn.Module):
     def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
         zero_dims: dict[nn.Parameter, int | None] = {}
 
-        def fill(module: nn.Module, names: Mapping[str, ParameterPlacement]) -> None:
+        def fill(module: nn.Module, names: Mapping[str, Storage]) -> None:
             zero_dims.update(self._fill(module, names, source))
             if not isinstance(module, StageModule):
                 zero.shard(module, zero_dims, self.plan.degrees, self.rank_mesh)
@@ -113,7 +113,7 @@ class ShardedModel(nn.Module):
         return self._segments
 
     def _fill(
-        self, module: nn.Module, names: Mapping[str, ParameterPlacement], source: Callable[[str], torch.Tensor]
+        self, module: nn.Module, names: Mapping[str, Storage], source: Callable[[str], torch.Tensor]
     ) -> dict[nn.Parameter, int | None]:
         """Register parameters on a module; returns the dimension of each that ZeRO shards."""
         mesh, zero_dims = self.rank_mesh, dict[nn.Parameter, int | None]()
@@ -125,7 +125,7 @@ class ShardedModel(nn.Module):
                 how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
             )
             used = name in self.program.parameters
-            zero_dims[made] = how.storage.zero_dim(self.plan.degrees.dp_shard) if used else None
+            zero_dims[made] = how.zero_dim(self.plan.degrees.dp_shard) if used else None
             module.register_parameter(attribute(name), made)
         return zero_dims
 

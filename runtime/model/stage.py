@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from autopar._torch import private
 from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import Stage, owners
+from autopar.ir.storage import Storage
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
-from autopar.runtime.parameters.placement import ParameterPlacement, local_value
+from autopar.runtime.parameters.placement import local_value
 from autopar.runtime.parameters.relayout import relayout
 from autopar.runtime.profile.timeline import range_name
 
@@ -24,7 +25,7 @@ from autopar.runtime.profile.timeline import range_name
 class Segment(nn.Module):
     """The parameters of one call of a block in training, gathered while code that needs them runs."""
 
-    def __init__(self, names: Mapping[str, ParameterPlacement]) -> None:
+    def __init__(self, names: Mapping[str, Storage]) -> None:
         super().__init__()
         self.names = dict(names)
 
@@ -67,8 +68,8 @@ class StageModule(nn.Module):
         self,
         program: Program,
         stage: Stage,
-        held: Mapping[str, ParameterPlacement],
-        fill: Callable[[nn.Module, Mapping[str, ParameterPlacement]], None],
+        held: Mapping[str, Storage],
+        fill: Callable[[nn.Module, Mapping[str, Storage]], None],
         unused: Sequence[str] = (),
     ) -> None:
         super().__init__()

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import local_shape_and_offset
 from autopar.ir.program import Program, StateInfo
+from autopar.ir.storage import Storage
 from autopar.runtime.parameters.packed import by_model_parameter
-from autopar.runtime.parameters.placement import ParameterPlacement
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
 
@@ -133,16 +133,14 @@ def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[
         yield tuple(offsets), tuple(sizes), piece
 
 
-def flat_state(tensor: torch.Tensor, how: ParameterPlacement) -> Any:
+def flat_state(tensor: torch.Tensor, how: Storage) -> Any:
     """A parameter, or optimizer state shaped like it, under its flat global shape."""
     if how.is_factored and isinstance(tensor, DTensor):
         return FlatShards.of([FlatRows(tensor=tensor, shape=how.dims.shape)], how.dims.shape)
     return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(how.dims.shape)
 
 
-def whole_state(
-    infos: Sequence[StateInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, ParameterPlacement]
-) -> Any:
+def whole_state(infos: Sequence[StateInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, Storage]) -> Any:
     """What `flat_state` says of a parameter, for one that is held in pieces too."""
     rows = [
         FlatRows(tensor=tensor, shape=held[info.name].dims.shape, dim=info.part.dim, start=info.part.start)
@@ -157,7 +155,7 @@ def optimizer_state(
     program: Program,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    held: Mapping[str, ParameterPlacement],
+    held: Mapping[str, Storage],
 ) -> dict[str, Any]:
     """The state of every parameter under the model's names.
 

@@ -10,32 +10,32 @@ import torch
 
 from autopar.ir.program import StateInfo
 from autopar.ir.sharding import DATA, Dims, I, Mesh, R, Type, chunk
+from autopar.ir.storage import Storage, storage_of
 from autopar.lowering.functions import CONVERT
 from autopar.runtime.distributed.mesh import RankMesh
-from autopar.runtime.parameters.placement import ParameterPlacement, placement_of
 from autopar.runtime.parameters.shards import pad_axis
 
 
-def whole_placement(info: StateInfo, mesh: Mesh) -> ParameterPlacement:
+def whole_placement(info: StateInfo, mesh: Mesh) -> Storage:
     """How a parameter is held that no block takes: whole on every rank."""
     sizes = tuple((size,) if size != 1 else () for size in info.shape)
     types = tuple(
         R if name == DATA and degree > 1 else I for name, degree in zip(mesh.names, mesh.degrees, strict=True)
     )
-    return placement_of(info.name, Dims(sizes, sizes), types, mesh)
+    return storage_of(Dims(sizes, sizes), types, mesh)
 
 
-def same_layout(one: ParameterPlacement, other: ParameterPlacement) -> bool:
+def same_layout(one: Storage, other: Storage) -> bool:
     """Whether two ways of holding a parameter are one, however its dimensions are cut into axes."""
     kinds = [[t.kind for t in how.types] for how in (one, other)]
     return kinds[0] == kinds[1] and ("S" not in kinds[0] or _layout(one) == _layout(other))
 
 
-def _layout(how: ParameterPlacement) -> tuple[object, ...]:
-    return how.shape, how.placements, how.local_shape
+def _layout(how: Storage) -> tuple[object, ...]:
+    return how.shape, how.splits, how.local_shape
 
 
-def relayout(value: torch.Tensor, how: ParameterPlacement, used: ParameterPlacement, mesh: RankMesh) -> torch.Tensor:
+def relayout(value: torch.Tensor, how: Storage, used: Storage, mesh: RankMesh) -> torch.Tensor:
     """Convert the flat local value of a parameter from the placement `how` to the placement `used`.
 
     If both placements split it in different ways, it is gathered and cut again.

@@ -11,9 +11,9 @@ from equivalence import Case, case_of, labelled
 from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import I, Mesh, R, S
+from autopar.ir.storage import storage_of
 from autopar.lowering import functions
 from autopar.lowering.local_graph import LocalGraph, local_graph
-from autopar.runtime.parameters.placement import placement_of
 from autopar.testing.gradient_check import gradient_table
 from autopar.testing.random_labels import random_labels
 
@@ -56,7 +56,7 @@ def test_random_labels_and_what_is_deferred(model: str, seed: int) -> None:
     for row in rows:
         dims = case.analysis(MESH).outer[row.parameter]
         types = tuple(row.stored if name == row.mesh_dim else I for name in MESH.names)
-        deferred = placement_of(row.parameter, dims, types, MESH).deferred
+        deferred = storage_of(dims, types, MESH).deferred
         assert (row.summed_by == "deferred sum") == (row.mesh_dim in deferred)
         assert (row.stored.kind == "R") == (row.summed_by == "deferred sum")
         assert row.stored.kind == "I" or row.summed_by != "operator"
