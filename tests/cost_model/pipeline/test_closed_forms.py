@@ -131,7 +131,7 @@ def test_activations_in_flight() -> None:
     # warm-up passes and one: (v - 1)·p + 2·(p - 1 - i) + 1 chunks (Megatron-LM, section 2.2.2)
     of_ranks = in_flight("interleaved-1f1b", pp=p, virtual_stages=v, micro_batches=n, rank=rank)
     assert of_ranks.tolist() == ((v - 1) * p + 2 * (p - 1 - rank) + 1).tolist()
-    assert in_flight("interleaved-zero-bubble", pp=p, micro_batches=n, rank=rank) == p
+    assert in_flight("interleaved-zero-bubble", pp=p, micro_batches=n, rank=rank).tolist() == [p] * p
     assert in_flight("dualpipev", pp=p, virtual_stages=2, micro_batches=n) == 2 * p + 1
 
 
