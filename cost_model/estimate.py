@@ -24,6 +24,7 @@ import numpy as np
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import usable_bytes
+from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
 from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
@@ -34,41 +35,6 @@ if TYPE_CHECKING:
     from autopar.cost_model.work.program_costs import ProgramWorks
 
 HOURS_PER_DAY, SECONDS_PER_HOUR = 24.0, 3600.0
-
-COMPUTE = {
-    "products": "matrix products",
-    "attention": "attention",
-    "memory-bound": "memory-bound operators",
-    "host": "waiting for the host",
-    "recomputation": "recomputation",
-    "embedding, head, loss": "embedding, head and loss",
-}
-COLLECTIVES = {
-    "tensor collectives": ("tp", "activations and their gradients"),
-    "context collectives": ("cp", "keys and values"),
-    "expert collectives": ("ep", "tokens to their experts and back"),
-    "shard collectives": ("dp", "weights and gradients of blocks (ZeRO 2, 3)"),
-    "data collectives": ("dp", "gradients and updated parameters"),
-    "messages": ("pp", "activations and gradients between stages"),
-}
-OTHER = {
-    "bubble": "bubble of the pipeline",
-    "gradient accumulation": "adding up gradients of micro-batches",
-    "optimizer": "optimizer",
-    "fixed": "fixed costs of a step",
-    "stragglers": "waiting for the slowest rank",
-}
-MEMORY = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer state": "optimizer state",
-    "gathered": "gathered weights (ZeRO 3)",
-    "activations": "activations in flight",
-    "logits": "logits",
-    "workspace": "workspace of recomputation",
-    "cache": "cache of the allocator",
-    "reserve": "reserve of the framework",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from autopar.cost_model.estimate import MEMORY
+from autopar.cost_model.parts import MEMORY
 from autopar.report.numbers import percent, readable_bytes, readable_seconds
 from autopar.report.svg import SIDE, line, short, tag
 from autopar.search.result.report_data import WAITING

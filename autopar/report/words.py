@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autopar.cost_model.estimate import MEMORY
+from autopar.cost_model.parts import MEMORY
 from autopar.ir.explanation import recomputation_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE

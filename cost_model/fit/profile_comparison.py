@@ -13,9 +13,10 @@ another order than it was written. Its trace has all collectives on one track, `
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.cost_model.estimate import OTHER, Estimate
+from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.fit.predicted_vs_measured import ComparedTerm, Comparison, compared_terms
 from autopar.cost_model.fit.profile_parts import COMPUTE, IDLE, MESSAGES, measured_parts
+from autopar.cost_model.parts import OTHER
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import ClusterSpec, Tier
 from autopar.ir.rank_order import ORDERS, strides

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.estimate import MEMORY
+from autopar.cost_model.parts import MEMORY
 from autopar.cost_model.pipeline.simulator import Simulation, simulate
 from autopar.cost_model.pipeline.stages import (
     ENDS,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autopar.cost_model.estimate import MEMORY
+from autopar.cost_model.parts import MEMORY
 from autopar.ir.explanation import readable_bytes, readable_seconds, recomputation_in_words
 from autopar.ir.rank_order import ORDERS
 

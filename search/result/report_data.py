@@ -1,7 +1,7 @@
 """The data of a report beside the plans: costs rank by rank, a time line, candidates, curves, formulas.
 
 `autopar.search.explain.build_report_data` makes this plain data at the end of a search. Times are in seconds, memory in
-bytes. Parts have the names of `autopar.search.result.result.PARTS` and `autopar.cost_model.estimate.MEMORY`.
+bytes. Parts have the names of `autopar.search.result.result.PARTS` and `autopar.cost_model.parts.MEMORY`.
 """
 
 from collections.abc import Mapping

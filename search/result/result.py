@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from autopar.cost_model.estimate import COLLECTIVES, COMPUTE, MEMORY, OTHER
+from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.errors import InputError, Problem, short_repr
 from autopar.files.plain_data import read_plain
 from autopar.search.result.report_data import BlockGraph, Curve, Details, Points

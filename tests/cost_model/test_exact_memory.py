@@ -10,7 +10,8 @@ from torch import nn
 import autopar
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import rank_memory
-from autopar.cost_model.estimate import MEMORY, Estimate
+from autopar.cost_model.estimate import Estimate
+from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from autopar.cost_model.estimate import COMPUTE, MEMORY, OTHER, CollectiveSeconds, Estimate
+from autopar.cost_model.estimate import CollectiveSeconds, Estimate
 from autopar.cost_model.fit.predicted_vs_measured import compared_terms, corrected
 from autopar.cost_model.fit.profile_comparison import compare_trace, predicted_parts, remedy, sentence, tiers_of
 from autopar.cost_model.machine.presets import device_profile
+from autopar.cost_model.parts import COMPUTE, MEMORY, OTHER
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 

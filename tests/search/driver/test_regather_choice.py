@@ -15,7 +15,7 @@ from searched_models import BATCH, model, small, tokens
 from suites import thinned
 
 import autopar
-from autopar.cost_model.estimate import MEMORY
+from autopar.cost_model.parts import MEMORY
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
