@@ -11,7 +11,7 @@ from autopar.capture.axes import Axes, Variable
 from autopar.ir.program import Block, CallSite, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.rules.registry import rule_of
-from autopar.rules.rule import Call, Rule, Spec, TensorInfo, whole_rule
+from autopar.rules.rule import Call, Rule, TensorInfo, whole_rule
 from autopar.rules.variants import Bound
 
 NodeName = str
@@ -98,12 +98,9 @@ class _Unifier:
     def bind(
         self, rule: Rule, factors: Mapping[str, Variable], inputs: Sequence[Sequence[Variable]], out: Sequence[Variable]
     ) -> bool:
-        def one(spec: Spec, dims: Sequence[Variable]) -> bool:
-            return all(
-                self.axes.unify([factors[f] for f in names], [dim]) for names, dim in zip(spec, dims, strict=True)
-            )
-
-        return all(one(s, v) for s, v in zip(rule.inputs, inputs, strict=True)) and one(rule.output, out)
+        specs = (*zip(rule.inputs, inputs, strict=True), (rule.output, out))
+        pairs = [pair for spec, dims in specs for pair in zip(spec, dims, strict=True)]
+        return all(self.axes.unify([factors[f] for f in names], [dim]) for names, dim in pairs)
 
     def atoms(self, variable: Variable) -> tuple[tuple[int, int], ...]:
         """The atoms of a variable with their sizes. Call this only after all variables are unified."""

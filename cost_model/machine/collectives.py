@@ -16,7 +16,7 @@ src/graph/tuning.cc.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -101,7 +101,7 @@ def fastest_seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> 
 def _seconds(algorithm: Algorithm, kind: Collective, whole_bytes: Number, group: RankGroup) -> NDArray[Any]:
     """Seconds by the fastest protocol. The arrays have the protocols as their first axis, before the candidates."""
     whole = np.asarray(whole_bytes, float)
-    axes = max(whole.ndim, *(np.ndim(getattr(group, each.name)) for each in fields(group)))
+    axes = np.broadcast(whole, *(getattr(group, name) for name in RankGroup.__slots__)).ndim
     bandwidth, in_host, between = _SHARES.reshape(3, len(PROTOCOLS), *[1] * axes)
     scaled = replace(
         group,

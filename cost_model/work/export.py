@@ -7,9 +7,8 @@ too (`autopar.cost_model.work.conversion_steps`). Padding of uneven shards is le
 sequence, their number is the symbol S. Context parallelism makes S larger than s.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -149,7 +148,7 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
         sent=tuple(_sent(flow)),
         saved_eager_bytes=polynomial(_saved_eager(flow)),
         saved_fused_bytes=polynomial(_saved_fused(flow, flow.needs_of_groups)),
-        input_bytes=polynomial(sum((_value_bytes(flow, p) for p in _inputs(flow)), start=_zero())),
+        input_bytes=polynomial(_sum(_value_bytes(flow, p) for p in _inputs(flow))),
         parameters_split=polynomial(split),
         parameters_whole=polynomial(whole),
         parameters_expert=polynomial(expert),
@@ -169,9 +168,11 @@ def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
     )
 
 
-@cache
-def _zero() -> Expr:
-    return symbol("b") * 0
+def _sum(terms: Iterable[Expr]) -> Expr:
+    """The sum of expressions. sympy adds many at once faster than one after another."""
+    import sympy
+
+    return sympy.Add(*terms)
 
 
 def _inputs(flow: Flow) -> list[str]:
@@ -193,7 +194,7 @@ def _need_bytes(flow: Flow, need: Need) -> Expr:
 def _saved_fused(flow: Flow, of_groups: Sequence[set[Need]]) -> Expr:
     """Bytes of the tensors that backward passes of products and of fused groups need."""
     needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
-    return sum((_need_bytes(flow, need) for need in needs.union(*of_groups)), start=_zero())
+    return _sum(_need_bytes(flow, need) for need in needs.union(*of_groups))
 
 
 def _saved_eager(flow: Flow) -> Expr:
@@ -208,7 +209,7 @@ def _saved_eager(flow: Flow) -> Expr:
                 divisor = flow.naming.divisor(types)
                 whole = flow.naming.whole(flow.dims[kept.value])
                 found[kept.value, divisor] = whole / divisor * flow.info(kept.value).dtype.itemsize
-    return sum(found.values(), start=_zero())
+    return _sum(found.values())
 
 
 def _product(flow: Flow, name: str) -> Operator[Polynomial]:
@@ -265,12 +266,12 @@ def _product_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
     sizes = flow.sizes[name]
     operands = [sizes.num_bytes(k) for k in range(len(sizes.call.operands))]
     out, additive = sizes.num_bytes(-1), sizes.bound.rule.additive
-    backward = _zero()
+    backward: Expr = 0
     for k, info in enumerate(sizes.call.operands):
         if info.differentiable and sizes.call.output.differentiable:
             others = (n for j, n in enumerate(operands) if j != k and j not in additive and k not in additive)
-            backward += out + operands[k] + sum(others, start=_zero())
-    return sum(operands, start=_zero()) + out, backward
+            backward += out + operands[k] + _sum(others)
+    return _sum(operands) + out, backward
 
 
 def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
@@ -287,13 +288,13 @@ def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
         whole = whole.subs(symbol("s"), symbol("S")) if has_keys else whole
         operands.append(whole / flow.naming.divisor(sizes.types(k)) * sizes.call.operands[k].dtype.itemsize)
     statistics = [k.piece for k in flow.runs[name].kept if k.value is None]
-    lse = sum((sizes.piece_bytes(piece) for piece in statistics), start=_zero())
+    lse = _sum(sizes.piece_bytes(piece) for piece in statistics)
     out = sizes.num_bytes(-1)
     grads = (n for n, info in zip(operands, sizes.call.operands, strict=True) if info.differentiable)
-    read = sum(operands, start=_zero()) + out + lse
+    read = _sum(operands) + out + lse
     if not sizes.call.output.differentiable:
-        return read, _zero()
-    return read, read + out + sum(grads, start=_zero())
+        return read, 0
+    return read, read + out + _sum(grads)
 
 
 def _memory(name: str, forward: Expr, backward: Expr, launches: tuple[int, int]) -> Operator[Polynomial]:
@@ -317,7 +318,7 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
     for name, run in flow.runs.items():
         if not flow.is_product(name) and (run.forward or run.backward):
             passes = [
-                sum((flow.sizes[name].piece_bytes(p) for kernel in kernels for p in kernel), start=_zero())
+                _sum(flow.sizes[name].piece_bytes(p) for kernel in kernels for p in kernel)
                 for kernels in (run.forward, run.backward)
             ]
             yield _memory(name, passes[0], passes[1], (len(run.forward), len(run.backward)))
@@ -329,7 +330,7 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
     for name, count in uses.items():
         more = count - 1 + (name in flow.outputs)
         if more > 0 and flow.roles.get(name) != "parameter":
-            yield _memory(f"{name} gradients", _zero(), 3 * more * _value_bytes(flow, name), (0, more))
+            yield _memory(f"{name} gradients", 0, 3 * more * _value_bytes(flow, name), (0, more))
 
 
 def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Polynomial]:
@@ -346,15 +347,15 @@ def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: 
                 size = flow.naming.whole(flow.dims[smallest]) / divisor * flow.info(smallest).dtype.itemsize
                 inputs[smallest, divisor] = size, flow.info(operand).differentiable
     outputs = [name for name in members if name in written]
-    masks = sum((_need_bytes(flow, need) for need in kept if need.inside >= 0), start=_zero())
-    out = sum((_value_bytes(flow, name) for name in outputs), start=_zero())
-    into = sum((size for size, _ in inputs.values()), start=_zero())
+    masks = _sum(_need_bytes(flow, need) for need in kept if need.inside >= 0)
+    out = _sum(_value_bytes(flow, name) for name in outputs)
+    into = _sum(size for size, _ in inputs.values())
     differentiable = [name for name in outputs if flow.info(name).differentiable]
-    backward = _zero()
+    backward: Expr = 0
     if differentiable:
-        backward += sum((_value_bytes(flow, name) for name in differentiable), start=_zero())
-        backward += sum((_need_bytes(flow, need) for need in kept), start=_zero())
-        backward += sum((size for size, flows in inputs.values() if flows), start=_zero())
+        backward += _sum(_value_bytes(flow, name) for name in differentiable)
+        backward += _sum(_need_bytes(flow, need) for need in kept)
+        backward += _sum(size for size, flows in inputs.values() if flows)
     return _memory(" + ".join(members), into + out + masks, backward, (1, 1 if differentiable else 0))
 
 
@@ -402,7 +403,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
     """Parameter elements on one rank: split by some mesh dimension, whole, and of experts' matrices."""
     of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] == "grouped_mm"}
-    split = whole = expert = _zero()
+    split, whole, expert = 0, 0, 0
     for port, role in flow.roles.items():
         if role != "parameter":
             continue

@@ -144,8 +144,8 @@ class _Kept:
 
         If the search has trials, also vary the few nearly best candidates.
         """
-        c, before = self.found.candidates, self.found.together.found
-        moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is self.found.best]
+        c, before, best = self.found.candidates, self.found.together.found, self.found.best
+        moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is best]
         near = [
             (self.goal.value(one), index)
             for (index, _), one in self.together.found.items()

@@ -178,14 +178,14 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
     chosen = np.concatenate([must, others])
     chosen = chosen[np.argsort(seconds[chosen], kind="stable")]
     columns: dict[str, tuple[Any, ...]] = {
-        "seconds": tuple(_short(float(value)) for value in seconds[chosen]),
-        "bytes": tuple(float(f"{value:.4g}") for value in needed[chosen]),
-        "exact": tuple(int(value) for value in is_exact[chosen]),
-        "schedule": tuple(SCHEDULE_NAMES[int(index)] for index in candidates.schedule[chosen]),
+        "seconds": tuple(_short(value) for value in seconds[chosen].tolist()),
+        "bytes": tuple(float(f"{value:.4g}") for value in needed[chosen].tolist()),
+        "exact": tuple(is_exact[chosen].astype(int).tolist()),
+        "schedule": tuple(SCHEDULE_NAMES[index] for index in candidates.schedule[chosen].tolist()),
     }
     numbers = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual")
-    columns |= {name: tuple(int(value) for value in getattr(candidates, name)[chosen]) for name in numbers}
-    columns["devices"] = tuple(int(value) for value in candidates.num_devices[chosen])
+    columns |= {name: tuple(getattr(candidates, name)[chosen].tolist()) for name in numbers}
+    columns["devices"] = tuple(candidates.num_devices[chosen].tolist())
     return Points(fitting=len(fitting), columns=columns)
 
 
