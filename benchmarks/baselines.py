@@ -15,19 +15,22 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.cost_model.published.leave_one_out import folds
 from autopar.cost_model.published.measurement import measured_seconds, model_flops
 from autopar.cost_model.published.row import Row
 from autopar.cost_model.published.validation import Errors, errors
 from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.errors import ClusterError
 from autopar.ir.device_presets import device_preset
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+from leave_one_out import folds
 
 RUNS = Path(__file__).parent / "data" / "published_runs.csv"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8", "mxfp8": "float8"}

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from baselines import RUNS, Run, boosted_trees, timed_runs
+from baselines import RUNS, Run, boosted_trees, folds, timed_runs
 
 from autopar.cost_model.published.estimate import estimate_rows
-from autopar.cost_model.published.leave_one_out import folds
 from autopar.cost_model.published.ranking import WORK, RankedGroup, Timed, ranked_groups
 from autopar.cost_model.published.row import Row, RowEstimate
 from autopar.cost_model.published.vtrain_sweep import read_runs

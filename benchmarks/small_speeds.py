@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from autopar.cost_model.pipeline.simulator import Orders, StageSeconds, equal_stages, replay_of, run_seconds, simulate
+from autopar.cost_model.pipeline.simulator import Orders, StageSeconds, replay_of, run_seconds, simulate
 from autopar.cost_model.published.row import read_rows
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.schedules.registry import actions
@@ -58,7 +58,15 @@ def replays() -> tuple[Callable[[], object], Callable[[], object], Callable[[], 
     Messages never queue, so all three results are equal.
     """
     orders, kept = actions("1f1b", RANKS, 1, MICRO_BATCHES), replay_of("1f1b", RANKS, 1, MICRO_BATCHES)
-    seconds = equal_stages(RANKS, forward_s=1.0, backward_s=2.0, message_s=2.0**-10)
+    backward, messages = [2.0] * RANKS, [2.0**-10] * (RANKS - 1)
+    seconds = StageSeconds(
+        forward_s=[1.0] * RANKS,
+        backward_s=backward,
+        input_s=backward,
+        weight_s=[0.0] * RANKS,
+        forward_message_s=messages,
+        backward_message_s=messages,
+    )
     expected = naive_step_s(orders, seconds)
     assert all(isclose(one, expected) for one in (simulate(orders, seconds).step_s, run_seconds(kept, seconds)[0]))
     return lambda: simulate(orders, seconds), lambda: run_seconds(kept, seconds), lambda: naive_step_s(orders, seconds)

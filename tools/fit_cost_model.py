@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from leave_one_out import folds
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
@@ -30,7 +31,6 @@ from autopar.cost_model.machine.presets import shipped_profiles
 from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
 from autopar.cost_model.machine.profile_io import dump_profile
 from autopar.cost_model.published.estimate import RowGroup, prepare
-from autopar.cost_model.published.leave_one_out import folds
 from autopar.cost_model.published.row import Row, read_rows
 from autopar.files.atomic import write_text
 from autopar.files.strict_yaml import read_yaml

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_model.published.leave_one_out import folds
+from leave_one_out import folds
+
 from autopar.cost_model.published.row import Estimator, Row, RowEstimate
 from autopar.cost_model.published.validation import (
     Compared,

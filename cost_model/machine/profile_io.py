@@ -160,11 +160,6 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     return _profile(content, problems, f"profile file {os.fspath(path)!r}")
 
 
-def profile_from_dict(content: object) -> DeviceProfile:
-    """The profile of a dictionary that `profile_to_dict` made. Raises ClusterError with every problem."""
-    return _profile(content, [], "the device profile")
-
-
 def _profile(content: object, problems: list[Problem], what: str) -> DeviceProfile:
     entry, violations = validate(ProfileEntry, content)
     problems = problems + violations

@@ -47,20 +47,6 @@ class StageSeconds:
         return len(self.forward_s)
 
 
-def equal_stages(
-    num_stages: int, *, forward_s: float, backward_s: float, weight_s: float = 0.0, message_s: float = 0.0
-) -> StageSeconds:
-    """Equal stages; the seconds are of one stage, W is a part of B."""
-    return StageSeconds(
-        forward_s=[forward_s] * num_stages,
-        backward_s=[backward_s] * num_stages,
-        input_s=[backward_s - weight_s] * num_stages,
-        weight_s=[weight_s] * num_stages,
-        forward_message_s=[message_s] * (num_stages - 1),
-        backward_message_s=[message_s] * (num_stages - 1),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
     """One pass on the time line of a rank."""

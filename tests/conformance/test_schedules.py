@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from equal_stages import equal_stages
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar._torch import private
 from autopar.cost_model.pipeline.closed_forms import bubble_s, pass_seconds, unequal_step_s
-from autopar.cost_model.pipeline.simulator import StageSeconds, equal_stages, simulate
+from autopar.cost_model.pipeline.simulator import StageSeconds, simulate
 from autopar.cost_model.step.context import Passes
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.schedules.action import Action, action_of, peak_in_flight

@@ -1,6 +1,7 @@
 """A fit finds the constants that were planted, through noise, and says how far off it is."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from autopar.cost_model.fit.links import fit_links, sent_and_hops
 from autopar.cost_model.fit.log_least_squares import best_of, fit_errors
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, DeviceProfile, LinkProfile, Tile
-from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict
+from autopar.cost_model.machine.profile_io import dump_profile, load_profile
 from autopar.ir.cluster import Tier
 from autopar.ir.device import Link
 from autopar.ir.samples import Sample, Work
@@ -198,7 +199,7 @@ def test_overlap_is_the_part_of_the_shorter_that_comes_on_top(both: float, slowd
     assert fit_profile(samples, setting(108.0)).overlap_slowdown == slowdown
 
 
-def test_a_fitted_profile_is_a_file_with_a_source_for_every_number() -> None:
+def test_a_fitted_profile_is_a_file_with_a_source_for_every_number(tmp_path: Path) -> None:
     link = LinkProfile(usual=kinds["all_gather"], kinds=kinds, link=Link(bytes_per_s=1e9, latency_s=1e-5))
     overlap = [
         Sample(work=Work(part="overlap", name=name, amount=1), seconds=seconds)
@@ -207,7 +208,8 @@ def test_a_fitted_profile_is_a_file_with_a_source_for_every_number() -> None:
     samples = [*samples_of(planted(links={"in_host": link}), noise=0.02), *overlap]
     found = fit_profile(samples, replace(setting(108.0), reserve_bytes=7 * 10**8))
     assert found.overlap_slowdown == 1.5 and found.reserve_bytes == 7 * 10**8
-    again = profile_from_dict(profile_to_dict(found))
+    dump_profile(found, tmp_path / "device.yaml")
+    again = load_profile(tmp_path / "device.yaml")
     assert again == found
     unmeasured = {path for path, source in again.sources.items() if not source.startswith("measured")}
     assert unmeasured == {"links.inter_host.efficiency", "links.inter_host.call_us"}

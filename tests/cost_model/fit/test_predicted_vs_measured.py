@@ -13,7 +13,7 @@ from autopar.cost_model.fit.predicted_vs_measured import compared_terms, correct
 from autopar.cost_model.fit.profile_parts import measured_parts, read_trace
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import CallCost, LinkProfile
-from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict
+from autopar.cost_model.machine.profile_io import dump_profile, load_profile
 from autopar.errors import InputError
 from autopar.ir.device import Link
 from autopar.runtime.profile.chrome_trace import chrome_trace, write_whole
@@ -96,7 +96,7 @@ def test_links_are_corrected_on_the_tier_that_a_dimension_crosses() -> None:
     assert new.link is not None and (new.link.bytes_per_s, new.link.latency_s) == (1e9, 2e-5)
 
 
-def test_the_source_says_what_was_changed_and_the_file_is_still_one() -> None:
+def test_the_source_says_what_was_changed_and_the_file_is_still_one(tmp_path: Path) -> None:
     profile = device_profile("a100-80gb")
     comparison = compared_terms({"compute": 1.0, "tp": 1.0}, {"compute": 2.0, "tp": 0.5})
     once = corrected(profile, comparison, today=DAY)
@@ -106,7 +106,8 @@ def test_the_source_says_what_was_changed_and_the_file_is_still_one() -> None:
     assert once.sources["reserve_gb"] == profile.sources["reserve_gb"]
     twice = corrected(once, comparison, today=DAY)
     assert twice.sources["attention.forward"] == source
-    assert profile_from_dict(profile_to_dict(twice)) == twice
+    dump_profile(twice, tmp_path / "device.yaml")
+    assert load_profile(tmp_path / "device.yaml") == twice
     assert twice.links["in_host"].usual.efficiency == 2.0  # no further: a link gives no more than it has
 
 

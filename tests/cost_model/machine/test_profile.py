@@ -1,5 +1,6 @@
 """Device profiles: files and values are the same thing, a wrong file is refused whole, and what is guessed is said."""
 
+import json
 import subprocess
 import sys
 from copy import deepcopy
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from autopar.cost_model.machine.kernel_times import matmul_seconds, tile_part
 from autopar.cost_model.machine.presets import cluster_profile, device_profile, shipped_profiles
 from autopar.cost_model.machine.profile import CallCost, DeviceProfile, FitError, LinkProfile, Measurement, Tile
-from autopar.cost_model.machine.profile_io import dump_profile, load_profile, profile_from_dict, profile_to_dict
+from autopar.cost_model.machine.profile_io import dump_profile, load_profile, profile_to_dict
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link
@@ -160,19 +161,25 @@ def test_hostile_files_are_refused(tmp_path: Path, text: str, rule: str) -> None
         load_profile(path)
 
 
-def test_a_profile_needs_a_dtype_a_date_and_one_type_of_device() -> None:
+def written(content: dict[str, Any], folder: Path) -> Path:
+    path = folder / "device.yaml"
+    path.write_text(json.dumps(content))  # JSON is YAML
+    return path
+
+
+def test_a_profile_needs_a_dtype_a_date_and_one_type_of_device(tmp_path: Path) -> None:
     wrong = content()
     wrong["efficiency"] = {}
     with pytest.raises(ClusterError, match="efficiency: needs at least one dtype"):
-        profile_from_dict(wrong)
+        load_profile(written(wrong, tmp_path))
     wrong = profile_to_dict(measured_profile())
     wrong["device"]["device_type"] = "cuda"
     with pytest.raises(ClusterError, match=r"device\.device_type"):
-        profile_from_dict(wrong)
+        load_profile(written(wrong, tmp_path))
     wrong = profile_to_dict(measured_profile())
     wrong["measured"]["date"] = "2026-13-41"
     with pytest.raises(ClusterError, match=r"measured\.date"):
-        profile_from_dict(wrong)
+        load_profile(written(wrong, tmp_path))
 
 
 def test_nothing_is_written_where_it_cannot_be(tmp_path: Path) -> None:

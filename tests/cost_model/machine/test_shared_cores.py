@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from equal_stages import equal_stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from autopar.cost_model.machine.links import Links
 from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import CallCost, LinkProfile, Measurement
-from autopar.cost_model.pipeline.simulator import equal_stages, shared_step_s, simulate
+from autopar.cost_model.pipeline.simulator import shared_step_s, simulate
 from autopar.cost_model.pipeline.stages import pipeline_of, stages_at
 from autopar.cost_model.step.assembly import Pipelined
 from autopar.cost_model.step.block_time import computing_seconds

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from equal_stages import equal_stages
 from work import lines_run
 
 from autopar.cost_model.pipeline.closed_forms import (
@@ -16,7 +17,6 @@ from autopar.cost_model.pipeline.closed_forms import (
 from autopar.cost_model.pipeline.simulator import (
     Orders,
     StageSeconds,
-    equal_stages,
     most_held,
     replay_of,
     replayed,

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy
 import pytest
 
-from autopar.cost_model.published.leave_one_out import folds
 from autopar.cost_model.published.ranking import Timed, ranked_groups, spearman
 from autopar.cost_model.published.row import RESULT_COLUMNS, Estimator, Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.published.validation import errors, predict, quantile, validate_rows
@@ -215,23 +214,6 @@ def test_ranking_of_the_collection() -> None:
     reverse = validate_rows(rows, stand_in([1 / truth[row.id] for row in rows])).overall.ranking
     assert reverse.correlation_median == pytest.approx(-1.0)
     assert reverse.regret_median is not None and reverse.regret_median > 0.1
-
-
-# --- leaving sources out -------------------------------------------------------------------------------------------
-
-
-def test_folds_keep_a_source_apart() -> None:
-    rows = [row for row in read_rows(RUNS) if row.tier == "core"]
-    found = folds(rows)
-    assert len({fold.source for fold in found}) == len(found)
-    for fold in found:
-        assert {rows[i].source_key for i in fold.test} == {fold.source}
-        assert fold.source not in {rows[i].source_key for i in fold.train}
-        known = {(rows[i].gpu_type, rows[i].precision) for i in fold.train}
-        assert all((rows[i].gpu_type, rows[i].precision) in known for i in fold.test)
-    everywhere = folds(rows, elsewhere=())
-    assert sorted(i for fold in everywhere for i in fold.test) == list(range(len(rows)))
-    assert "amd_primus" not in {fold.source for fold in found}
 
 
 def test_iteration_times_are_those_of_the_oracles() -> None:
