@@ -7,7 +7,7 @@ expressions with the program. Other micro-batches, engines and devices of the sa
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,10 @@ from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.planning.degrees import ranks_of_a_part, resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
-from autopar.search.pricing.stage_partition import choose_cuts, values_to_recompute
+from autopar.planning.machine import machinery_of
+from autopar.search.bounds.lower_bounds import Beyond, Machinery
+from autopar.search.pricing.cuts import call_seconds, choose_cuts
+from autopar.search.pricing.recomputed_values import values_to_recompute
 
 _KEPT = 16  # labelled programs that are kept
 OWN = "autopar"
@@ -39,12 +42,11 @@ OWN = "autopar"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Priceable:
-    """A captured program under labels: its works, their degrees, and the cuts of a plan."""
+    """A captured program under labels: its works and their degrees."""
 
     works: ProgramWorks
     labels: tuple[BlockLabels, ...]
     degrees: Degrees
-    cuts: tuple[int, ...]
 
 
 def estimate(
@@ -113,16 +115,17 @@ def estimate(
     priceable = priceable_of(program, spec, degrees, chosen, own_plan)
     report("pricing")
     question = Question(
-        cluster=spec, degrees=priceable.degrees, engine=chosen, cuts=priceable.cuts, cp=cp, ep=ep,
+        cluster=spec, degrees=priceable.degrees, engine=chosen, cp=cp, ep=ep,
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
+    question = replace(question, cuts=_cuts(program, priceable, question) if own_plan is None else own_plan.cuts)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
         return made
     report("counting the tensors of a rank")
-    whole = own_plan or _whole_plan(program, priceable, spec)
+    whole = own_plan or _whole_plan(program, priceable, question)
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
 
 
@@ -166,12 +169,27 @@ def _checked_engine(engine: Engine | str, cluster: ClusterSpec, cp: int, ep: int
     return chosen
 
 
-def _whole_plan(program: Program, priceable: Priceable, cluster: ClusterSpec) -> Plan:
+def _machinery(question: Question) -> Machinery:
+    assert question.precision is not None
+    found = machinery_of(question.cluster, question.profile, question.precision)
+    return replace(found, beyond=Beyond(cp=question.cp, ep=question.ep))
+
+
+def _cuts(program: Program, priceable: Priceable, question: Question) -> tuple[int, ...]:
+    """autopar's own cuts. Under any other engine stages are equal."""
+    degrees, works = priceable.degrees, priceable.works
+    if question.engine.name != OWN or degrees.num_stages == 1:
+        return ()
+    return choose_cuts(program, works, degrees, call_seconds(works, degrees, _machinery(question)))
+
+
+def _whole_plan(program: Program, priceable: Priceable, question: Question) -> Plan:
     """The priced plan as `autopar.parallelize` would run it, whether it fits or not."""
-    degrees, cuts = priceable.degrees, priceable.cuts
+    degrees, cuts = priceable.degrees, question.cuts
     again: tuple[str, ...] = ()
     if cuts:
-        again = values_to_recompute(program, analyse(program, degrees.mesh), cuts, degrees, cluster)
+        machine, analysis = _machinery(question).machine, analyse(program, degrees.mesh)
+        again = values_to_recompute(program, analysis, cuts, degrees, machine)
     return Plan(
         fingerprint=program.fingerprint, model="", degrees=degrees, blocks=priceable.labels, cuts=cuts, recomputed=again
     )
@@ -182,18 +200,26 @@ def priceable_of(
 ) -> Priceable:
     """A program with its works, under a plan's labels or the labeller's choice. The result is kept for the next call.
 
-    autopar's own engine runs the labels and the cuts as they are. Under any other engine, data-parallel ranks share
-    only sums of gradients, and stages are equal unless a plan cuts them.
+    autopar's own engine runs the labels as they are. Under any other engine, data-parallel ranks share only sums of
+    gradients.
     """
-    text = "" if plan is None else json.dumps(plan.to_dict()["blocks"])
-    cuts, regather = ((), True) if plan is None else (plan.cuts, plan.regather)
+    given = None if plan is None else _GivenLabels(json.dumps(plan.to_dict()["blocks"]), plan.blocks)
+    regather = plan is None or plan.regather
     is_own = engine.name == OWN
     try:
-        return _priceable(program, cluster, degrees, is_own, text, cuts, regather)
+        return _priceable(program, cluster, degrees, is_own, given, regather)
     except TypeError as error:
         if "unhashable" not in str(error):  # a cluster spelled out with plain dicts is priced, and not kept
             raise
-        return _priceable.__wrapped__(program, cluster, degrees, is_own, text, cuts, regather)
+        return _priceable.__wrapped__(program, cluster, degrees, is_own, given, regather)
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenLabels:
+    """Labels of a plan, which are compared as text: they cannot be hashed."""
+
+    text: str
+    blocks: tuple[BlockLabels, ...] = field(compare=False)
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -202,26 +228,18 @@ def _priceable(
     cluster: ClusterSpec,
     degrees: Degrees,
     is_own: bool,
-    blocks: str,
-    cuts: tuple[int, ...],
+    given: _GivenLabels | None,
     regather: bool,
 ) -> Priceable:
-    if blocks:
-        labels = Plan.from_dict(_plan_of(blocks, degrees, cuts)).blocks
+    if given is not None:
+        labels = given.blocks
         analysis, found = analyse(program, degrees.mesh), degrees
     else:
         wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1)
         found, analysis, labelling = choose_labels(program, cluster, wanted)
         labels = labelling.blocks
-        if is_own and degrees.num_stages > 1:
-            cuts = choose_cuts(program, analysis, labels, found, cluster)
     works = program_works(program, analysis, labels, found.mesh, regather=regather)
-    return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims), cuts=cuts)
-
-
-def _plan_of(blocks: str, degrees: Degrees, cuts: tuple[int, ...]) -> dict[str, Any]:
-    plan = Plan(fingerprint="", model="", degrees=degrees, blocks=(), cuts=cuts)
-    return {**plan.to_dict(), "blocks": json.loads(blocks)}
+    return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims))
 
 
 def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None) -> Degrees:

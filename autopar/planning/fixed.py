@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from autopar.capture.analysis import Analysis, analyse
 from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
 from autopar.cost_model.work.coverage import Coverage
 from autopar.cost_model.work.coverage import coverage as coverage_of
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -23,17 +24,34 @@ from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.ir.storage import Storage
 from autopar.planning.degrees import resolve_degrees
-from autopar.report.explain import with_summary
+from autopar.planning.machine import own_machinery
+from autopar.report.explain import summarise
 from autopar.search.labels.result import Labelling
-from autopar.search.pricing.stage_partition import choose_cuts, cuts_like, values_to_recompute
+from autopar.search.pricing.cuts import call_seconds, choose_cuts, cuts_like
+from autopar.search.pricing.recomputed_values import values_to_recompute
 
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
     from autopar.capture.record.captured import Capture
+    from autopar.search.bounds.lower_bounds import Machinery
     from autopar.search.labels.solve import Known
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
 Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimensions, axes and labels on that mesh
+
+
+class SearchedStages(NamedTuple):
+    """The cuts of a plan that a search found, and the block costs and the machinery that priced it."""
+
+    cuts: tuple[int, ...]
+    works: ProgramWorks
+    on: "Machinery"
+
+
+class _Stages(NamedTuple):
+    cuts: tuple[int, ...] = ()
+    recomputed: tuple[str, ...] = ()  # values that every stage computes for itself
+    call_s: tuple[float, ...] = ()  # seconds of every main call; () if the cuts follow held parameters
 
 
 def make_plan(
@@ -105,20 +123,22 @@ def label_plan(
     *,
     held: Mapping[str, Storage] | None = None,
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
-    cuts: tuple[int, ...] | None = None,
+    searched: SearchedStages | None = None,
     labelled: Labelled | None = None,
     regather: bool = True,
 ) -> Plan:
     """The labeller's plan for a program.
 
-    `held` are parameters that are held already, and `stage_of` the pipeline stages that hold them. Cuts and labels may
-    be given as well. Without `regather`, gathered values are kept for the backward pass.
+    `held` are parameters that are held already, and `stage_of` the pipeline stages that hold them. Such a plan has no
+    summary. Stages and labels of a search may be given as well. Without `regather`, gathered values are kept for the
+    backward pass.
 
     Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the plan cannot fit a device.
     """
-    degrees, analysis, found = labelled or choose_labels(program, cluster, degrees, held=held, regather=regather)
-    cuts, recomputed = _stages(program, analysis, found, degrees, cluster, stage_of, cuts)
-    refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, cuts)
+    labelled = labelled or choose_labels(program, cluster, degrees, held=held, regather=regather)
+    degrees, analysis, found = labelled
+    stages = _stages(program, labelled, cluster, stage_of, searched, regather=regather)
+    refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, stages.cuts)
     plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
@@ -129,33 +149,39 @@ def label_plan(
         sequence=program.sequence,
         torch_version=str(torch.__version__),
         notes=(*program.notes, *found.notes),
-        cuts=cuts,
-        recomputed=recomputed,
+        cuts=stages.cuts,
+        recomputed=stages.recomputed,
     )
-    return with_summary(plan, program, cluster, analysis)
+    if held is not None:
+        return plan
+    return replace(plan, summary=summarise(program, analysis, plan, cluster, stages.call_s))
 
 
 def _stages(
     program: Program,
-    analysis: Analysis,
-    found: Labelling,
-    degrees: Degrees,
+    labelled: Labelled,
     cluster: ClusterSpec,
     stage_of: Mapping[str, tuple[int, ...]] | None,
-    decided: tuple[int, ...] | None,
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The cuts into pipeline stages, and the values that every stage computes for itself."""
+    searched: SearchedStages | None,
+    *,
+    regather: bool,
+) -> _Stages:
+    degrees, analysis, found = labelled
     if degrees.num_stages == 1:
-        return (), ()
-    if decided is not None:
-        cuts = decided
-    elif stage_of is not None:
+        return _Stages()
+    call_s: tuple[float, ...] = ()
+    on = searched.on if searched is not None else own_machinery(cluster, dtype_of(program))
+    if stage_of is not None:
         cuts = cuts_like(program, stage_of, degrees.num_stages)
+    elif searched is not None:
+        cuts, call_s = searched.cuts, call_seconds(searched.works, degrees, on)
     else:
-        cuts = choose_cuts(program, analysis, found.blocks, degrees, cluster)
-    recomputed = values_to_recompute(program, analysis, cuts, degrees, cluster)
+        works = program_works(program, analysis, found.blocks, degrees.mesh, regather=regather)
+        call_s = call_seconds(works, degrees, on)
+        cuts = choose_cuts(program, works, degrees, call_s)
+    recomputed = values_to_recompute(program, analysis, cuts, degrees, on.machine)
     check_stages(program, stages_of(program, cuts, recomputed))
-    return cuts, recomputed
+    return _Stages(cuts=cuts, recomputed=recomputed, call_s=call_s)
 
 
 def choose_labels(

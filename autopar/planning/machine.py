@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.cluster import cluster_machine, precision_of
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 
 if TYPE_CHECKING:
@@ -39,3 +40,14 @@ def machinery_of(
         recompute_blocks=recompute_blocks,
         cuts=cuts,
     )
+
+
+def own_machinery(cluster: ClusterSpec, dtype: str) -> "Machinery":
+    """The machinery for plans of given degrees, of a model of `dtype`.
+
+    The precision is the model's, or float32 if the devices have no unit for it.
+    """
+    try:
+        return machinery_of(cluster, None, precision_of(dtype, cluster))
+    except InputError:
+        return machinery_of(cluster, None, "fp32")

@@ -63,7 +63,7 @@ class PlanOptions:
     )
     micro_batches: int | None = _option("Micro-batches of one run of the pipeline. (default: twice the stages)")
     cut_at: str | None = _option(
-        "Module paths at which the second and later stages begin: layers.2,layers.4. (default: stages of equal work)"
+        "Module paths at which the second and later stages begin: layers.2,layers.4. (default: stages of equal seconds)"
     )
     order: str | None = _option(
         f"Order of mesh dimensions over ranks: {' or '.join(ORDERS)}. Ranks of the last dimension are neighbours. "

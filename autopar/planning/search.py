@@ -24,7 +24,7 @@ from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planning.fixed import label_plan, program_for
+from autopar.planning.fixed import SearchedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.planning.options import TOP, TRIALS, PlanOptions
@@ -38,9 +38,9 @@ from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
 from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
+from autopar.search.pricing.cuts import cuts_at
 from autopar.search.pricing.exact import Priced
-from autopar.search.pricing.objective import Goal, goal_of
-from autopar.search.pricing.stage_partition import cuts_at
+from autopar.search.pricing.objective import Goal, Part, goal_of
 from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
 from autopar.search.space.constraints import Constraints, Values, recompute_blocks_of, shared_degrees
@@ -180,19 +180,18 @@ def search_captured(
         found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, should_continue=should_continue)
     best = found.best
     works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
-    more = None
-    if asked.what_if:
-        more = search_beyond(
-            works_of, cluster, constraints, goal, _MOST_PRICED, should_continue=should_continue, on_progress=on_progress
-        )
+    more = None if not asked.what_if else search_beyond(
+        works_of, cluster, constraints, goal, _MOST_PRICED, should_continue=should_continue, on_progress=on_progress
+    )  # fmt: skip
     decided, nearest = None, None
     if best is None:
         on_progress("looking for a change with which a plan fits")
         space = Asked(works_of=works_of, cluster=cluster, constraints=constraints, machinery=machinery)
         nearest = _closest(space, deadline)
     else:
-        final, decided = _as_it_runs(captured, labels, best, shared_degrees(fix), goal.part(best).cluster, name)
-        check_result(found, decided, works_of_best(best.degrees.tp), constraints)
+        part, works = goal.part(best), works_of_best(best.degrees.tp)
+        final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
+        check_result(found, decided, works, constraints)
     result = replace(
         result_of(found, program, works_of, works_of_best, labels.hold, top=asked.top, global_batch=asked.global_batch),
         model=name,
@@ -204,7 +203,7 @@ def search_captured(
     if best is not None and decided is not None and asked.report:
         on_progress("asking what if")
         base = Base(
-            best=best, part=goal.part(best), machinery=machinery, works_of=works_of_best,
+            best=best, part=part, machinery=machinery, works_of=works_of_best,
             every=(works_of, labels.works_kept) if regather is None else (works_of,),
             constraints=constraints, global_batch=result.global_batch,
         )  # fmt: skip
@@ -229,14 +228,21 @@ def _closest(asked: Asked, deadline: float) -> Closest | None:
 
 
 def _as_it_runs(
-    captured: Capture, labels: SearchLabels, best: Priced, shared: Mapping[str, Any], cluster: ClusterSpec, name: str
+    captured: Capture,
+    labels: SearchLabels,
+    best: Priced,
+    works: ProgramWorks,
+    part: Part,
+    shared: Mapping[str, Any],
+    name: str,
 ) -> tuple[Program, Plan]:
     """The program at the best plan's own batch, and the plan with the labels that it was priced with."""
     degrees = replace(best.degrees, **shared)
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
+    stages = SearchedStages(best.cuts, works, part.on)
     return program, label_plan(
-        program, cluster, degrees, name, cuts=best.cuts, labelled=labelled, regather=best.regather
+        program, part.cluster, degrees, name, searched=stages, labelled=labelled, regather=best.regather
     )
 
 
@@ -274,7 +280,7 @@ def _constraints(
         fewer_devices=tuple(counts[:-1]),
         global_batch=asked.global_batch,
         local_batch=asked.local_batch,
-        most_stages=sum(1 for role in works.calls if role),
+        most_stages=sum(works.can_be_stage if cuts is None else map(bool, works.calls)),
         tensor_degrees=tensor_degrees(*counts),
         accumulates=program.mixes_batch is None or bool(shared_degrees(fix).get("per_micro_batch")),
         devices_per_host=goal.parts[counts[-1]].on.machine.links.devices_per_host,

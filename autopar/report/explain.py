@@ -4,11 +4,10 @@ Collectives are counted on the generated training code of each distinct block. T
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from math import prod
 
-from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import operator_name, value_infos
 from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
@@ -16,30 +15,28 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, Dims, Type
-from autopar.ir.stages import stages_of
+from autopar.ir.stages import main_calls, stages_of
 from autopar.ir.storage import boundary_types
 from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
 from autopar.lowering.collectives import collectives_of
-from autopar.search.pricing.stage_partition import block_seconds
 
 _FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("embedding", 0): "vocabulary-parallel"}
 _ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
-def with_summary(plan: Plan, program: Program, cluster: ClusterSpec, analysis: Analysis | None = None) -> Plan:
-    """The plan with a summary of its effect on a program."""
-    found = analysis or analyse(program, plan.mesh)
-    return replace(plan, summary=summarise(program, found, plan, cluster))
+def summarise(
+    program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec, call_s: Sequence[float] = ()
+) -> Summary:
+    """Counts, prices and words about a plan on a program.
 
-
-def summarise(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Summary:
-    """Counts, prices and words about a plan on a program."""
+    If the plan has pipeline stages, `call_s` has the seconds of every main call.
+    """
     return Summary(
         without_rule=tuple(_without_rule(program, analysis, plan, cluster)),
         parameters=tuple(_parameters(program, plan)),
         blocks=tuple(_block(program, analysis, plan, index) for index in range(len(program.blocks))),
         once_a_step=tuple(_once_a_step(program, plan)),
-        stages=tuple(_stages(program, analysis, plan, cluster)) if plan.degrees.pp > 1 else (),
+        stages=tuple(_stages(program, analysis, plan, call_s)) if plan.degrees.pp > 1 else (),
     )
 
 
@@ -152,9 +149,9 @@ def placed(program: Program, dims: Dims, types: tuple[Type, ...], plan: Plan) ->
 # ---- stages ----
 
 
-def _stages(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec) -> Iterator[StageSummary]:
+def _stages(program: Program, analysis: Analysis, plan: Plan, call_s: Sequence[float]) -> Iterator[StageSummary]:
     types = boundary_types(program, plan.blocks)
-    seconds = block_seconds(program, analysis, plan.blocks, plan.degrees, cluster)
+    seconds = dict(zip(main_calls(program), call_s, strict=True))
     infos = value_infos(program)
     for stage in stages_of(program, plan.cuts, plan.recomputed):
         calls = [program.calls[i] for i in stage.calls]
@@ -164,7 +161,7 @@ def _stages(program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSp
             first=calls[0].path,
             last=calls[-1].path,
             num_calls=len(calls),
-            seconds=sum(seconds[call.block] for call in calls),
+            seconds=sum(seconds[i] for i in stage.calls),
             num_parameters=sum(program.parameters[name].num_elements for name in stage.parameters),
             sent_bytes=sum(prod(shape) * infos[v].dtype.itemsize for v, shape in shapes.items()),
             recomputed=tuple(value for values in stage.again.values() for value in values),

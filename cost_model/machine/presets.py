@@ -11,6 +11,7 @@ from autopar.errors import ClusterError, did_you_mean
 from autopar.files.strict_yaml import files_naming
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.cluster_file import profile_file
+from autopar.ir.device import DeviceType
 
 
 @functools.cache
@@ -29,14 +30,17 @@ def shipped_profiles() -> dict[str, DeviceProfile]:
     return found
 
 
-def device_profile(device: str) -> DeviceProfile:
-    """The shipped profile of a device preset. Without one, the profile ``default`` with a note for the user."""
+def device_profile(device: str, device_type: DeviceType = "cuda") -> DeviceProfile:
+    """The shipped profile of a device preset.
+
+    Without one, the profile ``default`` for a GPU or ``cpu`` for a CPU, with a note for the user.
+    """
     with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
         for path in files_naming(Path(folder), device):
             profile = _loaded(path)
             if device in profile.devices:
                 return profile
-        default = _loaded(Path(folder) / "default.yaml")
+        default = _loaded(Path(folder) / ("cpu.yaml" if device_type == "cpu" else "default.yaml"))
     note = (
         f"no profile describes device {device[:80]!r}: the default profile is used; run `autopar calibrate` to "
         "measure it"
@@ -55,7 +59,7 @@ def cluster_profile(cluster: ClusterSpec, device: str) -> DeviceProfile:
     Raises ClusterError for an unknown name. For a malformed file the error lists every problem.
     """
     if cluster.profile is None:
-        return device_profile(device)
+        return device_profile(device, cluster.device_type)
     path = profile_file(cluster.profile, Path())
     if path is not None:
         return load_profile(path)

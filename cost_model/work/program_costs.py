@@ -24,13 +24,15 @@ class ProgramWorks:
     """A captured and labelled program, ready to be priced at any micro-batch.
 
     `calls` has the roles of the main calls in their order. A role that covers several calls stands at the first of
-    them, and the others have "". `counts` has the number of calls of each repeated role. Sizes are captured sizes:
+    them, and the others have "". A call with a role and a trained parameter `can_be_stage` by itself. `counts` has the
+    number of calls of each repeated role. Sizes are captured sizes:
     `sequence` tokens, `hidden` elements of a token between blocks, `element_bytes` per element. With `regather`,
     backward gathers the gathered inputs of products again.
     """
 
     family: Family[Polynomial]
     calls: tuple[str, ...]
+    can_be_stage: tuple[bool, ...]
     counts: tuple[tuple[str, int], ...]
     mesh: Mesh
     sequence: int
@@ -100,6 +102,9 @@ def merged_works(
     return ProgramWorks(
         family=family,
         calls=calls,
+        can_be_stage=tuple(
+            bool(role) and is_trained for role, is_trained in zip(calls, _trained(program), strict=True)
+        ),
         counts=tuple((role, calls.count(role)) for role in repeated),
         mesh=mesh,
         sequence=program.sequence or 1,
@@ -113,6 +118,11 @@ def merged_works(
         sequence_parallel=_is_split(program, roles, labels, mesh),
         regather=regather,
     )
+
+
+def dtype_of(program: Program) -> str:
+    """The dtype of the activations between blocks, such as "bfloat16"."""
+    return _residual(program, _roles(program))[2]
 
 
 def _source(program: Program, mesh: Mesh) -> str:
@@ -130,6 +140,12 @@ def _roles(program: Program) -> list[str]:
     return [
         "first" if i < repeated[0] else "last" if i > repeated[-1] else str(call.block) for i, call in enumerate(calls)
     ]
+
+
+def _trained(program: Program) -> list[bool]:
+    """For every main call, whether it has a trained parameter."""
+    trained = {name for name, info in program.parameters.items() if info.requires_grad}
+    return [not trained.isdisjoint(map(str, program.calls[i].arguments)) for i in main_calls(program)]
 
 
 def _name(role: str, works: Sequence[BlockWork[Polynomial]], position: int) -> str:

@@ -25,9 +25,9 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.registry import SCHEDULES
 from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
+from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
 from autopar.search.pricing.per_stage_recompute import CallCosts, costs_of, cuts_by_stage, fewest_blocks
 from autopar.search.pricing.shared import SharedPrices
-from autopar.search.pricing.stage_partition import partition
 
 LEVELS = (0, 2)  # of recomputation: none and full
 
@@ -102,7 +102,6 @@ class Prepared:
         self.shared = SharedPrices(works, layouts, on)
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
-        self.can_be_alone = [bool(role) for role in works.calls]
         self.runs: Known = {}
 
     def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[Priced]:
@@ -159,7 +158,7 @@ class Prepared:
         """The calls before which stages begin: the pinned cuts, or the cuts that make the slowest stage fastest."""
         if (cuts := self.on.cuts) is not None:
             return cuts
-        return partition(self._weights(index, cut), num_stages, can_be_alone=self.can_be_alone)
+        return even_cuts(self.works, self._weights(index, cut), num_stages)
 
     def _passes(self, index: int) -> Mapping[str, tuple[float, float]]:
         """Seconds of one micro-batch in every role: of the forward pass, and of both passes."""
@@ -167,9 +166,9 @@ class Prepared:
 
     def _weights(self, index: int, cut: Cut) -> list[float]:
         """Seconds of every call. An end counts as slower by the number of blocks that are moved out of it."""
-        seconds = {role: both for role, (_, both) in self._passes(index).items()}
-        weights = [seconds[role] if role else 0.0 for role in self.works.calls]
-        block = sum(count * seconds[role] for role, count in self.works.counts) / self.num_blocks
+        passes = self._passes(index)
+        weights = seconds_of_calls(self.works, passes)
+        block = sum(count * passes[role][1] for role, count in self.works.counts) / self.num_blocks
         weights[0] += cut.out_of_first * block
         weights[-1] += cut.out_of_last * block
         return weights
@@ -192,7 +191,7 @@ class Prepared:
         capacity, cuts, stages = self.on.capacity_bytes, even, held.stages
         room = capacity - self.on.machine.reserve_bytes
         if self.on.cuts is None and self.on.recompute_blocks is None:
-            cuts = cuts_by_stage(self.works.calls, self._costs(index, cut), stages, room_bytes=room) or even
+            cuts = cuts_by_stage(self.works, self._costs(index, cut), stages, room_bytes=room) or even
             if cuts != even:
                 stages = stages_at(self.works.calls, cuts, self.degrees(index))
                 held = self._held(index, stages)

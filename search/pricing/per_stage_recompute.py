@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages
+from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.registry import SCHEDULES
 from autopar.search.pricing.stage_partition import partition_with
@@ -53,13 +54,13 @@ def live_micro_batches(stages: Stages) -> Floats:
 
 
 def cuts_by_stage(
-    calls: Sequence[str], costs: CallCosts, stages: Stages, *, room_bytes: float
+    works: ProgramWorks, costs: CallCosts, stages: Stages, *, room_bytes: float
 ) -> tuple[int, ...] | None:
     """The calls before which stages begin if each stage may hold `room_bytes`. None if nothing fits.
 
     `stages` says how many stages there are and how they run.
     """
-    live, virtual = live_micro_batches(stages), stages.virtual
+    live, virtual, calls = live_micro_batches(stages), stages.virtual, works.calls
     is_block = np.array([bool(role) and role not in ENDS for role in calls])
     blocks, of_ends, of_blocks, saved = (
         np.concatenate([[0.0], np.cumsum(one)])
@@ -86,11 +87,10 @@ def cuts_by_stage(
         bounds = enumerate(pairwise((0, *cuts, len(calls))))
         return max(float(sums[b] - sums[a] + more(at, np.array(a), np.array(b))) for at, (a, b) in bounds)
 
-    can_be_alone = [bool(role) for role in calls]
     parts, seconds = len(stages.roles), costs.seconds.tolist()
-    found = partition_with(seconds, parts, more, max(1, min(longest, len(calls))), can_be_alone=can_be_alone)
+    found = partition_with(seconds, parts, more, max(1, min(longest, len(calls))), can_be_alone=works.can_be_stage)
     if found is None or slowest(found) > most:  # elements that do not fit elsewhere may make a part longer
-        found = partition_with(seconds, parts, more, len(calls), can_be_alone=can_be_alone)
+        found = partition_with(seconds, parts, more, len(calls), can_be_alone=works.can_be_stage)
     return found
 
 

@@ -19,8 +19,10 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Block
 from autopar.ir.stages import Stage, ancestors, check_stages, main_calls, separates, stages_of
+from autopar.planning.machine import machinery_of
 from autopar.runtime.codegen.execute import captured_modules, constant_values, graph_module
-from autopar.search.pricing.stage_partition import partition, values_to_recompute
+from autopar.search.pricing.recomputed_values import values_to_recompute
+from autopar.search.pricing.stage_partition import partition
 
 
 @cache
@@ -94,9 +96,8 @@ def test_nothing_is_lost_in_the_cut(family: str) -> None:
             break  # fewer blocks with parameters than stages
         most = parts
         degrees = Degrees(pp=parts, dp_shard=1, micro_batches=2)
-        recomputed = values_to_recompute(
-            program, case.analysis(degrees.mesh), cuts, degrees, ClusterSpec.preset(f"{parts}xcpu")
-        )
+        machine = machinery_of(ClusterSpec.preset(f"{parts}xcpu"), None, "fp32").machine
+        recomputed = values_to_recompute(program, case.analysis(degrees.mesh), cuts, degrees, machine)
         for chosen in {(), recomputed}:
             stages = stages_of(program, cuts, chosen)
             check_stages(program, stages)

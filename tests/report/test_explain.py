@@ -17,7 +17,7 @@ from autopar.ir.program import Program
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import make_plan
-from autopar.report.explain import summarise, with_summary
+from autopar.report.explain import summarise
 
 CLUSTER = ClusterSpec.preset("4xcpu")
 
@@ -64,7 +64,8 @@ def test_bytes_equal_those_of_the_cost_model(name: str, degrees: dict[str, int])
 def test_explain_with_and_without_summary() -> None:
     program, plan = planned("llama3-8b", tp=2, dp=2)
     bare = replace(plan, summary=None)
-    assert with_summary(bare, program, CLUSTER).explain() == plan.explain()
+    found = summarise(program, analyse(program, plan.mesh), bare, CLUSTER)
+    assert replace(bare, summary=found).explain() == plan.explain()
     assert "no summary" in bare.explain()
     assert Plan.from_dict(bare.to_dict()) == bare
     assert all(block.name in plan.explain() for block in plan.blocks)

@@ -55,7 +55,14 @@ def deeper(works: ProgramWorks, layers: int) -> ProgramWorks:
     ones = {**dict.fromkeys((*works.mesh.names, "b", "t", "d"), 1.0), "s": 1.0, "S": 1.0}
     split, whole = evaluate((block.parameters_split, block.parameters_whole), ones)
     more = round(float(split + whole)) * (layers - count)
-    return replace(works, calls=calls, counts=((role, layers),), num_parameters=works.num_parameters + more)
+    can_be_stage = (*works.can_be_stage[:first], *[True] * layers, *works.can_be_stage[first + count :])
+    return replace(
+        works,
+        calls=calls,
+        can_be_stage=can_be_stage,
+        counts=((role, layers),),
+        num_parameters=works.num_parameters + more,
+    )
 
 
 def machinery(cluster: ClusterSpec) -> Machinery:

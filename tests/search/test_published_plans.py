@@ -169,9 +169,11 @@ def works_of(row: Row, tp: int, sequence_parallel: bool) -> ProgramWorks:
     known = {"first", "last", *(role for role, _ in counts)}
     works = {role: with_numbers(family.block(role, variant), numbers) for role in family.roles if role in known}
     blocks = tuple((role, tuple((name, work) for name in VARIANTS)) for role, work in works.items())
+    calls = ("first", *(role for role, count in counts for _ in range(count)), "last")
     return ProgramWorks(
         family=replace(family, blocks=blocks),
-        calls=("first", *(role for role, count in counts for _ in range(count)), "last"),
+        calls=calls,
+        can_be_stage=(True,) * len(calls),
         counts=counts,
         mesh=Mesh.of(dp=2, tp=tp),
         sequence=row.seq_len or 1,
