@@ -23,7 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.ir.storage import Storage
-from autopar.models.load import example_inputs_for
+from autopar.models.example_inputs import example_inputs_for
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan, program_for
 from autopar.planning.labels import LABELLED_DP

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, is_factory
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
-from autopar.models.load import resolve_model
+from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
 
 if TYPE_CHECKING:

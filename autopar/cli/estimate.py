@@ -14,13 +14,13 @@ from autopar.cli.options.model_argument import (
     Json,
     Layers,
     ModelArgument,
-    is_factory,
 )
 from autopar.cli.options.search_options import Precision, Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
+from autopar.models.load import is_factory, resolve_model
 from autopar.planning.degrees import ranks_of_a_part
 from autopar.planning.options import PlanOptions
 
@@ -76,8 +76,6 @@ def estimate(
     ranks = ranks_of_a_part(spec.num_devices, cp=cp, ep=ep)
     degrees = options.degrees(ranks)
     with progress(f"building {model}") as on_progress:
-        from autopar.models.load import resolve_model
-
         own = is_factory(model)
         batch = None if own else (degrees.micro_batch or 1) * degrees.num_micro_batches
         dtype = None if own else MODEL_DTYPES[wanted]

@@ -16,7 +16,6 @@ from autopar.cli.options.model_argument import (
     Json,
     Layers,
     ModelArgument,
-    is_factory,
 )
 from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import (
@@ -38,6 +37,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import sections
 from autopar.ir.plan import Plan
+from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.search.result.format import nothing_fits
 

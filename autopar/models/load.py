@@ -349,6 +349,3 @@ def checked_dtype(dtype: str | torch.dtype | None) -> str:
     if name not in _DTYPES:
         raise InputError(f"unknown dtype {name!r}; {did_you_mean(name, _DTYPES)}")
     return name
-
-
-__all__ = ["DEFAULT_BATCH", "ExampleInputs", "ResolvedModel", "example_inputs_for", "resolve_model", "scaled_config"]

@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from autopar.errors import InputError  # noqa: E402
-from autopar.models.load import example_inputs_for, resolve_model  # noqa: E402
+from autopar.models.example_inputs import example_inputs_for  # noqa: E402
+from autopar.models.load import resolve_model  # noqa: E402
 
 
 def write_config(folder: Path, **fields: Any) -> str:

@@ -4,8 +4,6 @@ from typing import Annotated
 
 import typer
 
-from autopar.models.load import is_factory as is_factory
-
 ModelArgument = Annotated[
     str,
     typer.Argument(

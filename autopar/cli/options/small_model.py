@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli.options.checks import MAX_RANKS, refuse_options
-from autopar.cli.options.model_argument import is_factory
 from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.explanation import sizes_in_words
 from autopar.ir.plan import Plan
+from autopar.models.load import is_factory
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.options import PlanOptions
 from autopar.presets.models import model_names, model_preset

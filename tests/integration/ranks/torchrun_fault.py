@@ -9,7 +9,8 @@ import torch.distributed as dist
 from integration_ranks import plant
 
 from autopar.api import parallelize
-from autopar.models.load import example_inputs_for, resolve_model
+from autopar.models.example_inputs import example_inputs_for
+from autopar.models.load import resolve_model
 
 if __name__ == "__main__":
     folder, fault = Path(sys.argv[1]), sys.argv[2]
