@@ -1,26 +1,12 @@
 """The planted faults of tools/mutants.toml can be planted, and the tool changes no file of the checkout."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from script import ROOT, script
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def _tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-mutants = _tool()
+mutants = script("tools/mutants.py")
 
 
 def test_every_fault_can_be_planted() -> None:

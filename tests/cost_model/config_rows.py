@@ -5,6 +5,7 @@ from typing import Any
 
 from autopar.cost_model.published.families import IN_PIECES, LATENT, WINDOW
 from autopar.cost_model.published.row import Row, Unmodelled
+from autopar.presets.models import model_presets
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -95,3 +96,9 @@ def _beyond_columns(kind: str, config: Mapping[str, Any], sequence: int | None) 
     if kind == "falcon" and config.get("alibi"):
         return "positions as a bias of the scores, which no column says"
     return ""
+
+
+def decoders() -> list[str]:
+    """The presets that are decoders of text alone."""
+    others = {"bert", "clip", "roberta", "t5", "vit", "whisper"}
+    return [name for name, preset in model_presets().items() if preset.config["model_type"] not in others]

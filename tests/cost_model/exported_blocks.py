@@ -1,25 +1,14 @@
 """The exporting tool as a module, and totals of what a block costs."""
 
-import importlib.util
-from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TOOL = Path(__file__).parents[2] / "tools" / "export_blocks.py"
+from script import script
 
 
-@cache
 def tool() -> ModuleType:
     """`tools/export_blocks.py`; needs transformers."""
-    import sys
-
-    spec = importlib.util.spec_from_file_location("export_blocks_tool", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return script("tools/export_blocks.py")
 
 
 def totals(work: Any) -> dict[str, Any]:

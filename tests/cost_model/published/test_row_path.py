@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from config_rows import row_of_config
+from config_rows import decoders, row_of_config
 from suites import thinned
 
 from autopar.cost_model.estimate import estimate_works
@@ -116,11 +116,6 @@ def compared(program: Program, config: Mapping[str, Any], engine: Engine, tp: in
     theirs = sums(group.family, [(role, float(np.max(n))) for role, n in group.shape.counts], engine)
     both = {key: (mine[key], theirs[key]) for key in mine}
     return {**both, "seconds": (made.step_s, priced.seconds), "peak": (made.peak_bytes, priced.peak_bytes)}
-
-
-def decoders() -> list[str]:
-    others = {"bert", "clip", "roberta", "t5", "vit", "whisper"}
-    return [name for name in model_presets() if model_preset(name).config["model_type"] not in others]
 
 
 def assert_agree(name: str, folder: Path, layouts: tuple[tuple[str, int], ...]) -> None:

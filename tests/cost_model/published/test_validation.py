@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from script import script
 
 from autopar.cost_model.published.ranking import Timed, ranked_groups, spearman
 from autopar.cost_model.published.row import RESULT_COLUMNS, Estimator, Row, RowEstimate, Unmodelled, read_rows
@@ -217,14 +218,7 @@ def test_ranking_of_the_collection() -> None:
 
 
 def test_iteration_times_are_those_of_the_oracles() -> None:
-    import importlib.util
-
-    path = RUNS.parents[1] / "iteration_times.py"
-    spec = importlib.util.spec_from_file_location("iteration_times", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    rows = module.iteration_times()
+    rows = script("benchmarks/iteration_times.py").iteration_times()
     assert [row.step_time_s for row in rows] == [1.42, 1.10, 18.13, 13.75, 49.05, 37.83, 94.42, 71.49]
     assert [row.vpp for row in rows[::2]] == [1, 3, 3, 1]
     for row in rows:

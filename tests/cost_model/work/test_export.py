@@ -10,7 +10,7 @@ from suites import long, thinned
 pytest.importorskip("transformers")
 
 import torch
-from config_rows import row_of_config
+from config_rows import decoders, row_of_config
 from exported_blocks import tool, totals
 from torch import fx, nn
 
@@ -34,11 +34,6 @@ TOLERANCE = 1e-3
 # where experts meet sequence parallelism the labeller's choice for the router depends on the sizes
 ROWS = [(name, variant) for name in ("gpt2", "llama3-8b", "qwen3-8b") for variant in ("tp", "sp")]
 ROWS += [("mixtral-8x7b", "tp")]
-
-
-def decoders() -> list[str]:
-    known = {"bert", "clip", "roberta", "t5", "vit", "whisper"}
-    return [name for name, preset in model_presets().items() if preset.config["model_type"] not in known]
 
 
 FILES = thinned(
