@@ -23,7 +23,7 @@ from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, Shape, layout_strides
 from autopar.cost_model.step.step import StepSeconds, step_seconds
-from autopar.cost_model.work.block_work import VARIANTS, Family, evaluate
+from autopar.cost_model.work.block_work import PASSES, VARIANTS, Family, evaluate
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from autopar.cost_model.work.program_costs import ProgramWorks
 
 _V = TypeVar("_V", float, Floats)
-_PASSES = 3  # a product forward, for its input's gradient, for its weight's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +187,7 @@ class Pricing:
         repeated = sum(count * forward[role] for role, count in self.works.counts)
         whole = repeated + forward["first"] + forward["last"]
         again = repeated * self.recomputed_share() if self.question.degrees.recompute == "full" else 0.0
-        return _PASSES * float(whole) * sequences, float(again) * sequences
+        return PASSES * float(whole) * sequences, float(again) * sequences
 
     def utilisation(self, sequences: float, step_s: float, num_devices: int) -> Utilisation:
         """Of a step of `step_s` over so many sequences in all."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost_model.published.row import Row
+from autopar.cost_model.work.block_work import PASSES
 
 # Memory "GB" of every source is read as GiB, because torch's allocator and nvidia-smi count in powers of two. The
 # largest figures of nvidia-smi rows (79 of an 80 GB device, 30 of 32) are the devices' sizes in GiB.
@@ -76,7 +77,7 @@ def model_flops(row: Row, batch: int) -> float | None:
     A token counts the experts that work on it. Attention without query, key and value heads (mla, hybrid) gives None.
     """
     parts = _forward_flops(row, batch)
-    return None if parts is None else 3 * sum(parts)
+    return None if parts is None else PASSES * sum(parts)
 
 
 def hardware_flops(row: Row, batch: int) -> float | None:
@@ -86,7 +87,7 @@ def hardware_flops(row: Row, batch: int) -> float | None:
         return None
     products, attention, logits = parts
     again = {"none": 0.0, "selective": attention, "full": products + attention}[row.recompute]
-    return 3 * (products + attention + logits) + again
+    return PASSES * (products + attention + logits) + again
 
 
 def _from_flops(row: Row, batch: int, peak_flops_per_s: float | None) -> Measured | None:

@@ -14,10 +14,9 @@ from autopar.cost_model.step.block_time import BlockSeconds, computing_seconds
 from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import spread
-from autopar.cost_model.work.block_work import BlockWork, Family
+from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
 from autopar.ir.arrays import Floats
 
-_PRODUCTS = 3  # of every product forward: itself, for its input, for its weight
 CONTEXT_EXPOSED = 0.1  # exposed part of a ring's keys and values: assumed
 
 
@@ -71,7 +70,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     return BlockPrices(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
-        weight=seconds.products / _PRODUCTS,
+        weight=seconds.products / PASSES,
         selective=seconds.attention_forward if basis.machine.engine.selective == "attention" else seconds.forward / 2,
         parts=parts,
         hidden=hidden,
@@ -87,7 +86,7 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
     return Passes(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
-        weight=seconds.products / _PRODUCTS,
+        weight=seconds.products / PASSES,
     )
 
 

@@ -53,6 +53,7 @@ _MOST_POWER = 16  # limit for symbols in a file; powers are evaluated as repeate
 _TENSOR_DIM = re.compile(r"tp\d")  # symbols of a captured model whose tensor degree is a product
 _Kind = Literal["matmul", "attention", "memory"]
 Cause = Literal["value", "regather", "parameter", "inside"]
+PASSES = 3  # products of a step for each product of the forward pass: itself, and one for the gradient of each operand
 ROLES = ("first", "layer", "moe_layer", "last")
 VARIANTS = ("one", "tp", "sp")
 V = TypeVar("V")

@@ -23,8 +23,8 @@ from math import prod
 from typing import Any
 
 from autopar.capture.analysis import Analysis
+from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import (
-    PASSES,
     forward_flops,
     is_view,
     local_sizes,

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from autopar.rules.rule import Call, Rule, Slot
 
 _V = TypeVar("_V")
-PASSES = 3.0  # forward, and two products backward
 VIEWS = frozenset(
     [
         "alias",

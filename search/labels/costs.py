@@ -17,7 +17,8 @@ from math import inf, prod
 import numpy as np
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.operator_cost import PASSES, is_view, local_flops, parameter_state_bytes, saved_operands
+from autopar.cost_model.work.block_work import PASSES
+from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Kind, Type, chunk
 from autopar.lowering.conversions import Wire, wire
