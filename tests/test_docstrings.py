@@ -1,7 +1,8 @@
-"""The docstrings of the public API have the sections that apply, and all their examples run."""
+"""The docstrings of the public API have the sections that apply. The examples of all docstrings run."""
 
 import ast
 import doctest
+import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import autopar
 from autopar import testing
 
+ROOT = Path(autopar.__file__).parents[1]
+PACKAGES = {"autopar": "autopar"} | {name: f"autopar.{name}" for name in ("search", "cost_model", "runtime")}
 CLASSES = ("ParallelModel", "SearchResult", "Plan", "ClusterSpec")
 NO_SECTIONS = ("__version__", "AutoparError", "Estimate")  # values without arguments or methods of their own
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
@@ -134,3 +137,24 @@ def test_examples_on_a_rank_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_examples({name: value for name, value in everything().items() if needs_a_job(value)}, parallel_model)
+
+
+def modules_with_examples() -> Iterator[str]:
+    for folder, package in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if parts[:1] != ("__main__",) and parts[0] not in PACKAGES and ">>> " in path.read_text():
+                yield ".".join((package, *parts)).removesuffix(".__init__")
+
+
+def test_examples_of_other_names_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    public = {inspect.getdoc(value) for value in everything().values()}
+    runner, failed, found = doctest.DocTestRunner(optionflags=FLAGS), list[str](), 0
+    for name in modules_with_examples():
+        for example in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name)):
+            if example.examples and inspect.cleandoc(example.docstring or "") not in public:
+                runner.run(example, out=failed.append)
+                found += 1
+    assert found >= 30
+    assert not failed, "".join(failed)
