@@ -23,6 +23,7 @@ from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.degrees import ranks_of_a_part
 from autopar.planning.options import PlanOptions
+from autopar.search.result.format import plan_in_words
 
 if TYPE_CHECKING:
     from autopar.cost_model.estimate import Estimate, RunCost
@@ -147,16 +148,10 @@ def _inputs(
 
 def _show(made: "Estimate") -> None:
     out = console()
-    names = ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate")
-    mesh = " × ".join(f"{name} {made.degrees[name]}" for name in names if made.degrees[name] > 1) or "one rank"
-    zero = f", ZeRO {made.degrees['zero']}" if made.degrees["dp_shard"] > 1 else ""
-    title = f"{made.model} ({made.num_parameters / 1e9:.3g} billion parameters) on {made.cluster}: {mesh}{zero}"
-    out.print(title, style="bold")
-    times = made.degrees["micro_batches"] * made.degrees["accumulate"]
-    out.print(
-        f"{made.global_batch} sequences of {made.sequence} tokens a step, {times} micro-batches of "
-        f"{made.degrees.get('micro_batch', 1)}; engine {made.engine}, {made.precision}, profile {made.profile}\n"
-    )
+    title = f"{made.model} ({made.num_parameters / 1e9:.3g} billion parameters) on {made.cluster}"
+    out.print(f"{title}: {plan_in_words(made.degrees)}", style="bold")
+    size = f"{made.global_batch:,} sequences of {made.sequence:,} tokens a step"
+    out.print(f"{size}; engine {made.engine}, {made.precision}, profile {made.profile}\n")
     rows = [
         ("step", readable_seconds(made.step_s)),
         ("tokens/s", f"{made.tokens_per_s:,.0f}"),
@@ -185,7 +180,10 @@ def _show(made: "Estimate") -> None:
 
 
 def _time_table(made: "Estimate") -> object:
-    rows = [(what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.compute_s.items() if s > 0]
+    least = 1e-9 * made.step_s  # less is the rounding of a part that is 0
+    rows = [
+        (what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.compute_s.items() if s > least
+    ]
     rows += [
         (
             one.what,
@@ -197,7 +195,9 @@ def _time_table(made: "Estimate") -> object:
         for one in made.collectives
         if one.exposed_s > 0 or one.hidden_s > 0
     ]
-    rows += [(what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.other_s.items() if s > 0]
+    rows += [
+        (what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.other_s.items() if s > least
+    ]
     columns = ("time of a step", "mesh", "seconds", "part", "hidden")
     return table(columns, rows, right=("seconds", "part", "hidden"))
 
