@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, no network, reproducible draws, long files first. It imports no torch."""
+"""Settings of every test: one thread, no network, reproducible draws, long files first. It does not import torch."""
 
 import atexit
 import logging

@@ -1,4 +1,4 @@
-"""What README and docs say can be typed, works. Heavy commands (make, torchrun) have tests of their own."""
+"""Commands of README and docs work. Heavy commands (make, torchrun) have tests of their own."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Captures that are kept: when a file is used, when it is not, and what a user is told."""
+"""Kept captures: when a file is used, when it is not, and the messages."""
 
 import json
 import os

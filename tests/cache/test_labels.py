@@ -1,4 +1,4 @@
-"""Kept labels: what is read back prices every candidate as what was chosen."""
+"""Kept labels: after reading, every candidate has the same price as before writing."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Forms: what two captures at different sizes say of a number, and what they leave open."""
+"""Forms: the formulas of sizes that explain a number in two captures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How losses of micro-batches make the loss of the batch."""
+"""The loss of the batch from the losses of its micro-batches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`autopar coverage`: what it prints, as a table and as JSON."""
+"""`autopar coverage`: its table and its JSON."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`autopar estimate`: what it prints, and what it refuses before a model is built."""
+"""`autopar estimate`: its output, and the options that it refuses before a model is built."""
 
 import pytest
 from run import autopar, json_of, refused

@@ -1,4 +1,4 @@
-"""Help and listings: what they show, and that they do not wait for torch."""
+"""Help and listings: their text, and that they do not import torch."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Printing: what a user named is shown as it is."""
+"""Printing: names from the user are shown unchanged."""
 
 import pytest
 

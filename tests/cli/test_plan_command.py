@@ -1,4 +1,4 @@
-"""`autopar plan`: what it prints and writes, and what it refuses once the model is known."""
+"""`autopar plan`: its output and files, and the options that it refuses for a model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`autopar report`: what it writes, and what it refuses."""
+"""`autopar report`: its files, and the sources that it refuses."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`autopar trace`: ranks are started, the trace is written, the table says what is on it."""
+"""`autopar trace`: ranks are started, the trace is written, and the table lists its tracks."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`autopar validate`: what it prints and writes, over an estimator whose errors are known."""
+"""`autopar validate`: its output and files, for an estimator with known errors."""
 
 import csv
 import json

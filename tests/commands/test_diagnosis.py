@@ -1,4 +1,4 @@
-"""A diagnosis from measurements: who is slow, and what is compared with the cluster."""
+"""A diagnosis from measurements: the slow ranks, and the figures compared with the cluster."""
 
 from collections.abc import Sequence
 

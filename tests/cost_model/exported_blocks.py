@@ -1,4 +1,4 @@
-"""The exporting tool as a module, and totals of what a block costs."""
+"""The exporting tool as a module, and total work of a block."""
 
 from types import ModuleType
 from typing import Any

@@ -1,4 +1,4 @@
-"""Samples that a known profile would give, with noise: what a fit must find again."""
+"""Samples of a known profile with noise. A fit must find the profile again."""
 
 from collections.abc import Iterator
 from dataclasses import replace

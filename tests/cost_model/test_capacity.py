@@ -1,4 +1,4 @@
-"""The largest model that fits: what the published arithmetic says of state, and what must grow with devices."""
+"""The largest model that fits: published figures of state, and growth with the devices."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Counted memory in an estimate: that of the rank that holds most, under labels that the estimate was made for."""
+"""Counted memory in an estimate: of the fullest rank, under the labels of the estimate."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every strategy's example trains at a tiny size, and its first loss is that of one device (it ends otherwise)."""
+"""Every strategy's example trains at a tiny size, and its first loss equals one device's."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every family cut into 2 to 8 stages: nothing lost or doubled, every stage has what it takes, results are equal."""
+"""Every family cut into 2 to 8 stages: no call is lost or doubled, every stage has its inputs, results are equal."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache

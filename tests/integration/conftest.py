@@ -1,6 +1,7 @@
 """Worlds of gloo ranks, started once and again after a test ended one.
 
-The models and what runs on ranks are in `ranks` beside this file. What one process captured, the others read.
+The folder `ranks` beside this file has the models and the functions that run on ranks. One process captures a program,
+and the others read it.
 """
 
 import os

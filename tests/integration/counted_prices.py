@@ -1,8 +1,8 @@
 """Calls and bytes of the collectives that the time model prices for a plan.
 
-The time model runs as in a search or an estimate, on a machine that is made for counting: computing takes no time, and
-one kind of collective over one group of ranks takes a second for every call, or for every byte that a rank sends.
-Nothing runs beside anything else. The seconds of a step are then a number of calls, or of bytes.
+The time model runs as in a search or an estimate, on a machine for counting. Computation takes no time. One kind of
+collective over one group of ranks takes a second for every call, or for every byte that a rank sends. No two
+collectives overlap. The seconds of a step are then a number of calls, or of bytes.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Buffers changed in forward on real ranks: what is recorded is that of the whole batch, and is saved."""
+"""Buffers changed in forward on real ranks: they have the values of the whole batch, and are saved."""
 
 from collections.abc import Callable
 

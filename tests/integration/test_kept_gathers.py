@@ -1,5 +1,4 @@
-"""Plans that keep what they gather, on four gloo ranks, against the single device in float64; also one that a search
-took."""
+"""Plans that store gathered inputs, on four gloo ranks, against one device in float64. One plan is a search's."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What search and `estimate` price of a plan's collectives against the dry run of the plan, rank by rank.
+"""Collectives that the search and `estimate` price, against the dry run of the plan, rank by rank.
 
 The dry run is proven equal to a step that runs (`test_priced_is_run.py`). The time model prices other code: expressions
 of blocks (`autopar.cost_model.work.export`), the collectives of ZeRO (`autopar.cost_model.step.data_parallel`) and

@@ -1,4 +1,4 @@
-"""Priced = run: what the cost model says of a plan against one step of it on gloo ranks (docs/priced_is_run.md).
+"""Priced = run: the cost model's figures of a plan against one step on gloo ranks (docs/priced_is_run.md).
 
 Calls and bytes of every collective are equal on every rank and mesh dimension; bytes of parameters, gradients,
 optimizer state and of what autograd keeps within one percent.

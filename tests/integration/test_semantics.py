@@ -1,4 +1,4 @@
-"""docs/semantics.md line by line: which tests hold each numbered statement, and tests of what no other file shows."""
+"""docs/semantics.md line by line: the tests of each numbered statement, and tests that no other file has."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""How parameters are stored: factored shapes, uneven parts, the dimension that ZeRO shards, buckets."""
+"""Storage of parameters: factored shapes, uneven parts, the dimension that ZeRO shards, buckets."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Every row of the conversion table on all ranks of one process: forward, backward, and what is sent."""
+"""Every row of the conversion table on all ranks of one process: forward, backward, and sent bytes."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The names in generated code: no variable hides a function, and a converted value says what was done to it."""
+"""The names in generated code: no variable hides a function, and a converted value is named after its source."""
 
 import tiny_models
 from equivalence import case_of, labelled

@@ -1,4 +1,4 @@
-"""`autopar.plan`, from a module to a plan that runs, and what it says where nothing fits."""
+"""`autopar.plan`, from a module to a plan that runs, and its result if no plan fits."""
 
 import json
 from dataclasses import replace

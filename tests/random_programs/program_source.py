@@ -1,4 +1,4 @@
-"""A drawn module as its own source: what a failing example prints is what a person runs again."""
+"""A drawn module as source. A failing example prints it, and a person can run it again."""
 
 import random
 from dataclasses import dataclass

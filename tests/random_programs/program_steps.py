@@ -1,4 +1,4 @@
-"""The operators of random programs: each step draws what it needs and writes its lines."""
+"""The operators of random programs: each step draws its sizes and writes its lines."""
 
 from collections.abc import Callable
 

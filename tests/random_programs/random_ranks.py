@@ -1,4 +1,4 @@
-"""What gloo ranks run: one step of a drawn program under a plan, captured once and read by every rank."""
+"""Functions of gloo ranks: one step of a drawn program under a plan, captured once and read by every rank."""
 
 import torch
 from program_source import Source

@@ -1,4 +1,4 @@
-"""What is drawn prints as source, and every kind of it has a test file."""
+"""Drawn programs print as source, and every kind of program has a test file."""
 
 import random
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Writes the search results that the tests of reports read: `python tests/report/make_examples.py` (a minute).
 
 `pipeline` is Llama 3 8B over four stages with slow links between hosts, `flat` the same model without a pipeline,
-`misfit` one that fits nowhere. Of the candidates every tenth is kept, so that the files stay small.
+`misfit` one that fits nowhere. The files keep every tenth candidate to stay small.
 """
 
 import json

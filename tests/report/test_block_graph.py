@@ -1,4 +1,4 @@
-"""One block as a graph: what is drawn is what runs, and nothing of it is lost."""
+"""One block as a graph: the drawing has every operator that runs."""
 
 from functools import cache
 

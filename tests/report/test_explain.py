@@ -1,4 +1,4 @@
-"""What a plan says about itself equals what the generated code does."""
+"""The explanation of a plan agrees with the generated code."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The page of a search or a plan: what it says, that it stands alone, and that names stay text."""
+"""The page of a search or a plan: its text, that it needs no other file, and that names stay text."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Search results as files: what is written is read back, and what is wrong is said."""
+"""Search results as files: reading gives the written result, and errors are named."""
 
 import json
 from pathlib import Path

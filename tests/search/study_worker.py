@@ -1,4 +1,4 @@
-"""One of two processes that share a study: prices variations by a formula and writes what it priced, one line each.
+"""One of two processes that share a study: it prices variations by a formula, and writes a line for each.
 
 For its first price it waits for the other process, so that neither is done before the other has begun.
 """

@@ -1,4 +1,4 @@
-"""What people know about large models is found by the search, without a word of it in the search."""
+"""The search finds the plans that engineers choose for known cases, without a rule for them."""
 
 from dataclasses import replace
 

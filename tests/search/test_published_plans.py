@@ -2,10 +2,10 @@
 
 A published run is priced with the machine and the framework that it ran on. Its layout is one of those that the search
 lists (`autopar.search.space.candidates`), with the context and expert degrees of the run, which `--what-if` searches,
-or the row says something that no search lists (`why_not_listed`). The search's own screen bounds every candidate
-(`autopar.search.bounds.lower_bounds`): the published layout's bound must not exceed its price, and nor must the least
-bound of the space. Memory is room for what fits by prediction, and for as much as the published plan is predicted to
-need, since it ran.
+or `why_not_listed` names the reason. The search's own screen bounds every candidate
+(`autopar.search.bounds.lower_bounds`). Neither the published layout's bound nor the least bound of the space may exceed
+the layout's price. The memory limit is the device's, or the published plan's predicted need if that is more, because
+the plan ran.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The global type check: accepts what the solver finds at every size, refuses what is wrong, counts what it takes."""
+"""The global type check accepts the labeller's plans at every size, and refuses wrong ones."""
 
 import sys
 from functools import cache

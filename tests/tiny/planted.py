@@ -1,4 +1,4 @@
-"""Errors planted into generated graphs. Each mutates a graph in place and keeps every shape, so that it runs."""
+"""Errors planted into generated graphs. Each mutates a graph in place, keeps every shape, and still runs."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""How much Python a call runs: a number that no busy machine changes, where seconds would."""
+"""The number of Python lines that a call runs. Unlike seconds, it does not depend on a busy machine."""
 
 import sys
 from collections.abc import Callable

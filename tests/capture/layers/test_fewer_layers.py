@@ -1,4 +1,4 @@
-"""The second capture of a deep model has its distinct layers alone, and gives what a capture of all layers gives."""
+"""The second capture of a deep model has only its distinct layers, and equals a capture of all layers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""A model on meta is exported with the layers that differ alone, and gives what an export of all layers gives."""
+"""A model on meta is exported with its distinct layers only, and the export equals an export of all layers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Normal form: functional ATen operators with one output each; every pass keeps what is computed."""
+"""Normal form: functional ATen operators with one output each; every pass keeps the results."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A capture as a file: what is read is what was written, and nothing else is read."""
+"""A capture as a file: reading gives the written capture, and refuses other files."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A program that went through bytes is the program: its graphs, what they are annotated with, and what they compute."""
+"""A pickled program equals the program: its graphs, their annotations, and their results."""
 
 import subprocess
 import sys

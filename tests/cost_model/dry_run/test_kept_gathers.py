@@ -1,4 +1,4 @@
-"""What keeping gathered values changes, in expressions, against the graph run on tensors without data."""
+"""Expressions of plans that store gathered inputs, against the graph run on tensors without data."""
 
 from dataclasses import replace
 from functools import cache

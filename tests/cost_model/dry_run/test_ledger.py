@@ -1,4 +1,4 @@
-"""Functions of generated code on a mesh dimension that writes down what it would send."""
+"""Functions of generated code on a mesh dimension that records collectives instead of sending."""
 
 import pytest
 import torch

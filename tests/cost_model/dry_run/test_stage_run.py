@@ -1,4 +1,4 @@
-"""What one rank keeps and sends in a micro-batch of a Megatron-like model, against closed forms.
+"""The saved and sent bytes of one rank in a micro-batch of a Megatron-like model, against closed forms.
 
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4 and table 2: per
 layer and for 16-bit values, with s sequence, b batch, h hidden, a heads, t ranks and dropout masks of a byte. No data

@@ -1,4 +1,4 @@
-"""What ZeRO sends in a step, against the table of docs/semantics.md (S12) and FSDP2's hooks under schedules."""
+"""The collectives of ZeRO in a step, against the table of docs/semantics.md (S12) and FSDP2's hooks under schedules."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A wrong prediction names the term that is off, and the corrected profile predicts what was measured."""
+"""A wrong prediction names the term that is off, and the corrected profile predicts the measured time."""
 
 import json
 from dataclasses import replace

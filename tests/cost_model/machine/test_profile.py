@@ -1,4 +1,4 @@
-"""Device profiles: files and values are the same thing, a wrong file is refused whole, and what is guessed is said."""
+"""Device profiles: files and values are equal, a wrong file is refused whole, and assumed numbers are named."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""CPU ranks: one thread starts and runs operators, ranks share cores, and collectives cost what was measured."""
+"""CPU ranks: one thread starts and runs operators, ranks share cores, and collectives have their measured cost."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A backward pass in parts sends what a whole one sends, each of it once; where blocks recompute it is whole."""
+"""A backward pass in parts sends the same as a whole one, each collective once. With recomputation it is whole."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Published rows priced: what they leave open is settled by rules, and the shipped collection stays predicted."""
+"""Prices of published rows: rules fill unstated columns, and predictions of the shipped collection stay."""
 
 from dataclasses import replace
 from pathlib import Path

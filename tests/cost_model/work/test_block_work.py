@@ -1,4 +1,4 @@
-"""Expressions of blocks: what is stored is what was exported, and their values over numbers and arrays."""
+"""Expressions of blocks: stored and exported ones are equal; their values over numbers and arrays."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What coverage counts, what being whole costs, and the plans that are refused because they cannot fit."""
+"""The counts of coverage, the price of whole operators, and plans that are refused because they cannot fit."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Exported blocks: the files are what a new capture gives, and agree with captures of real models."""
+"""Exported blocks: the files equal a new capture, and agree with captures of real models."""
 
 from functools import cache
 from itertools import product

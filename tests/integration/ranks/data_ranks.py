@@ -1,4 +1,4 @@
-"""What ranks run in test_data: `Ranks.run("data_ranks:name", ...)`. Every rank has the unmodified model to compare."""
+"""Functions of ranks in test_data: `Ranks.run("data_ranks:name", ...)`. Every rank has the unmodified model too."""
 
 import copy
 import logging

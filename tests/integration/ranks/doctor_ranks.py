@@ -1,4 +1,4 @@
-"""Ranks with something wrong: what they run is the doctor, after a fault was planted."""
+"""Ranks with a planted fault, which run the doctor."""
 
 import time
 from typing import Any

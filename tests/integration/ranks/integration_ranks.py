@@ -1,4 +1,4 @@
-"""What ranks run in integration tests; `Ranks.run("integration_ranks:name", ...)` imports it in every rank."""
+"""Functions of ranks in integration tests; `Ranks.run("integration_ranks:name", ...)` imports it in every rank."""
 
 import os
 import resource

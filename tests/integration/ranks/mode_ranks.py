@@ -1,4 +1,4 @@
-"""What ranks run in test_modes: a model is trained, evaluated in eval mode and at another length, and trained on."""
+"""Functions that ranks run in test_modes: training, evaluation in eval mode and at another length, more training."""
 
 import copy
 from collections.abc import Mapping

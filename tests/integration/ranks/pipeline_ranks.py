@@ -1,4 +1,4 @@
-"""What ranks run in tests of pipelines: `Ranks.run("pipeline_ranks:name", ...)`."""
+"""Functions that ranks run in tests of pipelines: `Ranks.run("pipeline_ranks:name", ...)`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What ranks run in test_priced_is_run: one step counted under the profiler, and what a rank holds."""
+"""Functions that ranks run in test_priced_is_run: one step under the profiler, and the bytes that a rank holds."""
 
 import gc
 from collections import Counter

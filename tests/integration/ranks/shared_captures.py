@@ -1,6 +1,6 @@
-"""Programs that a test captures once: its ranks read what it wrote, and capture where nothing was written.
+"""Programs that a test captures once. Its ranks read the file, and capture only if there is none.
 
-That every rank captures the same program by itself is what tests of `parallelize` show.
+Tests of `parallelize` show that every rank captures the same program.
 """
 
 import functools

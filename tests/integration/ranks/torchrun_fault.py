@@ -1,4 +1,4 @@
-"""What torchrun starts for test_faults: rank 1 raises or is killed in its second step."""
+"""The script of test_faults under torchrun: rank 1 raises or is killed in its second step."""
 
 import os
 import sys

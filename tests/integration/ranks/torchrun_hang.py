@@ -1,4 +1,4 @@
-"""What torchrun starts for test_pipeline_faults: rank 3, of two stages on two ranks each, sleeps in its second step.
+"""The script of test_pipeline_faults under torchrun: rank 3 of two stages on two ranks each sleeps in its second step.
 
 Every other rank writes the error it gets, and waits until all have theirs before it ends torchrun with it.
 """

@@ -1,4 +1,4 @@
-"""What torchrun starts for test_parallelize: every case trains three steps and writes its losses as JSON."""
+"""The script of test_parallelize under torchrun: every case trains three steps and writes its losses as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What calibration measures: every work runs, ranks do the same works, and times grow with the work."""
+"""Measurements of calibration: every work runs, ranks do the same works, and times grow with the work."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""How many sequences run, what short batches are padded with, and what ranks compare."""
+"""The number of sequences that run, the padding of short batches, and the comparison of ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A weight of a meta model costs what it holds itself, however large the model."""
+"""The cost of making a weight of a meta model depends on the weight alone, not on the model."""
 
 from typing import Any
 

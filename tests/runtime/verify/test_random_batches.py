@@ -1,4 +1,4 @@
-"""What `verify` draws: every integer within the bounds of its own uses, equal in every process."""
+"""Random batches of `verify`: every integer is within the bounds of its uses, and equal in every process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What comes next is what a full enumeration would name, and nothing that was priced is passed over."""
+"""The next plans equal a full enumeration's, and no priced plan is passed over."""
 
 from dataclasses import replace
 

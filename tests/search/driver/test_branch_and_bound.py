@@ -1,4 +1,4 @@
-"""Best first: the best is found with few prices, and what is said of it is true."""
+"""Best first: the best plan is found with few prices, and its proof is true."""
 
 import random
 

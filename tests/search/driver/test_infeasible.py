@@ -1,4 +1,4 @@
-"""Where nothing fits: what is counted, what is closest, and whether what is said to help does help."""
+"""If no plan fits: the counts, the closest plan, and remedies that work."""
 
 import re
 from dataclasses import replace

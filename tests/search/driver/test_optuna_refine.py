@@ -1,4 +1,4 @@
-"""Moved cuts: never slower than what they started from, the same for the same seed, and worth their trials."""
+"""Moved cuts: never slower than the start, the same for the same seed, and worth their trials."""
 
 from dataclasses import replace
 from functools import cache

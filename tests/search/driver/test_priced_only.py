@@ -1,4 +1,4 @@
-"""What no plan runs: bounds and best plans against full enumeration, offloading by hand, and what is said of it."""
+"""Plans that are priced only: bounds and best plans against full enumeration, offloading by hand, and their marks."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The search against full enumeration, its bounds against exact prices, and what it says of what does not fit."""
+"""The search against full enumeration, its bounds against exact prices, and candidates that do not fit."""
 
 from dataclasses import replace
 from itertools import product

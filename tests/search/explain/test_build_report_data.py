@@ -1,4 +1,4 @@
-"""What a report draws agrees with what was priced: rank by rank, pass by pass, term by term."""
+"""The data of a report agree with the prices: rank by rank, pass by pass, term by term."""
 
 import math
 import re

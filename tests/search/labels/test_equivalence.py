@@ -1,4 +1,4 @@
-"""What the labeller finds computes what one device computes, forward and backward, in float64."""
+"""Labelled programs compute the same as one device, forward and backward, in float64."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Unequally packed projections are split by heads, and compute what one device computes."""
+"""Unequally packed projections are split by heads, and compute the same as one device."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Candidates priced together, of which much is priced once for all, cost exactly what each does alone."""
+"""Candidates that are priced together have exactly the prices that each has alone."""
 
 from collections.abc import Mapping
 

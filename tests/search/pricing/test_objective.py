@@ -1,4 +1,4 @@
-"""Objectives: values against full enumeration, parts of clusters, and what a cluster must say."""
+"""Objectives: values against full enumeration, parts of clusters, and figures that a cluster must have."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""The space: what is legal, listed once, and what wishes leave of it."""
+"""The space: every legal candidate once, also under constraints."""
 
 from dataclasses import replace
 from typing import Any

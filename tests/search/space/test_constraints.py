@@ -1,4 +1,4 @@
-"""What is asked for in every detail: the search keeps it, and finds the best of the rest."""
+"""Constraints of every kind: the search keeps them, and finds the best of the remaining plans."""
 
 from typing import Any
 
