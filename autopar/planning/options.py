@@ -48,7 +48,7 @@ class PlanOptions:
     sequence_parallel: bool | None = _option(
         "Require or forbid sequence parallelism on tp. (default: used where it is cheaper)"
     )
-    micro_batch: int | None = _option("Sequences of one data-parallel rank in one micro-batch.")
+    micro_batch: int | None = _option("Sequences of one data-parallel rank in one micro-batch. (default: 2)")
     accumulate: int | None = _option("Micro-batches of one step. (default: 1)")
     per_micro_batch: bool | None = _option(
         "Average the losses of single micro-batches, as a plain training loop does. Models whose samples depend on "

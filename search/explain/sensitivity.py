@@ -4,7 +4,7 @@ Each change gives two figures.
 
     plan    the best plan with the fewest changes. All degrees but data parallelism stay, as do the micro-batch, the
             schedule and the ZeRO stage. Stages are cut anew, and the fewest blocks that fit are recomputed. The plan is
-            priced as it would run.
+            priced exactly.
     bound   a lower bound of every candidate after the change. Screening finds it with the labels of tensor degree 1 and
             of the plan's own tensor degree.
 """
