@@ -101,7 +101,7 @@ def _gpu(torch_name: str, memory_bytes: int) -> tuple[Device, Link, Link, list[s
         links.append(Link(bytes_per_s=si(bandwidth, 1e9), latency_s=latency / 1e6, name="unknown link"))
     assumed = [
         f"no preset describes {torch_name!r}: the slowest figures of any GPU preset are assumed for its peaks, memory "
-        "bandwidth and links; a cluster file says better"
+        "bandwidth and links; write a cluster file with the right figures"
     ]
     return device, links[0], links[1], assumed
 

@@ -236,7 +236,7 @@ def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise InputError(f"device {device!r} is not one that torch knows: {error}") from None
+        raise InputError(f"device {device!r} is unknown to torch: {error}") from None
     try:
         with target:
             model: torch.nn.Module = getattr(library, auto_name).from_config(

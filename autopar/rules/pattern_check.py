@@ -22,7 +22,7 @@ def check_pattern(text: str, schema: Any, *, whole: Sequence[str], operands: Col
         raise refuse("write operands, '->' and the output, for example '... i, o i -> ... o'")
     left, right = text.split("->")
     if "," in right or "[" in right:
-        raise refuse("one output is what an operator may have")
+        raise refuse("an operator has exactly one output")
     optional = left.count("[")
     if left.count("]") != optional or left.count("[,") != optional or "," in left[left.find("]") :] * bool(optional):
         raise refuse("an operand that may be missing is written '[, o]', behind the others")

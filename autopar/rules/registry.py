@@ -130,7 +130,7 @@ def operator_of(target: Any) -> Any:
     found = overloads_of(target)
     if not found:
         raise RuleError(
-            f"{target!r} is no operator; pass torch.ops.<namespace>.<name>, or what torch.library.custom_op returned. "
+            f"{target!r} is no operator; pass torch.ops.<namespace>.<name>, or the result of torch.library.custom_op. "
             "A plain function needs no rule: it is traced through"
         )
     if len(found) > 1:

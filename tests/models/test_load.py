@@ -127,7 +127,7 @@ def test_remote_code_is_dropped(tmp_path: Path) -> None:
         ("/nope/config.json", {}, "no such file"),
         ("gpt2", {"seq_len": 2000}, "use 1024 or less"),
         ("gpt2", {"dtype": "flaot32"}, "did you mean 'float32'"),
-        ("gpt2", {"device": "xpx"}, "not one that torch knows"),
+        ("gpt2", {"device": "xpx"}, "unknown to torch"),
         ("gpt2", {"batch": 0, "layers": True}, "layers: must be"),
         ("gpt2", {"hidden": 50}, "use 48"),
         ("no_such.module:factory", {}, "no module named 'no_such'"),
