@@ -171,5 +171,5 @@ def test_a_batch_of_every_rank() -> None:
     assert found.global_batch == 4 * degrees.dp
     assert found.unit == "s per sequence"
     assert found.best.value == pytest.approx(found.best.step_s / found.global_batch)
-    with pytest.raises(InputError, match="keep one"):
+    with pytest.raises(InputError, match="give one of the two"):
         autopar.plan(model(), "4xh100", example_inputs=tokens(), local_batch=4, global_batch=8)

@@ -97,7 +97,7 @@ def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
     if sizes.sequence == captured:
         return
     if captured is None or small is None or sizes.sequence is None or captured == small:
-        raise OtherGraph("only one sequence length was captured")
+        raise OtherGraph("its dependence on the sequence length is not known")
     if record.sequence_is_fixed and sizes.sequence != small:
         raise OtherGraph("the attention mask may differ at another sequence length")
     if not min(captured, small) <= sizes.sequence <= max(captured, small):
