@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from autopar.cost_model.step.context import Passes
 from autopar.ir.arrays import Floats
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.registry import SCHEDULES, rank_of_stage
+from autopar.memo import Memo
 
 MOST_ACTIONS = 10_000
 ENDS = ("first", "last")
@@ -119,41 +120,33 @@ def whole_message_s(message: Floats, engine: Engine, message_exposed: float) -> 
     return float(np.max(message)) / (message_exposed if engine.messages == "overlapped" else 1.0)
 
 
-# what `Pipelined` holds of one layout, by its stages, the seconds of its roles' passes and of a message
-Known: TypeAlias = dict[tuple[Stages, tuple[float, ...], float], tuple[float, float, float, float, float]]
-
-
 def pipelines_of(
     stages: Sequence[Stages],
     engine: Engine,
     message_exposed: float,
     ranks_per_core: float = 1.0,
-    known: Known | None = None,
+    memo: Memo | None = None,
 ) -> Pipeline:
     """How `autopar.cost_model.step.step.step_of` prices the stages of every layout.
 
     `message_exposed` is the fraction of an overlapped message that its figures count; here the action list shows the
     hidden part. If ranks share cores, a computing rank is faster while others wait (`shared_step_s`), and the parts are
-    those of the mean rank. `known` holds earlier results of the same engine and ranks: layouts that differ in data
-    parallelism alone run the same.
+    those of the mean rank. Layouts that differ in data parallelism alone run the same: `memo` holds their pipelines.
     """
-    is_overlapped, known = engine.messages == "overlapped", {} if known is None else known
+    is_overlapped, memo = engine.messages == "overlapped", Memo() if memo is None else memo
 
     def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
-        size = len(stages)
+        size, roles = len(stages), tuple(passes)
         columns = [
             np.broadcast_to(one, size).tolist()
             for each in passes.values()
             for one in (each.forward, each.backward, np.asarray(each.weight))
         ]
         messages = np.broadcast_to(message / (message_exposed if is_overlapped else 1.0), size).tolist()
-        found = []
-        for each, one, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True):
-            key = each, seconds, one
-            if key not in known:
-                of_roles = {role: seconds[3 * k : 3 * k + 3] for k, role in enumerate(passes)}
-                known[key] = _pipelined(each, of_roles, one, is_overlapped, ranks_per_core)
-            found.append(known[key])
+        found = [
+            memo(_pipelined, each, roles, seconds, one, is_overlapped, ranks_per_core)
+            for each, one, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True)
+        ]
         busy, blocks, again, idle, sending = np.array(found).T
         return Pipelined(busy=busy, blocks=blocks, again=again, idle=idle, messages=sending)
 
@@ -161,9 +154,15 @@ def pipelines_of(
 
 
 def _pipelined(
-    stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
+    stages: Stages,
+    roles: tuple[str, ...],
+    seconds: tuple[float, ...],
+    message: float,
+    is_overlapped: bool,
+    ranks_per_core: float,
 ) -> tuple[float, float, float, float, float]:
-    """What `Pipelined` holds, of forward, backward and weight seconds of every role."""
+    """The fields of `Pipelined` for one layout. Each role has forward, backward and weight seconds."""
+    passes = {role: seconds[3 * k : 3 * k + 3] for k, role in enumerate(roles)}
     busy, blocks, again, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
     slowest = int(np.argmax(busy))
     own, waited, held, repeated = (

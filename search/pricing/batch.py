@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import layouts_of
 from autopar.search.pricing.exact import AS_IT_IS, Cut, Prepared, Priced
-from autopar.search.pricing.objective import Goal
+from autopar.search.pricing.objective import Goal, Part
 from autopar.search.space.candidates import Candidates
 
 _Index = NDArray[np.intp]
@@ -16,13 +17,18 @@ Varied = tuple[int, Cut]  # a candidate, and how it is cut
 
 
 class Together:
-    """Prices of candidates under a goal. `works` has the block costs under the labels of each tensor degree."""
+    """Prices of candidates under a goal. `works` has the block costs under the labels of each tensor degree.
 
-    def __init__(self, candidates: Candidates, works: Mapping[int, ProgramWorks], goal: Goal) -> None:
+    `found` is the table of the prices so far. `memo` has everything that several prices share.
+    """
+
+    def __init__(
+        self, candidates: Candidates, works: Mapping[int, ProgramWorks], goal: Goal, memo: Memo | None = None
+    ) -> None:
         self.candidates, self.works, self.goal = candidates, works, goal
         self.devices = candidates.num_devices
         self.found: dict[Varied, Priced] = {}
-        self.prepared: dict[tuple[int, int], tuple[_Index, Prepared]] = {}
+        self.memo = Memo() if memo is None else memo
 
     def priced(self, index: int, cut: Cut = AS_IT_IS) -> Priced:
         """The price of one candidate as it would run, on the devices that it uses."""
@@ -38,26 +44,21 @@ class Together:
                 key = int(self.devices[index]), int(c.tp[index]), bool(c.pp[index] * c.virtual[index] > 1)
                 groups.setdefault(key, []).append(one)
         for (devices, tp, _), group in groups.items():
-            mine, prepared = self._prepared(devices, tp)
+            part, is_memory = self.goal.parts[devices], self.goal.is_memory
+            mine, prepared = self.memo(
+                _prepared, self.candidates, devices, tp, self.works[tp], part, is_memory, self.memo
+            )
             places = np.searchsorted(mine, [index for index, _ in group]).tolist()
             prices = prepared.priced([(place, cut) for place, (_, cut) in zip(places, group, strict=True)])
             self.found |= dict(zip(group, prices, strict=True))
 
-    def _prepared(self, devices: int, tp: int) -> tuple[_Index, Prepared]:
-        """All candidates of one tensor degree on one number of devices, and the object that prices them."""
-        if (devices, tp) not in self.prepared:
-            c, part, works = self.candidates, self.goal.parts[devices], self.works[tp]
-            mine = np.flatnonzero((self.devices == devices) & (c.tp == tp))
-            layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel, beyond=part.on.beyond)
-            self.prepared[devices, tp] = (
-                mine,
-                Prepared(
-                    works,
-                    layouts,
-                    lambda place: c.degrees(int(mine[place])),
-                    part.cluster,
-                    part.on,
-                    least_memory=self.goal.is_memory,
-                ),
-            )
-        return self.prepared[devices, tp]
+
+def _prepared(
+    c: Candidates, devices: int, tp: int, works: ProgramWorks, part: Part, least_memory: bool, memo: Memo
+) -> tuple[_Index, Prepared]:
+    """All candidates of one tensor degree on one number of devices, and the object that prices them."""
+    mine = np.flatnonzero((c.num_devices == devices) & (c.tp == tp))
+    layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel, beyond=part.on.beyond)
+    return mine, Prepared(
+        works, layouts, lambda place: c.degrees(int(mine[place])), part.on, memo, least_memory=least_memory
+    )

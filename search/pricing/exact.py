@@ -8,14 +8,13 @@ Candidates of one tensor degree are prepared together: everything but cuts, stag
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
-from autopar.cost_model.pipeline.stages import Known, Stages, pipelines_of, stages_at
+from autopar.cost_model.pipeline.stages import Stages, pipelines_of, stages_at
 from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.step import StepSeconds, step_of
@@ -24,6 +23,7 @@ from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.registry import SCHEDULES
+from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
 from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
 from autopar.search.pricing.per_stage_recompute import CallCosts, costs_of, cuts_by_stage, fewest_blocks
@@ -78,13 +78,13 @@ def priced(
     """
     beyond = on.beyond
     layouts = layouts_of_degrees(works, [degrees], recompute=0, cp=beyond.cp, ep=beyond.ep)
-    return Prepared(works, layouts, lambda _: degrees, cluster, on, least_memory=least_memory).priced([(0, cut)])[0]
+    return Prepared(works, layouts, lambda _: degrees, on, Memo(), least_memory=least_memory).priced([(0, cut)])[0]
 
 
 class Prepared:
     """Candidates of one tensor degree on the same devices, by their positions in `layouts` (without recomputation).
 
-    Prices that several candidates share are computed once.
+    Prices that several candidates share are computed once. `memo` has the replayed pipelines.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class Prepared:
         works: ProgramWorks,
         layouts: Layouts,
         degrees: Callable[[int], Degrees],
-        cluster: ClusterSpec,
         on: Machinery,
+        memo: Memo,
         *,
         least_memory: bool = False,
     ) -> None:
+        self.memo = memo
         self.works, self.degrees, self.on, self.least_memory = works, degrees, on, least_memory
         self.sharing = on.machine.ranks_per_core
         self.shared = SharedPrices(works, layouts, on)
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
-        self.runs: Known = {}
 
     def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[Priced]:
         """The prices of candidates with one cut each. All of them have several stages, or all have one."""
@@ -132,8 +132,8 @@ class Prepared:
             columns = [np.broadcast_to(part, len(index)).tolist() for part in parts.values()]
             found.append([dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)])
         return [
-            self._recomputing(i, self.degrees(i), (), None, lambda level, at=at: found[level][at])  # type: ignore[misc]
-            for at, i in enumerate(index)
+            self._recomputing(i, self.degrees(i), (), None, parts)
+            for i, parts in zip(index, zip(*found, strict=True), strict=True)
         ]
 
     def _with_stages(self, index: int, cut: Cut) -> "_Plan":
@@ -142,12 +142,11 @@ class Prepared:
         stages = stages_at(self.works.calls, cuts, degrees)
         held = self._held(index, stages)
 
-        @cache
-        def parts(level: int) -> dict[str, float]:
-            memory = fullest(held.memory(level * held.calls))
-            return {name: float(part[0]) for name, part in memory.parts.items()}
-
-        if self._is_by_stage(cut, lambda: not self._fits(index, _needed(parts(0)))):
+        parts = [
+            {name: float(part[0]) for name, part in fullest(held.memory(level * held.calls)).parts.items()}
+            for level in range(len(LEVELS))
+        ]
+        if self._is_by_stage(cut, must_recompute=not self._fits(index, _needed(parts[0]))):
             return self._by_stage(index, cut, cuts, held)
         return self._recomputing(index, degrees, cuts, stages, parts)
 
@@ -177,11 +176,11 @@ class Prepared:
         shared, row = self.shared, int(self.shared.row[index])
         return held_by_ranks(stages, shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
 
-    def _is_by_stage(self, cut: Cut, must_recompute: Callable[[], bool]) -> bool:
+    def _is_by_stage(self, cut: Cut, must_recompute: bool) -> bool:
         if isinstance(self.on.recompute_blocks, tuple):
             return True
         is_open = self.on.recompute_blocks is None and not self.least_memory
-        return cut.by_stage and is_open and must_recompute()
+        return cut.by_stage and is_open and must_recompute
 
     def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Plan":
         """Cuts, stages, and the recomputed blocks of each stage: the fewest that fit, or the pinned number.
@@ -228,20 +227,20 @@ class Prepared:
         degrees: Degrees,
         cuts: tuple[int, ...],
         stages: Stages | None,
-        parts_at: Callable[[int], dict[str, float]],
+        parts_of: Sequence[Mapping[str, float]],
     ) -> "_Plan":
         """The recomputed blocks of every stage: the fewest that let a candidate fit, all if none fits, or the pinned
         number.
 
-        If the goal is the least memory, no blocks or all blocks. `parts_at` gives the parts of memory in bytes at a
-        position in `LEVELS`.
+        If the goal is the least memory, no blocks or all blocks. `parts_of` are the parts of memory in bytes of each of
+        `LEVELS`.
         """
 
         def recomputing(blocks: int) -> tuple[float, dict[str, float]]:
             every = blocks * degrees.num_stages >= self.num_blocks
             share = 1.0 if every else blocks * degrees.num_stages / self.num_blocks
             levels = (0,) if not blocks else (1,) if every else (0, 1)
-            return share, parts_between(share, [parts_at(level) for level in levels])
+            return share, parts_between(share, [parts_of[level] for level in levels])
 
         def needed_with(blocks: int) -> float:
             return _needed(recomputing(blocks)[1])
@@ -289,7 +288,7 @@ class Prepared:
         if stages[0] is not None:
             each = [one for one in stages if one is not None]
             pipeline = pipelines_of(
-                each, self.on.machine.engine, self.on.machine.mechanisms.message_exposed, self.sharing, self.runs
+                each, self.on.machine.engine, self.on.machine.mechanisms.message_exposed, self.sharing, self.memo
             )
         steps = step_of(self.shared.basis, layouts, blocks, pipeline)
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
@@ -321,7 +320,7 @@ class Prepared:
             return {}
         layouts, blocks = self.shared.at(np.array([plans[k].index for k in found]), np.zeros(len(found)))
         exposed = self.on.machine.mechanisms.message_exposed
-        pipeline = pipelines_of([*found.values()], self.on.machine.engine, exposed, self.sharing, self.runs)
+        pipeline = pipelines_of([*found.values()], self.on.machine.engine, exposed, self.sharing, self.memo)
         seconds = pipeline_seconds(step_of(self.shared.basis, layouts, blocks, pipeline))
         return dict(zip(found, np.broadcast_to(seconds, len(found)).tolist(), strict=True))
 

@@ -28,7 +28,7 @@ from autopar.search.space.subcluster import device_counts, part_of
 _SECONDS_PER_HOUR = 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Part:
     """Devices that a plan may use, how they are priced, and the cost of a second: 1, dollars, or joules."""
 

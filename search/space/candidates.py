@@ -12,7 +12,6 @@ Recomputation is no dimension of the space, because it follows from a candidate'
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ MOST_TENSOR_RANKS = 64
 ZERO = (0, 1, 2, 3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Candidates:
     """Candidates as arrays of one length, one for each column of `autopar.search.space.dimensions.DIMENSIONS`.
 
@@ -96,8 +95,6 @@ def concatenated(parts: Sequence[Candidates]) -> Candidates:
 def candidates(constraints: Constraints) -> Candidates:
     """Every candidate that the constraints allow; may be none."""
     columns: list[list[Integers]] = []
-    ways = cache(lambda dp: np.array(list(_shards(dp, constraints))))
-    splits = cache(lambda local, dp, pp: np.array(list(_splits(constraints, local, dp, pp))))
     for num_devices in sorted({constraints.num_devices, *constraints.fewer_devices}, reverse=True):
         for tp in constraints.tensor_degrees:
             if num_devices % tp or not constraints.allows("tp", tp):
@@ -108,7 +105,8 @@ def candidates(constraints: Constraints) -> Candidates:
                 allowed = constraints.allows("pp", pp) and constraints.allows("dp", dp)
                 if pp > constraints.most_stages or local is None or not allowed:
                     continue
-                left, right = ways(dp), splits(local, dp, pp)
+                left = np.array(list(_shards(dp, constraints)))
+                right = np.array(list(_splits(constraints, local, dp, pp)))
                 for order in _orders_of_ranks(constraints, tp, pp, dp) if left.size and right.size else ():
                     columns.append([np.array([tp]), np.array([pp]), left, right, np.array([order])])
     return concatenated([_product(*parts) for parts in columns]) if columns else _none()
@@ -184,7 +182,6 @@ def _orders(pp: int, micro_batches: int, most_stages: int) -> Iterator[tuple[str
                 yield name, virtual
 
 
-@cache
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, in order.
 

@@ -1,12 +1,14 @@
 """Candidates that are priced together have exactly the prices that each has alone."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from search_cases import Case
 
+from autopar.memo import Memo
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced
 from autopar.search.pricing.objective import Goal, Part
@@ -43,3 +45,19 @@ def test_prices_are_those_of_each_alone(case: Case) -> None:
     for index, cut in wanted:
         alone = priced(works[int(found.tp[index])], found.degrees(index), case.spec, on, cut=cut)
         assert numbers(together.priced(index, cut)) == numbers(alone), (found.text(index), cut)
+
+
+def test_searches_that_share_a_memo_get_their_own_prices() -> None:
+    """Other links, another memory, other labels, another goal: each is an input of the memo's keys."""
+    memo, told = Memo(), []
+    for case in CASES[0], replace(CASES[0], memory_bytes=40e6), replace(CASES[0], per_host=8):
+        found, on, works = candidates(case.constraints.narrowed({"tp": (1, 2)})), case.on, case.works
+        for objective in ("time", "memory"):
+            for labels in ({1: works(1), 2: works(2)}, {1: works(1), 2: replace(works(2), regather=False)}):
+                goal = Goal(objective=objective, parts={8: Part(cluster=case.spec, on=on, weight=1.0)})
+                wanted = [(index, BY_STAGE) for index in range(0, len(found), max(1, len(found) // 20))]
+                shared, alone = (Together(found, labels, goal, each) for each in (memo, Memo()))
+                prices = [numbers(shared.priced(*one)) for one in wanted]
+                assert prices == [numbers(alone.priced(*one)) for one in wanted]
+                told.append(prices)
+    assert len({str(prices) for prices in told}) > 3
