@@ -29,9 +29,9 @@ class BlockLabels:
 
     name: str
     signature: str
-    ports: Mapping[str, tuple[Type, ...]]
-    labels: Mapping[str, tuple[str, ...]]
-    results: Mapping[str, tuple[Type, ...]]
+    ports: Mapping[str, tuple[Type, ...]] = field(hash=False)
+    labels: Mapping[str, tuple[str, ...]] = field(hash=False)
+    results: Mapping[str, tuple[Type, ...]] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

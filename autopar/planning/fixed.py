@@ -23,6 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.ir.storage import Storage
+from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.machine import own_machinery
 from autopar.report.explain import summarise
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
     from autopar.capture.record.captured import Capture
     from autopar.search.bounds.lower_bounds import Machinery
-    from autopar.search.labels.solve import Known
 
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
 Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimensions, axes and labels on that mesh
@@ -191,31 +191,32 @@ def choose_labels(
     *,
     held: Mapping[str, Storage] | None = None,
     regather: bool = True,
-    known: "Known | None" = None,
+    memo: Memo | None = None,
 ) -> Labelled:
     """Labels with their degrees and axes.
 
     The degree `tp` becomes two mesh dimensions if only a factor of it divides the heads. `regather` is the plan's
-    field. `known` holds the results of earlier labellings of the same program.
+    field. `memo` holds the results of earlier labellings.
 
     Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the solver finds no labels.
     """
     from autopar.search.labels.solve import label  # not needed if labels are kept
     from autopar.search.labels.tensor_dims import tensor_dims
 
-    analysis = analyse(program, degrees.mesh)
+    memo = Memo() if memo is None else memo
+    analysis = memo(analyse, program, degrees.mesh)
     free = degrees.tp_dims is None and held is None
     split = tensor_dims(program, analysis, degrees.tp) if free else None
     on_two: Labelled | None = None
     if split is not None:
         with contextlib.suppress(PlanError, InfeasibleError):
             wanted = replace(degrees, tp_dims=split)
-            on_two = choose_labels(program, cluster, wanted, regather=regather, known=known)
+            on_two = choose_labels(program, cluster, wanted, regather=regather, memo=memo)
     if on_two is not None and not on_two[2].added_work:
         return on_two
     pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
     try:
-        found = label(program, analysis, degrees, cluster, pinned=pinned, regather=regather, known=known)
+        found = label(program, analysis, degrees, cluster, pinned=pinned, regather=regather, memo=memo)
     except (PlanError, InfeasibleError):
         if on_two is None:
             raise

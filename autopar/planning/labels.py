@@ -4,8 +4,8 @@ The plan runs with the labels that it was priced with. They are not chosen anew 
 data-parallel degree.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +18,14 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
+from autopar.memo import Memo
 from autopar.planning.fixed import Labelled, choose_labels
 from autopar.search.labels.check import check
 from autopar.search.labels.result import Labelling
 
 if TYPE_CHECKING:
-    from autopar.cost_model.work.autograd_probe import NodeRun
     from autopar.cost_model.work.export import SymbolicWork
     from autopar.cost_model.work.fusion import Flow
-    from autopar.search.labels.solve import Known
 
 LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels hold for any number
 LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
@@ -44,32 +43,33 @@ class SearchLabels:
         regather: bool = True,
         folder: Path | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
+        memo: Memo | None = None,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
         self.on_progress = on_progress
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
-        self.chosen: dict[int, Chosen] = {}
-        self.kept: dict[int, Chosen] = {}
-        self.known: Known | None = None
-        self.blocks: list[_Block] = []
-        self.runs: tuple[Mapping[str, NodeRun], ...] | None = None  # of blocks under autograd, for any labels
+        self.memo = Memo() if memo is None else memo
 
     def works(self, tp: int) -> ProgramWorks:
         """The block costs. Raises `PlanError` if the degree does not divide the model, and `InfeasibleError`."""
-        if tp not in self.chosen:
-            wanted = replace(self.wanted, tp=tp)
-            how = AGAIN if self.regather else CHOSEN_FOR_KEPT
-            self.chosen[tp] = self._from_file(how, wanted, lambda: self._choose(wanted))
-        return self.chosen[tp][2]
+        return self.chosen(tp)[2]
 
     def works_kept(self, tp: int) -> ProgramWorks:
         """The block costs under the labels of `works` if gathered values are kept. Raises the same errors."""
         if not self.works(tp).regathers:
             return replace(self.works(tp), regather=False)
-        if tp not in self.kept:
-            wanted = replace(self.wanted, tp=tp)
-            self.kept[tp] = self._from_file(KEPT, wanted, lambda: self._keeping(tp))
-        return self.kept[tp][2]
+        return self.memo(SearchLabels._kept, self, tp)[2]
+
+    def chosen(self, tp: int) -> Chosen:
+        """The degrees, labels and block costs of a tensor degree. Raises the same errors as `works`."""
+        return self.memo(SearchLabels._chosen, self, tp)
+
+    def _chosen(self, tp: int) -> Chosen:
+        wanted = replace(self.wanted, tp=tp)
+        return self._from_file(AGAIN if self.regather else CHOSEN_FOR_KEPT, wanted, lambda: self._choose(wanted))
+
+    def _kept(self, tp: int) -> Chosen:
+        return self._from_file(KEPT, replace(self.wanted, tp=tp), lambda: self._keeping(tp))
 
     def _from_file(self, gathers: str, wanted: Degrees, make: Callable[[], Chosen]) -> Chosen:
         if self.folder is None:
@@ -84,42 +84,26 @@ class SearchLabels:
     def _keeping(self, tp: int) -> Chosen:
         from autopar.cost_model.work.export import kept_work
 
-        degrees, found, _ = self.chosen[tp]
-        blocks = self._blocks(found, analyse(self.program, degrees.mesh))
-        works = [kept_work(block.flow, block.work) for block in blocks]
+        degrees, found, _ = self.chosen(tp)
+        works = [kept_work(flow, work) for flow, work in self._blocks(found, degrees.mesh)]
         return degrees, found, merged_works(self.program, works, found.blocks, found.mesh, regather=False)
 
     def _choose(self, wanted: Degrees) -> Chosen:
-        from autopar.search.labels.solve import Known
-
-        self.known = self.known or Known()
-        degrees, analysis, found = choose_labels(
-            self.program, self.cluster, wanted, regather=self.regather, known=self.known
-        )
-        works = [block.work for block in self._blocks(found, analysis)]
+        degrees, _, found = choose_labels(self.program, self.cluster, wanted, regather=self.regather, memo=self.memo)
+        works = [work for _, work in self._blocks(found, degrees.mesh)]
         return degrees, found, merged_works(self.program, works, found.blocks, found.mesh, regather=self.regather)
 
-    def _blocks(self, found: Labelling, analysis: Analysis) -> "list[_Block]":
+    def _blocks(self, found: Labelling, mesh: Mesh) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
-        from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of  # unused if works are kept
-
-        if self.runs is None:
-            self.runs = block_runs(self.program, analysis)
-        naming, blocks = naming_of(analysis, found.mesh), []
-        for index, labels in enumerate(found.blocks):
-            known = (one for one in self.blocks if one.index == index and one.is_under(labels, found.mesh))
-            block = next(known, None)
-            if block is None:
-                flow = flow_of(self.program, index, analysis, labels, naming, self.runs[index], self.regather)
-                block = _Block(index=index, mesh=found.mesh, flow=flow, work=work_of(flow))
-                self.blocks.append(block)
-            blocks.append(block)
-        return blocks
+        analysis, symbolic = self.memo(analyse, self.program, mesh), _symbolic(found.mesh)
+        return [
+            self.memo(_block, self.memo, self.program, analysis, index, labels, symbolic, self.regather)
+            for index, labels in enumerate(found.blocks)
+        ]
 
     def hold(self, chosen: int, tp: int) -> bool:
         """Whether the labels of one tensor degree are legal for another degree too, and split axes evenly there."""
-        self.works(chosen)
-        degrees, found, _ = self.chosen[chosen]
+        degrees, found, _ = self.chosen(chosen)
         if degrees.tp_dims is not None:
             return False
         analysis = analyse(self.program, degrees.mesh)
@@ -134,8 +118,7 @@ class SearchLabels:
 
         None if its blocks differ from the searched blocks.
         """
-        self.works(degrees.tp)
-        searched, found, _ = self.chosen[degrees.tp]
+        searched, found, _ = self.chosen(degrees.tp)
         own = replace(degrees, tp_dims=searched.tp_dims)
         if len(program.blocks) != len(found.blocks):
             return None
@@ -151,22 +134,20 @@ class SearchLabels:
         return own, analysis, replace(found, mesh=own.mesh, blocks=blocks)
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class _Block:
+def _block(
+    memo: Memo, program: Program, analysis: Analysis, index: int, labels: BlockLabels, mesh: Mesh, regather: bool
+) -> "tuple[Flow, SymbolicWork]":
     """A distinct block under its labels on a mesh, and its work."""
+    from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of  # unused if works are kept
 
-    index: int
-    mesh: Mesh
-    flow: "Flow"
-    work: "SymbolicWork"
+    runs = memo(block_runs, program, memo(analyse, program))[index]  # equal for any labels
+    flow = flow_of(program, index, analysis, labels, memo(naming_of, analysis, mesh), runs, regather)
+    return flow, work_of(flow)
 
-    def is_under(self, labels: BlockLabels, mesh: Mesh) -> bool:
-        """Whether the block is the same under these labels on this mesh.
 
-        Degrees are symbols, except with two tensor dimensions.
-        """
-        alike = self.mesh.names == mesh.names and _is_split(self.mesh) == _is_split(mesh)
-        return (self.mesh == mesh or (alike and len(mesh.names) == 2)) and self.flow.labels == labels
+def _symbolic(mesh: Mesh) -> Mesh:
+    """The mesh whose blocks have the same work: degrees are symbols, except with two tensor dimensions."""
+    return Mesh(mesh.names, tuple(min(degree, 2) for degree in mesh.degrees)) if len(mesh.names) == 2 else mesh
 
 
 def _is_split(mesh: Mesh) -> list[bool]:

@@ -10,7 +10,7 @@ on different mesh dimensions commute.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -208,19 +208,19 @@ def space_of(
     program: Program,
     analysis: Analysis,
     boundary: Boundary,
-    mesh: Mesh,
+    name: str,
+    degree: int,
     index: int,
-    solved: list[Solved],
+    solved: Sequence[Solved],
     axes: frozenset[int],
     require_sequence: bool,
     relaxed: bool,
     pinned: Mapping[str, tuple[Type, ...]],
 ) -> Space:
-    """All candidates of mesh dimension `index`. A `pinned` parameter has one of the types given for its class.
+    """All candidates of one mesh dimension. A `pinned` parameter has one of the types given for its class.
 
     A `relaxed` space includes axes that the degree does not divide. Otherwise only paddable axes may be uneven.
     """
-    name, degree = mesh.names[index], mesh.degrees[index]
     paddable = paddable_axes(program, analysis, degree)
     found: dict[NodeKey, tuple[Variant, ...]] = {}
     for i, bounds in enumerate(analysis.bounds):
@@ -297,7 +297,7 @@ def _types_of(
             yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]
 
 
-def share_of(solved: list[Solved], boundary: Boundary, key: NodeKey) -> float:
+def share_of(solved: Sequence[Solved], boundary: Boundary, key: NodeKey) -> float:
     """The fraction of a value that one rank holds under the mesh dimensions that are already labelled."""
     kinds = ((s.type_of(boundary, key), s.degree) for s in solved)
     return 1 / prod(degree for kind, degree in kinds if kind.kind == "S")

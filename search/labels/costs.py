@@ -62,7 +62,7 @@ class DimProblem:
         analysis: Analysis,
         boundary: Boundary,
         space: Space,
-        solved: list[Solved],
+        solved: Sequence[Solved],
         prices: Prices,
         *,
         regather: bool,

@@ -14,7 +14,7 @@ All other prices are seconds on the given cluster: bytes over the link, bytes ov
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -37,7 +37,7 @@ class Prices:
     """
 
     ring: Ring
-    flop_s: Mapping[str, float]
+    flop_s: Mapping[str, float] = field(hash=False)
     byte_s: float
     state_byte_s: float
     saved_byte_s: float

@@ -11,6 +11,7 @@ does not know how much a later one will shrink a value.
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -20,6 +21,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import DATA, I, Mesh, Type
+from autopar.memo import Memo
 from autopar.search.labels import divisibility as legal
 from autopar.search.labels.choices import (
     Boundary,
@@ -32,27 +34,11 @@ from autopar.search.labels.choices import (
 )
 from autopar.search.labels.costs import DimProblem
 from autopar.search.labels.network import Solution
-from autopar.search.labels.prices import prices_of
+from autopar.search.labels.prices import Prices, prices_of
 from autopar.search.labels.result import Labelling
 
 TIME_LIMIT_S = 60.0  # of HiGHS on a mesh dimension that needs it
 _Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
-
-
-class Known:
-    """Results that one labelling of a program leaves for the next, on another mesh.
-
-    They are the boundaries of an analysis, and the solved first mesh dimensions by all their inputs.
-    """
-
-    def __init__(self) -> None:
-        self.boundaries: dict[Analysis, Boundary] = {}
-        self.first: list[tuple[tuple[object, ...], _Found]] = []
-
-    def boundary(self, program: Program, analysis: Analysis) -> Boundary:
-        if analysis not in self.boundaries:
-            self.boundaries[analysis] = boundary_of(program, analysis)
-        return self.boundaries[analysis]
 
 
 def label(
@@ -65,21 +51,21 @@ def label(
     regather: bool = True,
     hidden_axes: bool = False,
     pinned: Mapping[str, tuple[Type, ...]] | None = None,
-    known: Known | None = None,
+    memo: Memo | None = None,
 ) -> Labelling:
     """The best labels on the mesh of `degrees`, or on `mesh`, for which `analysis` was refined.
 
     With `regather` the backward pass gathers values again instead of keeping them. With `hidden_axes` the residual
     stream's hidden axes may be split too. `pinned` gives the types of parameters that are held already, one per mesh
-    dimension. `known` holds the results of earlier labellings of the same program. An operator that a degree does not
+    dimension. `memo` holds the results of earlier labellings. An operator that a degree does not
     divide is computed whole, and noted.
 
     Raises `PlanError`, naming every axis, if nothing would be split, or if a batch or a required sequence cannot be
     split. Raises `InfeasibleError` if the solver finds no labels in time.
     """
     started = time.perf_counter()
-    mesh, pinned, known = mesh or degrees.mesh, pinned or {}, known or Known()
-    boundary = known.boundary(program, analysis)
+    mesh, pinned, memo = mesh or degrees.mesh, pinned or {}, Memo() if memo is None else memo
+    boundary = boundary_of(program, analysis)
     problems = legal.batch_problems(program, mesh)
     if degrees.sequence_parallel:
         tensor = {name: degree for name, degree in mesh.as_dict().items() if name != DATA and degree > 1}
@@ -92,12 +78,17 @@ def label(
     for index in _order(mesh):
         if problems and mesh.names[index] == DATA:
             continue  # reported below, with the other indivisible axes
+        prices = prices_of(program, analysis, boundary, cluster, mesh, index)
         # a plain sequence of layers has a block for each layer, so every width is a hidden axis
         for hidden in dict.fromkeys((hidden_axes, True)):
             turn = _Turn(
-                program, analysis, boundary, degrees, cluster, mesh, index, solved, regather, hidden, pinned, known
-            )
-            found, solution, size_of, verdict = turn.settle()
+                program=program, analysis=analysis, boundary=boundary,
+                name=mesh.names[index], degree=mesh.degrees[index], index=index, solved=tuple(solved),
+                axes=owned_axes(analysis, boundary, mesh, index, solved, degrees.sequence_parallel, hidden),
+                prices=prices, requires_sequence=degrees.sequence_parallel is True,
+                accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned,
+            )  # fmt: skip
+            found, solution, size_of, verdict = turn.settle(memo)
             if not verdict.splits_nothing or mesh.names[index] == DATA:
                 break
         problems, notes, added_work = (
@@ -129,69 +120,46 @@ def _order(mesh: Mesh) -> list[int]:
     return sorted((i for i, d in enumerate(mesh.degrees) if d > 1), key=lambda i: (mesh.names[i] != DATA, i))
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """One mesh dimension's turn."""
+    """One mesh dimension's turn: everything that its labels depend on, behind the solved mesh dimensions."""
 
-    def __init__(
-        self,
-        program: Program,
-        analysis: Analysis,
-        boundary: Boundary,
-        degrees: Degrees,
-        cluster: ClusterSpec,
-        mesh: Mesh,
-        index: int,
-        solved: list[Solved],
-        regather: bool,
-        hidden_axes: bool,
-        pinned: Mapping[str, tuple[Type, ...]],
-        known: Known,
-    ) -> None:
-        self.program, self.analysis, self.boundary, self.degrees = program, analysis, boundary, degrees
-        self.mesh, self.index, self.solved, self.known = mesh, index, list(solved), known
-        self.regather, self.hidden_axes, self.pinned = regather, hidden_axes, pinned
-        self.prices = prices_of(program, analysis, boundary, cluster, mesh, index)
-        self.axes = owned_axes(analysis, boundary, mesh, index, self.solved, degrees.sequence_parallel, hidden_axes)
+    program: Program
+    analysis: Analysis
+    boundary: Boundary = field(compare=False)  # the analysis decides it
+    name: str
+    degree: int
+    index: int
+    solved: tuple[Solved, ...] = field(hash=False)
+    axes: frozenset[int]
+    prices: Prices
+    requires_sequence: bool
+    accumulate: int
+    regather: bool
+    pinned: Mapping[str, tuple[Type, ...]] = field(hash=False)
 
-    def settle(self) -> tuple[Solved, Solution, tuple[int, int], legal.Verdict]:
+    def settle(self, memo: Memo) -> tuple[Solved, Solution, tuple[int, int], legal.Verdict]:
         """The best legal labels, and their loss by axes that the degree does not divide."""
         program, analysis, boundary = self.program, self.analysis, self.boundary
-        found, solution, size = self._solve(relaxed=True)
+        found, solution, size = memo(_Turn.solve, self, True)
         relaxed = found
-        paddable = paddable_axes(program, analysis, self.mesh.degrees[self.index])
+        paddable = paddable_axes(program, analysis, self.degree)
         if legal.indivisible(analysis, relaxed, paddable) or legal.uneven_types(boundary, relaxed, paddable):
-            found, solution, size = self._solve(relaxed=False)
+            found, solution, size = memo(_Turn.solve, self, False)
         return found, solution, size, legal.judge(program, analysis, boundary, relaxed, found, paddable)
 
-    def _solve(self, *, relaxed: bool) -> _Found:
-        """The best labels of this mesh dimension. Raises `InfeasibleError` if none are found in time."""
-        if self.solved:
-            return self._solve_anew(relaxed)
-        mesh = self.mesh.names[self.index], self.mesh.degrees[self.index], self.index
-        how = self.regather, self.hidden_axes, self.pinned, *self._wanted, relaxed
-        asked = (self.analysis, mesh, self.axes, self.prices, *how)
-        found = next((found for known, found in self.known.first if known == asked), None)
-        if found is None:
-            found = self._solve_anew(relaxed)
-            self.known.first.append((asked, found))
-        return found
-
-    @property
-    def _wanted(self) -> tuple[bool, int]:
-        """Whether sequences must be split, and the micro-batches of a step."""
-        return self.degrees.sequence_parallel is True, self.degrees.num_micro_batches
-
-    def _solve_anew(self, relaxed: bool) -> _Found:
-        required, accumulate = self._wanted
+    def solve(self, relaxed: bool) -> _Found:
+        """The best labels. Raises `InfeasibleError` if none are found in time."""
         space = space_of(
             self.program,
             self.analysis,
             self.boundary,
-            self.mesh,
+            self.name,
+            self.degree,
             self.index,
             self.solved,
             self.axes,
-            required,
+            self.requires_sequence,
             relaxed,
             self.pinned,
         )
@@ -203,24 +171,23 @@ class _Turn:
             self.solved,
             self.prices,
             regather=self.regather,
-            accumulate=accumulate,
+            accumulate=self.accumulate,
         )
         found = problem.solve(TIME_LIMIT_S)
         if found is None:
-            name = self.mesh.names[self.index]
             raise InfeasibleError(
-                f"no labels for {name}={self.mesh.degrees[self.index]} within {TIME_LIMIT_S:g} s; use another degree"
+                f"no labels for {self.name}={self.degree} within {TIME_LIMIT_S:g} s; use another degree"
             )
         return *found, (problem.network.num_choices, len(problem.network.values))
 
     def notes(self) -> list[str]:
-        name, prices = self.mesh.names[self.index], self.prices
+        prices = self.prices
         scaled = []
         if prices.compute_scale > 1:
             scaled.append(f"arithmetic × {prices.compute_scale:.3g}")
         if prices.latency_scale < 1:
             scaled.append(f"latency × {prices.latency_scale:.3g}")
-        return [f"{name}: labels chosen at a reference workload ({', '.join(scaled)})"] if scaled else []
+        return [f"{self.name}: labels chosen at a reference workload ({', '.join(scaled)})"] if scaled else []
 
 
 def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Solved]) -> tuple[BlockLabels, ...]:
