@@ -22,8 +22,9 @@ from autopar.search.driver.search import Works, search_degrees
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, parts_of
 from autopar.search.result.result import Contender, degrees_in_plain
-from autopar.search.space.candidates import MOST_TENSOR_RANKS, divisors
+from autopar.search.space.candidates import MOST_TENSOR_RANKS
 from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import divisors
 
 HOST = "host"
 

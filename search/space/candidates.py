@@ -10,23 +10,20 @@ Recomputation is no dimension of the space, because it follows from a candidate'
 (`autopar.search.bounds.lower_bounds`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
+from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.errors import InputError
 from autopar.ir.arrays import Integers
 from autopar.ir.degrees import Degrees
-from autopar.ir.rank_order import ORDERS, strides
-from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, schedule_problems
 from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import BY_COLUMN
+from autopar.search.space.dimensions import BY_COLUMN, DIMENSIONS, Dimension, divisors
 
-MOST_VIRTUAL = 8  # stages of one rank; more stages send more than they save
 MOST_TENSOR_RANKS = 64
-ZERO = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -93,103 +90,33 @@ def concatenated(parts: Sequence[Candidates]) -> Candidates:
 
 
 def candidates(constraints: Constraints) -> Candidates:
-    """Every candidate that the constraints allow; may be none."""
-    columns: list[list[Integers]] = []
-    for num_devices in sorted({constraints.num_devices, *constraints.fewer_devices}, reverse=True):
-        for tp in constraints.tensor_degrees:
-            if num_devices % tp or not constraints.allows("tp", tp):
-                continue
-            for pp in divisors(num_devices // tp):
-                dp = num_devices // tp // pp
-                local = constraints.batch_of_rank(dp)
-                allowed = constraints.allows("pp", pp) and constraints.allows("dp", dp)
-                if pp > constraints.most_stages or local is None or not allowed:
-                    continue
-                left = np.array(list(_shards(dp, constraints)))
-                right = np.array(list(_splits(constraints, local, dp, pp)))
-                for order in _orders_of_ranks(constraints, tp, pp, dp) if left.size and right.size else ():
-                    columns.append([np.array([tp]), np.array([pp]), left, right, np.array([order])])
-    return concatenated([_product(*parts) for parts in columns]) if columns else _none()
+    """Every candidate that the constraints allow; may be none.
 
-
-def _product(tp: Integers, pp: Integers, shards: Integers, splits: Integers, order: Integers) -> Candidates:
-    rows, columns = len(shards), len(splits)
-    left, right = np.repeat(shards, columns, axis=0), np.tile(splits, (rows, 1))
-    whole = np.ones(rows * columns, dtype=np.int64)
-    return Candidates(
-        tp=whole * tp, pp=whole * pp, dp_shard=left[:, 0], dp_replicate=left[:, 1], zero=left[:, 2],
-        micro_batch=right[:, 0], micro_batches=right[:, 1], schedule=right[:, 2], virtual=right[:, 3],
-        order=whole * order,
-    )  # fmt: skip
-
-
-def _orders_of_ranks(constraints: Constraints, tp: int, pp: int, dp: int) -> Iterator[int]:
-    """Positions in `ORDERS`: the first allowed order, and the orders that may be faster.
-
-    In the default order, data-parallel ranks are nearest to each other. Another order can only gain if it keeps the
-    messages between stages inside a host. Context ranks have the default only.
+    Dimension by dimension, every row becomes one row for each value that the dimension may have beside the row's values
+    so far. Values are listed once for the rows that do not differ in what the values depend on.
     """
-    allowed = [position for position, order in enumerate(ORDERS) if constraints.allows("order", order)]
-    if pp == 1 or dp == 1 or constraints.context > 1:
-        allowed = [position for position in allowed if position == 0]
-    per_host, sizes = constraints.devices_per_host, {"tp": tp, "pp": pp, "dp": dp}
-    for position in allowed:
-        span = pp * strides(ORDERS[position], sizes)["pp"]
-        stays = per_host is not None and per_host % span == 0 and tp * pp * dp > per_host
-        if position == allowed[0] or stays:
-            yield position
+    counts = sorted({constraints.num_devices, *constraints.fewer_devices}, reverse=True)
+    rows: dict[str, Integers] = {"num_devices": np.array(counts)}
+    for dimension in DIMENSIONS:
+        beside = [rows[name] for name in dimension.beside]
+        if not len(beside[0]):
+            return Candidates(**{each.name: beside[0] for each in fields(Candidates)})
+        alike = distinct([numbered(column) for column in beside])
+        group = np.zeros(len(beside[0]), dtype=np.intp) if alike.index is None else alike.index
+        lists = [_allowed(dimension, constraints, one) for one in np.stack(beside, axis=1)[alike.rows].tolist()]
+        sizes = np.array([len(values) for values in lists])
+        begins, counts_of_rows = np.cumsum(sizes) - sizes, sizes[group]
+        row = np.repeat(np.arange(len(group)), counts_of_rows)
+        place = np.arange(len(row)) - (np.cumsum(counts_of_rows) - counts_of_rows)[row]
+        rows = {name: column[row] for name, column in rows.items()}
+        every = np.array([value for values in lists for value in values], dtype=np.int64)
+        rows[dimension.column or dimension.word] = every[begins[group][row] + place]
+    return Candidates(**{each.name: rows[each.name] for each in fields(Candidates)})
 
 
-def _none() -> Candidates:
-    return Candidates(**{each.name: np.zeros(0, dtype=np.int64) for each in fields(Candidates)})
-
-
-def _shards(dp: int, constraints: Constraints) -> Iterator[tuple[int, int, int]]:
-    """Ways to hold state on `dp` ranks, with the context ranks beside each: dp_shard, dp_replicate, ZeRO stage."""
-    for shard in divisors(dp):
-        for zero in ZERO:
-            one_way = shard == dp if zero == 0 else shard * constraints.context > 1
-            words = (("dp_shard", shard), ("dp_replicate", dp // shard), ("zero", zero))
-            if one_way and all(constraints.allows(word, value) for word, value in words):
-                yield shard, dp // shard, zero
-
-
-def _splits(constraints: Constraints, local: int, dp: int, pp: int) -> Iterator[tuple[int, int, int, int]]:
-    """Ways to split one rank's `local` sequences in time: micro-batch, micro-batches, schedule, virtual stages."""
-    num_stages = constraints.num_stages
-    for micro_batch in divisors(local):
-        count = local // micro_batch
-        # at a global micro-batch of one sequence the batch dimension cannot be told from a broadcast one
-        split = count == 1 or (constraints.accumulates and micro_batch * dp > 1)
-        words = (("micro_batch", micro_batch), ("micro_batches", count))
-        if not split or not all(constraints.allows(word, value) for word, value in words):
-            continue
-        for schedule, virtual in _orders(pp, count, constraints.most_stages):
-            if num_stages not in (None, pp * virtual):
-                continue
-            if constraints.allows("schedule", schedule) and constraints.allows("virtual_stages", virtual):
-                yield micro_batch, count, SCHEDULE_NAMES.index(schedule), virtual
-
-
-def _orders(pp: int, micro_batches: int, most_stages: int) -> Iterator[tuple[str, int]]:
-    if pp == 1:
-        yield DEFAULT_SCHEDULE, 1  # the default: without a pipeline there is no order
-        return
-    for name, kind in SCHEDULES.items():
-        most = min(kind.most_stages or MOST_VIRTUAL, most_stages // pp)
-        for virtual in range(kind.least_stages, most + 1):
-            if not schedule_problems(name, pp, virtual, micro_batches):
-                yield name, virtual
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, in order.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
+def _allowed(dimension: Dimension, constraints: Constraints, beside: Sequence[int]) -> list[int]:
+    values = dimension.values(constraints, *beside)
+    return [value for value in values if constraints.allows(dimension.word, dimension.value_at(value))]
 
 
 def tensor_degrees(*counts: int) -> tuple[int, ...]:

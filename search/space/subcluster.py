@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import HostGroup
-from autopar.search.space.candidates import divisors
+from autopar.search.space.dimensions import divisors
 
 
 def device_counts(cluster: ClusterSpec) -> tuple[int, ...]:

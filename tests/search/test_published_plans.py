@@ -30,8 +30,9 @@ from autopar.cost_model.work.polynomials import Polynomial, total
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.sharding import Mesh
 from autopar.search.bounds.lower_bounds import Beyond, Machinery, screen
-from autopar.search.space.candidates import MOST_VIRTUAL, Candidates, candidates, divisors
+from autopar.search.space.candidates import Candidates, candidates
 from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import MOST_VIRTUAL, divisors
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
 ROWS = tuple(read_runs(RUNS))
