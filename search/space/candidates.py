@@ -82,13 +82,6 @@ class Candidates:
         return Degrees(**given)
 
 
-def concatenated(parts: Sequence[Candidates]) -> Candidates:
-    """The candidates of several parts, one part after another."""
-    return Candidates(
-        **{each.name: np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Candidates)}
-    )
-
-
 def candidates(constraints: Constraints) -> Candidates:
     """Every candidate that the constraints allow; may be none.
 

@@ -1,4 +1,4 @@
-"""Every dimension of the search space: listed, fixed, forbidden, refused, and found again in text and in a plan."""
+"""Every dimension of the search space: listed, fixed, forbidden, refused, shown in text and in a plan, and priced."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -6,8 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+import autopar
+from autopar.cache.captures import captured_model
+from autopar.capture.record.captured import Capture
+from autopar.cost_model.estimate import MEMORY
 from autopar.errors import InputError
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
+from autopar.ir.device import Link
+from autopar.planning.fixed import label_plan, program_for
+from autopar.planning.labels import LABELLED, SearchLabels
+from autopar.planning.machine import machinery_of
+from autopar.search.pricing.exact import priced
+from autopar.search.result.result import degrees_in_plain
 from autopar.search.space.candidates import Candidates, candidates
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import BY_COLUMN, BY_WORD, DIMENSIONS, WORDS
@@ -16,6 +27,8 @@ CONSTRAINTS = Constraints(
     num_devices=24, global_batch=48, most_stages=10, tensor_degrees=(1, 2, 3, 4, 8), devices_per_host=4
 )
 ALL = candidates(CONSTRAINTS)
+# values beside which a dimension alone makes the difference
+FEW: dict[str, Any] = {"order": {"pp": (2,), "tp": (2,)}, "schedule": {"pp": (2,)}, "virtual_stages": {"pp": (2,)}}
 
 every_dimension = pytest.mark.parametrize("word", WORDS)
 
@@ -83,3 +96,48 @@ def test_no_two_candidates_are_the_same() -> None:
     rows = np.stack([getattr(ALL, name) for name in BY_COLUMN], axis=1)
     assert len(np.unique(rows, axis=0)) == len(ALL) > 1000
     assert len(candidates(replace(CONSTRAINTS, num_devices=1, global_batch=1))) == 1
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> ClusterSpec:
+    spec = ClusterSpec.preset("8xh100")
+    hosts = replace(spec.groups[0], num_hosts=2, devices_per_host=4)
+    return replace(spec, groups=(hosts,), inter_host=Link(bytes_per_s=50e9, latency_s=5e-6, name="network"))
+
+
+@pytest.fixture(scope="module")
+def captured() -> Capture:
+    pytest.importorskip("transformers")
+    return captured_model("llama3-8b", folder=None, layers=4, hidden=256, seq_len=64, dtype="bfloat16").capture
+
+
+@pytest.fixture(scope="module")
+def labels(captured: Capture, two_hosts: ClusterSpec) -> SearchLabels:
+    return SearchLabels(program_for(captured, LABELLED), two_hosts)
+
+
+@every_dimension
+def test_it_is_priced(word: str, captured: Capture, labels: SearchLabels, two_hosts: ClusterSpec) -> None:
+    """Two values have two exact prices. Both are the figure of `autopar.estimate` for the plan that a search shows."""
+    constraints = Constraints(
+        num_devices=8, global_batch=16, most_stages=6, tensor_degrees=(1, 2), devices_per_host=4, fix=FEW.get(word, {})
+    )
+    found = candidates(constraints)
+    own, seconds = values(found, word), {}
+    for value in [*dict.fromkeys(own)][:2]:
+        degrees = found.degrees(own.index(value))
+        price = priced(labels.works(degrees.tp), degrees, two_hosts, machinery_of(two_hosts, None, "bf16"))
+        shown = degrees_in_plain(price.degrees, price.cuts)
+        assert BY_WORD[word].value_of(degrees_from({n: v for n, v in shown.items() if n != "cuts"})) == value
+        program = program_for(captured, price.degrees)
+        labelled = labels.of(program, price.degrees)
+        assert labelled is not None
+        plan = label_plan(program, two_hosts, price.degrees, "", cuts=price.cuts, labelled=labelled)
+        estimated = autopar.estimate(program, two_hosts, plan, precision="bf16")
+        assert price.seconds == pytest.approx(estimated.step_s, rel=1e-9)
+        assert price.needed_bytes == pytest.approx(
+            sum(estimated.memory_bytes.values()) - estimated.memory_bytes[MEMORY["cache"]], rel=1e-9
+        )
+        seconds[value] = price.seconds
+    first, second = seconds.values()
+    assert first != second
