@@ -4,16 +4,12 @@
 and the labels of `labels`. The best plans are in `result`, the data of a report in `explain`. The search may import
 `autopar.cost_model`, `autopar.capture`, `autopar.rules` and `autopar.ir`, never `autopar.runtime`.
 
-A search memoises in objects that live as long as the search. Each keeps its results in a dict. Its constructor takes
-every other input, so the key of the dict is complete.
+A search keeps results in one way, with a `Memo`. `autopar.memo` has the rule for its keys, and for all other results
+that are kept in memory.
 
-    SearchLabels     labels and block costs by tensor degree, for one program, cluster and setting of regather
-                     (`autopar.planning.labels`)
-    Together         exact prices by candidate and cut, for one goal; its `Prepared` by devices and tensor degree
-    SharedPrices     prices that candidates of one tensor degree share, by row of blocks and place of ranks
-    Prepared.runs    replayed pipelines, by schedule, stages, micro-batches and seconds of passes
-    labels Known     boundaries of blocks, and solved first mesh dimensions, by all their inputs
+    labels     `autopar.planning.labels.SearchLabels` has a memo of labels and block costs
+    prices     `autopar.search.pricing.batch.Together` has a memo of prepared candidates and replayed pipelines
 
-Pure functions of small values, such as `divisors` and the partition into stages, are memoised by `functools` instead.
-Nothing else outlives a search, except the files of `autopar.cache.store`.
+Nothing else outlives a search, except `functools` caches of functions of small values, and the files of
+`autopar.cache.store`.
 """

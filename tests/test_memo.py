@@ -10,6 +10,7 @@ from autopar.memo import Memo
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("autopar", "cost_model", "search", "runtime")
+CACHES = {"cache", "lru_cache"}
 BOUNDED = {"runtime/parameters/packed.py"}  # the last two tensors of a source
 
 
@@ -49,9 +50,14 @@ def uses(tree: ast.Module) -> Iterator[bool]:
     """Whether each use of `functools.cache` and `functools.lru_cache` decorates a function of the module."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     decorators = {id(node) for each in functions for one in each.decorator_list for node in ast.walk(one)}
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "functools"]
+    names = {alias.name for node in imports for alias in node.names} & CACHES
     for node in ast.walk(tree):
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if name in ("cache", "lru_cache"):
+        is_name = isinstance(node, ast.Name) and node.id in names
+        is_attribute = (
+            isinstance(node, ast.Attribute) and node.attr in CACHES and ast.unparse(node.value) == "functools"
+        )
+        if is_name or is_attribute:
             yield id(node) in decorators
 
 

@@ -1,4 +1,4 @@
 """The candidates of a search, the constraints that limit them, and the parts of a cluster that they may use.
 
-Imports `autopar.ir` and `autopar.errors`.
+Imports `autopar.ir`, `autopar.errors` and the distinct rows of the cost model.
 """
