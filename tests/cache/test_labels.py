@@ -41,8 +41,8 @@ def test_what_is_read_is_what_was_kept(program: Any, tmp_path: Path, monkeypatch
         names = [name for name in works.__dataclass_fields__ if name != "family"]
         assert [getattr(read, name) for name in names] == [getattr(works, name) for name in names]
         assert read.family == works.family
-        assert again.chosen[tp][0] == first.chosen[tp][0]
-        assert again.chosen[tp][1] == first.chosen[tp][1]
+        assert again.chosen(tp)[0] == first.chosen(tp)[0]
+        assert again.chosen(tp)[1] == first.chosen(tp)[1]
         on = machinery_of(CLUSTER, None, "bf16")
         every = candidates(Constraints(num_devices=8, global_batch=16, most_stages=2, tensor_degrees=(tp,)))
         assert np.array_equal(screen(read, every, on).seconds, screen(works, every, on).seconds)
