@@ -17,7 +17,7 @@ from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import usable_bytes
 from autopar.cost_model.memory.formula import MemoryBasis, step_memory
-from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layout_strides
+from autopar.cost_model.step.layouts import RECOMPUTE, Shape, layouts_from
 from autopar.cost_model.work import block_work as expressions
 from autopar.errors import InputError
 
@@ -101,20 +101,16 @@ def _largest(
     """Every size under every plan at once: sizes are rows, plans columns."""
     blocks = _SIZES[:, None]
     tp, pp, dp, zero = (np.array(column, dtype=float)[None, :] for column in zip(*plans, strict=True))
-    layouts = Layouts(
+    layouts = layouts_from(
         tp=tp,
-        sequence_parallel=(tp > 1) * 1.0,
+        sequence_parallel=tp > 1,
         pp=pp,
-        virtual=np.ones_like(pp),
-        cp=np.ones_like(pp),
-        ep=np.ones_like(pp),
         dp=dp,
         shard=dp,
         zero=zero,
-        micro_batch=np.ones_like(pp),
+        micro_batch=1,
         micro_batches=pp,
-        recompute=np.full_like(pp, RECOMPUTE.index("full")),
-        **layout_strides(0, tp=tp, pp=pp, data_ranks=dp),
+        recompute=RECOMPUTE.index("full"),
     )
     shape = Shape(
         counts=(("layer", blocks),),

@@ -21,7 +21,7 @@ from autopar.cost_model.pipeline.stages import Stages, pipeline_of, stages_at, w
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
-from autopar.cost_model.step.layouts import Layouts, Shape, layout_strides
+from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import PASSES, VARIANTS, Family, evaluate
 from autopar.ir.arrays import Floats
@@ -82,22 +82,20 @@ def layouts_of_degrees(
     def column(value: Callable[[Degrees], float]) -> Floats:
         return np.array([float(value(one)) for one in degrees])
 
-    tp, pp, data_ranks = column(lambda one: one.tp), column(lambda one: one.pp), column(lambda one: one.dp * cp)
-    order = np.array([ORDERS.index(one.order) for one in degrees])
-    return Layouts(
-        tp=tp,
-        sequence_parallel=column(lambda _: works.sequence_parallel),
-        pp=pp,
+    return layouts_from(
+        tp=column(lambda one: one.tp),
+        sequence_parallel=works.sequence_parallel,
+        pp=column(lambda one: one.pp),
         virtual=column(lambda one: one.virtual_stages),
-        cp=column(lambda _: cp),
-        ep=column(lambda _: ep),
+        cp=cp,
+        ep=ep,
         dp=column(lambda one: one.dp),
         shard=column(lambda one: one.dp_shard * cp),
         zero=column(lambda one: one.zero),
         micro_batch=column(lambda one: one.micro_batch or 1),
         micro_batches=column(lambda one: one.num_micro_batches),
-        recompute=column(lambda _: recompute),
-        **layout_strides(order, tp=tp, pp=pp, data_ranks=data_ranks),
+        recompute=recompute,
+        order=[ORDERS.index(one.order) for one in degrees],
     )
 
 

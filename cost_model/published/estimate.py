@@ -35,7 +35,7 @@ from autopar.cost_model.published.families import (
 from autopar.cost_model.published.machine import engine_of, row_machine
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.step.experts import with_experts
-from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layout_strides
+from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layouts_from
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import Family, evaluate
 from autopar.errors import ClusterError
@@ -210,16 +210,14 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         return RECOMPUTE.index(row.recompute) if row.recompute in RECOMPUTE else 0
 
     dp = np.array([_dp(case.row) for case in cases])
-    tp, pp = _array(cases, lambda row: row.tp or 1), _array(cases, lambda row: row.pp or 1)
-    cp = _array(cases, lambda row: row.cp or 1)
     micro_batch = _array(cases, lambda row: row.micro_batch or 1)
     batch = np.array([float(case.global_batch) for case in cases])
-    return Layouts(
-        tp=tp,
+    return layouts_from(  # in Megatron's order of ranks; no column states it
+        tp=_array(cases, lambda row: row.tp or 1),
         sequence_parallel=_array(cases, sequence_parallel),
-        pp=pp,
+        pp=_array(cases, lambda row: row.pp or 1),
         virtual=_array(cases, virtual),
-        cp=cp,
+        cp=_array(cases, lambda row: row.cp or 1),
         ep=_array(cases, lambda row: row.ep or 1),
         dp=dp,
         shard=np.array([_shard(case.row, engine, d) for case, d in zip(cases, dp, strict=True)]),
@@ -227,7 +225,6 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         micro_batch=micro_batch,
         micro_batches=np.maximum(batch / (dp * micro_batch), 1.0),
         recompute=_array(cases, recompute),
-        **layout_strides(0, tp=tp, pp=pp, data_ranks=dp * cp),  # Megatron's order; no column states it
     )
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from autopar.ir.arrays import Floats
-from autopar.ir.rank_order import ORDERS
-from autopar.ir.rank_order import strides as strides_in_order
+from autopar.ir.rank_order import ORDERS, strides
 
 RECOMPUTE = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
 
@@ -17,7 +17,7 @@ RECOMPUTE = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
 class Layouts:
     """Candidates, one entry each. Every field broadcasts with the others.
 
-    Tensor ranks are neighbours. `layout_strides` gives the distances between the other ranks. Context and expert ranks
+    Tensor ranks are neighbours. `layouts_from` derives the distances between the other ranks. Context and expert ranks
     lie inside `data_ranks`.
     """
 
@@ -65,13 +65,45 @@ class Layouts:
         return found
 
 
-def layout_strides(order: Any, *, tp: Floats, pp: Floats, data_ranks: Floats) -> dict[str, Floats]:
-    """The strides of layouts by name. `order` holds positions in `ORDERS`."""
-    every = [strides_in_order(one, {"tp": tp, "pp": pp, "dp": data_ranks}) for one in ORDERS]
-    return {
-        name: np.choose(order, [one[of] for one in every])
-        for name, of in (("data_stride", "dp"), ("stage_stride", "pp"))
-    }
+def layouts_from(
+    *,
+    tp: ArrayLike,
+    pp: ArrayLike,
+    dp: ArrayLike,
+    shard: ArrayLike,
+    zero: ArrayLike,
+    micro_batch: ArrayLike,
+    micro_batches: ArrayLike,
+    sequence_parallel: ArrayLike,
+    recompute: ArrayLike,
+    virtual: ArrayLike = 1,
+    cp: ArrayLike = 1,
+    ep: ArrayLike = 1,
+    order: Any = 0,
+) -> Layouts:
+    """Layouts from their degrees, which broadcast. `order` holds positions in `ORDERS`; all else is as in `Layouts`."""
+    degrees = (tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep)
+    columns = np.broadcast_arrays(*(np.asarray(one, dtype=float) for one in degrees))
+    tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep = columns
+    sizes = {"tp": tp, "pp": pp, "dp": dp * cp}
+    every = [strides(one, sizes) for one in ORDERS]
+    data_stride, stage_stride = (np.choose(order, [one[name] for one in every]) for name in ("dp", "pp"))
+    return Layouts(
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        pp=pp,
+        virtual=virtual,
+        cp=cp,
+        ep=ep,
+        dp=dp,
+        shard=shard,
+        zero=zero,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        data_stride=data_stride,
+        stage_stride=stage_stride,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

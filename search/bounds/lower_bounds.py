@@ -23,7 +23,7 @@ from autopar.cost_model.step.data_parallel import (
     gather_prices,
 )
 from autopar.cost_model.step.experts import with_experts
-from autopar.cost_model.step.layouts import Layouts, layout_strides
+from autopar.cost_model.step.layouts import Layouts, layouts_from
 from autopar.cost_model.step.offload import can_offload, host_bytes
 from autopar.cost_model.step.step import StepSeconds
 from autopar.cost_model.step.unique_rows import distinct, numbered, spread
@@ -105,22 +105,21 @@ def layouts_of(
     found: Candidates, *, sequence_parallel: bool, recompute: int = 0, beyond: Beyond | None = None
 ) -> Layouts:
     """The candidates as layouts of the cost model."""
-    one, more = np.ones(len(found)), beyond or Beyond()
-    tp, pp, data_ranks = found.tp.astype(float), found.pp.astype(float), found.dp.astype(float) * more.cp
-    return Layouts(
-        tp=tp,
-        sequence_parallel=one * sequence_parallel,
-        pp=pp,
-        virtual=found.virtual.astype(float),
-        cp=one * more.cp,
-        ep=one * more.ep,
-        dp=found.dp.astype(float),
-        shard=found.dp_shard.astype(float) * more.cp,
-        zero=found.zero.astype(float),
-        micro_batch=found.micro_batch.astype(float),
-        micro_batches=found.micro_batches.astype(float),
-        recompute=one * recompute,
-        **layout_strides(found.order, tp=tp, pp=pp, data_ranks=data_ranks),
+    more = beyond or Beyond()
+    return layouts_from(
+        tp=found.tp,
+        sequence_parallel=sequence_parallel,
+        pp=found.pp,
+        virtual=found.virtual,
+        cp=more.cp,
+        ep=more.ep,
+        dp=found.dp,
+        shard=found.dp_shard * more.cp,
+        zero=found.zero,
+        micro_batch=found.micro_batch,
+        micro_batches=found.micro_batches,
+        recompute=recompute,
+        order=found.order,
     )
 
 
