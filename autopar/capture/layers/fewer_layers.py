@@ -43,8 +43,8 @@ class Stack:
     period: int = 0
 
 
-class _Differs(Exception):
-    """A capture with fewer layers differs from the first capture in more than these layers."""
+class Differs(Exception):
+    """The graph of all layers cannot be written from the graph of fewer layers: they differ in more than layers."""
 
 
 def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
@@ -106,7 +106,7 @@ def with_fewer_layers(
     """
     if not stacks:
         return None
-    with contextlib.suppress(CaptureError, _Differs), without_layers(model, stacks):
+    with contextlib.suppress(CaptureError, Differs), without_layers(model, stacks):
         return _Writing(flat, captured(), stacks).written()
     return None
 
@@ -214,18 +214,18 @@ class _Writing:
             other = theirs.pop((node.name, kind, name), None)
             if other is not None:
                 self.twin[node] = other
-            _demand(other is not None or (kind in ("parameter", "buffer") and name.startswith(gone)))
+            demand(other is not None or (kind in ("parameter", "buffer") and name.startswith(gone)))
         kept = {name: part for name, part in self.flat.parts.items() if not name.startswith(gone)}
-        _demand(not theirs and kept == self.fewer.parts)
-        _demand(self.flat.outputs == self.fewer.outputs and set(self.fewer.updates) <= set(self.flat.updates))
+        demand(not theirs and kept == self.fewer.parts)
+        demand(self.flat.outputs == self.fewer.outputs and set(self.fewer.updates) <= set(self.flat.updates))
 
     def pair_kept(self) -> None:
         """Pair each kept node with the node of `fewer` in the same place, and removed layers with their like layers."""
         ours = [n for n in self.flat.graph.nodes if n.op not in ("placeholder", "output") and not self.dropped(n)]
         theirs = [n for n in self.fewer.graph.nodes if n.op not in ("placeholder", "output")]
-        _demand(len(ours) == len(theirs))
+        demand(len(ours) == len(theirs))
         for node, other in zip(ours, theirs, strict=True):
-            _demand((node.op, node.target, module_path(node)) == (other.op, other.target, module_path(other)))
+            demand((node.op, node.target, module_path(node)) == (other.op, other.target, module_path(other)))
             self.twin[node] = other
         for (path, number), nodes in self.layers.items():
             stack = self.stacks.get(path)
@@ -241,7 +241,7 @@ class _Writing:
             new.meta = dict(node.meta)
         else:
             args = self.merged(node.args, other.args, node)
-            _demand(list(node.kwargs) == list(other.kwargs))
+            demand(list(node.kwargs) == list(other.kwargs))
             kwargs = {name: self.merged(value, other.kwargs[name], node) for name, value in node.kwargs.items()}
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             new.meta = dict(other.meta)
@@ -249,19 +249,19 @@ class _Writing:
                 new.meta.pop(key, None)
                 if key in node.meta:
                     new.meta[key] = node.meta[key]
-        _demand(new.name == node.name)
+        demand(new.name == node.name)
         return new
 
     def merged(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
         """An argument of a written node: its nodes are ours, its numbers are theirs."""
-        _demand(type(ours) is type(theirs))
+        demand(type(ours) is type(theirs))
         if isinstance(ours, fx.Node):
             self.check(ours, theirs, node)
             return self.new[ours]
         if isinstance(ours, (list, tuple)):
-            _demand(len(ours) == len(theirs))
+            demand(len(ours) == len(theirs))
             return type(ours)([self.merged(a, b, node) for a, b in zip(ours, theirs, strict=True)])
-        _demand(not isinstance(ours, (slice, dict)))  # they could hold nodes
+        demand(not isinstance(ours, (slice, dict)))  # they could hold nodes
         return theirs
 
     def check(self, ours: fx.Node, theirs: fx.Node, node: fx.Node) -> None:
@@ -271,15 +271,15 @@ class _Writing:
         operands must be twins. If our operand is in a removed layer, it must be in the last layer of its stack. Their
         operand must then have the same position in the last kept layer.
         """
-        _demand(self.new[ours].meta.get("info") == theirs.meta.get("info"))
+        demand(self.new[ours].meta.get("info") == theirs.meta.get("info"))
         if self.dropped(node):
             return
         stack = self.dropped(ours)
         if stack is None:
-            _demand(self.twin.get(ours) is theirs)
+            demand(self.twin.get(ours) is theirs)
             return
         last, at = self.layers[stack.path, stack.kept - 1], self.position[ours]
-        _demand(self.layer[ours][1] == len(stack.like) - 1 and at < len(last) and self.twin[last[at]] is theirs)
+        demand(self.layer[ours][1] == len(stack.like) - 1 and at < len(last) and self.twin[last[at]] is theirs)
 
     def output(self, node: fx.Node) -> None:
         ours: Any = node.args[0]
@@ -297,6 +297,7 @@ def _placeholders(flat: Flat) -> list[fx.Node]:
     return [node for node in flat.graph.nodes if node.op == "placeholder"]
 
 
-def _demand(holds: bool) -> None:
+def demand(holds: bool) -> None:
+    """Raise `Differs` unless a condition holds."""
     if not holds:
-        raise _Differs
+        raise Differs

@@ -18,14 +18,10 @@ from typing import Any
 from torch import fx
 
 from autopar.capture.flat_graph import Flat
-from autopar.capture.layers.fewer_layers import Layer, Stack, nodes_of_layers
+from autopar.capture.layers.fewer_layers import Differs, Layer, Stack, demand, nodes_of_layers
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 WRAPPED = "model."  # the path of the captured model in the exported module
-
-
-class _Differs(Exception):
-    """The two periods of the kept layers do not repeat regularly."""
 
 
 def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
@@ -37,7 +33,7 @@ def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
         return None
     try:
         return _Repeating(fewer, stacks).written()
-    except _Differs:
+    except Differs:
         return None
 
 
@@ -85,11 +81,11 @@ class _Repeating:
         found: dict[str, int] = {}
         for n in range(stack.kept - stack.period, stack.kept):
             nodes, before = self.layers.get((stack.path, n), []), self.layers.get((stack.path, n - stack.period), [])
-            _demand(len(nodes) == len(before) > 0)
+            demand(len(nodes) == len(before) > 0)
             for node, other in zip(nodes, before, strict=True):
-                _demand(self.same(node, other))
+                demand(self.same(node, other))
                 (name, number), (base, first) = _numbered(node.name), _numbered(other.name)
-                _demand(name == base and found.setdefault(name, number - first) == number - first)
+                demand(name == base and found.setdefault(name, number - first) == number - first)
         return found
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
@@ -123,7 +119,7 @@ class _Repeating:
     def placeholder(self, node: fx.Node, name: str, known: tuple[str, str] | None) -> fx.Node:
         made = self.graph.create_node("placeholder", name, node.args, name=name)
         made.meta = dict(node.meta)
-        _demand(made.name == name)
+        demand(made.name == name)
         if known is not None:
             self.placeholders[name] = known
         self.new.setdefault(node, made)
@@ -141,7 +137,7 @@ class _Repeating:
                 for node in [node for node in done if self.is_state(node, kind, like)]:
                     word = f"{stack.path.replace('.', '_')}_"
                     name = f"{stack.path}.{n}.{self.own_state(node, like)}"
-                    _demand(node.name.count(f"{word}{like[1]}_") == 1)
+                    demand(node.name.count(f"{word}{like[1]}_") == 1)
                     renamed = node.name.replace(f"{word}{like[1]}_", f"{word}{n}_")
                     self.state[node, n] = self.placeholder(node, renamed, (kind, name))
 
@@ -185,7 +181,7 @@ class _Repeating:
     def copy(self, node: fx.Node, layer: Layer | None, name: str, ahead: int = 0) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: self.taken(value, layer, ahead))
         made = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
-        _demand(made.name == name)
+        demand(made.name == name)
         made.meta = dict(node.meta)
         return made
 
@@ -211,8 +207,3 @@ def _numbered(name: str) -> tuple[str, int]:
 
 def _name(base: str, number: int) -> str:
     return f"{base}_{number}" if number else base
-
-
-def _demand(holds: bool) -> None:
-    if not holds:
-        raise _Differs
