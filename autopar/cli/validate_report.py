@@ -13,6 +13,8 @@ from importlib import resources
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
+from autopar.report.numbers import capped
+
 if TYPE_CHECKING:
     from autopar.cost_model.published.validation import Compared, Validation
 
@@ -84,8 +86,7 @@ def signed(value: float | None) -> str:
 
 def short_name(name: str | None) -> str:
     """A name of bounded length."""
-    name = name or "(not stated)"
-    return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 1] + "…"
+    return capped(name or "(not stated)", _MAX_NAME_CHARS)
 
 
 def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from autopar.report.numbers import capped
 from autopar.report.svg import short, tag
 from autopar.search.result.report_data import BlockGraph, GraphEdge
 
@@ -92,23 +93,19 @@ def _placements(found: BlockGraph, boxes: Mapping[int, tuple[float, float]]) -> 
         if placements:
             text = next(iter(placements)).replace("a sum over", "partial over").replace(" still to come", "")
             where = {"x": short(x), "y": short(y + HIGH + 15), "data_t": "\n".join(placements)}
-            texts.append(tag("text", _begin(text, MOST_PLACEMENT), class_="placement", **where))
+            texts.append(tag("text", capped(text, MOST_PLACEMENT), class_="placement", **where))
     return Markup("").join(texts)
 
 
 def _box(found: BlockGraph, number: int, at: tuple[float, float]) -> Markup:
     node, (x, y) = found.nodes[number], at
-    detail = tag("text", _begin(node.detail, MOST_CHARS + 4), x=short(x), y=short(y + 31), class_="detail")
+    detail = tag("text", capped(node.detail, MOST_CHARS + 4), x=short(x), y=short(y + 31), class_="detail")
     label_y = y + (16 if node.detail else 24)
     left, kind = short(x - BOX / 2), f"box {node.kind}"
     rect = tag("rect", x=left, y=short(y), width=short(BOX), height=short(HIGH), rx="6", class_=kind)
     label = tag("text", _end(node.label, MOST_CHARS), x=short(x), y=short(label_y), class_="label")
     tip = f"{node.label}\n{node.detail}".strip()
     return tag("g", rect, label, detail if node.detail else Markup(""), data_t=tip, class_=f"node {node.kind}")
-
-
-def _begin(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _end(text: str, most: int) -> str:

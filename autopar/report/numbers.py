@@ -2,7 +2,7 @@
 
 from math import floor, log10
 
-_MAX_NAME_CHARS = 120
+MAX_NAME_CHARS = 120
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -82,9 +82,9 @@ def percent(part: float, digits: int = 0) -> str:
     return f"{part:.{max(digits, 1) if 0 < part < 0.0095 else digits}%}".replace("%", " %")
 
 
-def capped(name: str) -> str:
-    """A name of bounded length."""
-    return name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 1] + "…"
+def capped(text: str, most: int = MAX_NAME_CHARS) -> str:
+    """A text of bounded length."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def tick_seconds(seconds: float) -> str:
