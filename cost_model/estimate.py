@@ -129,7 +129,7 @@ def estimate_works(
     pricing = Pricing(works, question, machine)
     step, memory = pricing.step(layouts), pricing.memory(layouts)
     seconds = float(step.seconds[0])
-    batch = (degrees.micro_batch or 1) * degrees.num_micro_batches * degrees.dp
+    batch = degrees.global_batch
     per_step, devices = float(batch * works.sequence), cluster.num_devices
     used = pricing.utilisation(batch, seconds, devices)
     alone = seconds

@@ -44,7 +44,7 @@ def coverage(
     spec = ClusterSpec.parse(cluster or f"{wanted}x{DEFAULT_DEVICE}")
     degrees = options.degrees(spec.num_devices)
     with progress(f"building {model}") as on_progress:
-        batch = None if is_factory(model) else (degrees.micro_batch or 1) * degrees.num_micro_batches
+        batch = None if is_factory(model) else degrees.local_batch
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
         on_progress("capturing and choosing labels")
         from autopar.planning.fixed import coverage as run

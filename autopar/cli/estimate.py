@@ -78,7 +78,7 @@ def estimate(
     degrees = options.degrees(ranks)
     with progress(f"building {model}") as on_progress:
         own = is_factory(model)
-        batch = None if own else (degrees.micro_batch or 1) * degrees.num_micro_batches
+        batch = None if own else degrees.local_batch
         dtype = None if own else MODEL_DTYPES[wanted]
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
         from autopar.planning.estimate import estimate as run

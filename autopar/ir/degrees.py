@@ -62,6 +62,16 @@ class Degrees:
         return self.micro_batches * self.accumulate
 
     @property
+    def local_batch(self) -> int:
+        """Sequences of one data-parallel rank in one step; a micro-batch that is left open has one."""
+        return (self.micro_batch or 1) * self.num_micro_batches
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step on all ranks; a micro-batch that is left open has one."""
+        return self.dp * self.local_batch
+
+    @property
     def num_stages(self) -> int:
         return self.pp * self.virtual_stages
 

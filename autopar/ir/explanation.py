@@ -98,11 +98,10 @@ def _header(plan: Explained) -> Section:
     lines = [sizes_in_words(plan)]
     if degrees.micro_batch is not None:
         tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
-        total = degrees.dp * degrees.micro_batch * degrees.num_micro_batches
         piped = f"micro-batches {degrees.micro_batches} × " if degrees.pp > 1 else ""
         lines.append(
-            f"global batch: {total:,} sequences{tokens} = dp {degrees.dp} × micro-batch {degrees.micro_batch} × {piped}"
-            f"accumulate {degrees.accumulate}"
+            f"global batch: {degrees.global_batch:,} sequences{tokens} = dp {degrees.dp} × "
+            f"micro-batch {degrees.micro_batch} × {piped}accumulate {degrees.accumulate}"
         )
     if degrees.per_micro_batch and degrees.num_micro_batches > 1:
         lines.append("loss: the mean of the losses of the micro-batches (per_micro_batch)")

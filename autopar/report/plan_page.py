@@ -36,7 +36,7 @@ def plan_report(plan: Plan) -> str:
 
 def _batch(plan: Plan) -> int | None:
     degrees = plan.degrees
-    return None if degrees.micro_batch is None else degrees.dp * degrees.micro_batch * degrees.num_micro_batches
+    return None if degrees.micro_batch is None else degrees.global_batch
 
 
 def _num_parameters(plan: Plan) -> int | None:

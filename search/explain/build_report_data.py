@@ -52,7 +52,7 @@ def details_of(best: Priced, works: ProgramWorks, cluster: ClusterSpec, on: Mach
 
 def _rates(best: Priced, pricing: Pricing, cluster: ClusterSpec, on: Machinery) -> Rates:
     degrees, works = best.degrees, pricing.works
-    batch = (degrees.micro_batch or 1) * degrees.num_micro_batches * degrees.dp
+    batch = degrees.global_batch
     used = pricing.utilisation(batch, best.seconds, degrees.world_size)
     per_s = batch * works.sequence / best.seconds
     price = cluster.price_usd_per_hour

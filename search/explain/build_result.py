@@ -12,7 +12,7 @@ from autopar.search.driver.search import Searched, Works
 from autopar.search.explain.build_report_data import details_of, points_of
 from autopar.search.explain.pareto import front_of
 from autopar.search.pricing.exact import AS_IT_IS, Priced, priced
-from autopar.search.pricing.objective import parts_of, sequences_of, why_worse
+from autopar.search.pricing.objective import parts_of, why_worse
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
 
 Hold = Callable[[int, int], bool]  # whether the labels of one tensor degree are legal for another one
@@ -51,7 +51,7 @@ def result_of(
         unit=goal.unit,
         num_devices=cluster.num_devices,
         sequence=program.sequence or 1,
-        global_batch=global_batch or (0 if best is None else sequences_of(best.degrees)),
+        global_batch=global_batch or (0 if best is None else best.degrees.global_batch),
         device_bytes=on.machine.memory_bytes,
         best=None if best is None else _contender(found, found.index_of_best, best),
         refined=len(found.refined.trials),

@@ -37,11 +37,6 @@ class Part:
     weight: float
 
 
-def sequences_of(degrees: Degrees) -> int:
-    """Sequences of a step."""
-    return degrees.dp * (degrees.micro_batch or 1) * degrees.num_micro_batches
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """An objective over parts of a cluster, by their numbers of devices."""
@@ -70,7 +65,7 @@ class Goal:
         """The value of a step of `degrees`."""
         if self.is_memory:
             return needed_bytes
-        return step_s * self.parts[degrees.world_size].weight / (sequences_of(degrees) if self.per_sequence else 1)
+        return step_s * self.parts[degrees.world_size].weight / (degrees.global_batch if self.per_sequence else 1)
 
     def bounds(self, found: Candidates, screened: Screened) -> Floats:
         """A lower bound of every candidate's value; infinite if the candidate cannot fit."""
@@ -146,7 +141,7 @@ def why_worse(goal: Goal, best: Priced, other: Priced) -> str:
     ours, theirs = best.degrees.world_size, other.degrees.world_size
     if goal.is_memory:
         return why_fuller(parts_of(best.memory.parts), parts_of(other.memory.parts))
-    scale = [sequences_of(one.degrees) if goal.per_sequence else 1 for one in (best, other)]
+    scale = [one.degrees.global_batch if goal.per_sequence else 1 for one in (best, other)]
     seconds = [one.seconds / many for one, many in zip((best, other), scale, strict=True)]
     if ours != theirs:
         per_second = goal.parts[theirs].weight / goal.parts[ours].weight

@@ -66,8 +66,7 @@ def _sizes_of_plan(
         )
     if is_factory(model):
         return {}
-    local_batch = (found.degrees.micro_batch or 1) * found.degrees.num_micro_batches
-    return {"seq_len": found.sequence, "batch": local_batch if batch is None else batch}
+    return {"seq_len": found.sequence, "batch": found.degrees.local_batch if batch is None else batch}
 
 
 def _small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
@@ -82,5 +81,5 @@ def _small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[
         degrees = resolve_degrees(options.wish(), world_size, sizes["batch"], global_batch=options.global_batch)
     hidden = SMALL_HIDDEN if degrees.tp % 3 else SMALL_HIDDEN_BY_3
     small = {"layers": SMALL_LAYERS, "hidden": hidden, "seq_len": SMALL_SEQ_LEN if degrees.tp % 3 else 48}
-    small["batch"] = (degrees.micro_batch or 1) * degrees.num_micro_batches
+    small["batch"] = degrees.local_batch
     return {name: value for name, value in small.items() if sizes[name] is None}
