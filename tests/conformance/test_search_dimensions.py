@@ -14,7 +14,7 @@ from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.device import Link
-from autopar.planning.fixed import label_plan, program_for
+from autopar.planning.fixed import SearchedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.search.pricing.exact import priced
@@ -126,13 +126,15 @@ def test_it_is_priced(word: str, captured: Capture, labels: SearchLabels, two_ho
     own, seconds = values(found, word), {}
     for value in [*dict.fromkeys(own)][:2]:
         degrees = found.degrees(own.index(value))
-        price = priced(labels.works(degrees.tp), degrees, two_hosts, machinery_of(two_hosts, None, "bf16"))
+        works, on = labels.works(degrees.tp), machinery_of(two_hosts, None, "bf16")
+        price = priced(works, degrees, two_hosts, on)
         shown = degrees_in_plain(price.degrees, price.cuts)
         assert BY_WORD[word].value_of(degrees_from({n: v for n, v in shown.items() if n != "cuts"})) == value
         program = program_for(captured, price.degrees)
         labelled = labels.of(program, price.degrees)
         assert labelled is not None
-        plan = label_plan(program, two_hosts, price.degrees, "", cuts=price.cuts, labelled=labelled)
+        stages = SearchedStages(price.cuts, works, on)
+        plan = label_plan(program, two_hosts, price.degrees, "", searched=stages, labelled=labelled)
         estimated = autopar.estimate(program, two_hosts, plan, precision="bf16")
         assert price.seconds == pytest.approx(estimated.step_s, rel=1e-9)
         assert price.needed_bytes == pytest.approx(
