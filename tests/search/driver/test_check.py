@@ -81,7 +81,9 @@ PLANTED: dict[str, Fault] = {
     "must fit": lambda found, _: with_best(found, fits=False),
     "bound": lambda found, _: replace(found, proof=replace(found.proof, bound=found.proof.bound * 1.01)),
     "value": worse,
-    "pp: is not what was asked for": lambda found, _: with_best(found, degrees={"pp": 1, "dp_shard": 4}),
+    "pp: is not among the values that were asked for": lambda found, _: with_best(
+        found, degrees={"pp": 1, "dp_shard": 4}
+    ),
 }
 
 
