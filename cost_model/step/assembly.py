@@ -17,7 +17,7 @@ from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import offloaded
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank
 from autopar.ir.arrays import Floats
-from autopar.ir.schedules.registry import SCHEDULES
+from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +136,15 @@ def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
 
 
 def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> Pipelined:
-    """1F1B over stages with equal numbers of blocks. With v stages on a rank, a v-th of its idle time remains."""
+    """The default schedule, 1F1B, over stages with equal numbers of blocks.
+
+    With v stages on a rank, a v-th of its idle time remains.
+    """
     pp, n, v = layouts.pp, layouts.micro_batches, np.maximum(layouts.virtual, 1)
     first, last, has_stages = prices.first.both, prices.last.both, pp > 1
     per_rank, last_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.machine.engine)
     middle = per_rank * block
-    (path,) = SCHEDULES["1f1b"].critical_paths(pp, 1, n)  # as many backward passes as forward
+    (path,) = SCHEDULES[DEFAULT_SCHEDULE].critical_paths(pp, 1, n)  # as many backward passes as forward
     ends = np.maximum(middle + np.where(has_stages, first, 0.0), last_rank * block + last)
     return Pipelined(
         busy=np.where(has_stages, ends, middle + last + first),

@@ -137,7 +137,8 @@ def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> b
 
 def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     """The work of a block, under the block's name or the name in `role`."""
-    products = [name for name in flow.runs if flow.is_product(name)]
+    # a product with a size of zero, such as a pruned layer's, computes nothing
+    products = [n for n in flow.runs if flow.is_product(n) and 0 not in flow.sizes[n].factors().values()]
     pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
     split, whole, expert = _parameters(flow)
     return BlockWork(

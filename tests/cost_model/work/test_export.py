@@ -1,5 +1,6 @@
 """Exported blocks: the files equal a new capture, and agree with captures of real models."""
 
+import warnings
 from functools import cache
 from itertools import product
 from typing import Any
@@ -40,6 +41,26 @@ FILES = thinned(
     product(sorted(tool().CAPTURES), (False, True)),
     keep=[*product(("gpt2", "llama", "mixtral"), [False]), ("gpt2", True)],
 )
+
+
+class Pruned(nn.Module):
+    """Two products of zero width between two that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore"):  # torch has nothing to initialise
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 0), nn.Linear(0, 8), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), target)
+
+
+def test_a_product_of_size_zero_computes_nothing() -> None:
+    degrees = Degrees(micro_batch=2, dp_shard=2)
+    program = capture_for(Pruned(), {"x": torch.randn(2, 4), "target": torch.randn(2, 4)}, degrees)
+    degrees, analysis, labelling = choose_labels(program, ClusterSpec.preset("8xa100-80gb"), degrees)
+    works = block_works(program, analysis, labelling.blocks, degrees.mesh)
+    assert sum(len(work.products) for work in works) == 2
 
 
 @pytest.mark.timeout(400)
