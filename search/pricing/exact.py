@@ -44,20 +44,26 @@ AS_IT_IS, BY_STAGE = Cut(), Cut(by_stage=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """A plan's degrees, its cuts, its seconds, the bytes of its fullest rank, and whether it fits.
+class Placed:
+    """A plan's degrees, its cuts, the memory of its fullest rank, and whether it fits."""
+
+    degrees: Degrees
+    cuts: tuple[int, ...]
+    memory: StepMemory
+    needed_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced(Placed):
+    """A plan with its seconds.
 
     `pipelines` are the seconds of its pipeline without recomputation and, if it recomputes, with full recomputation. A
     plan with one stage has none.
     """
 
-    degrees: Degrees
-    cuts: tuple[int, ...]
     seconds: float
-    needed_bytes: float
-    fits: bool
     step: StepSeconds
-    memory: StepMemory
     pipelines: tuple[float, ...] = ()
     regather: bool = True
 
@@ -123,7 +129,7 @@ class Prepared:
             for plan, (step, pipelines) in zip(plans, self._steps(plans), strict=True)
         ]
 
-    def _without_stages(self, index: Sequence[int]) -> "list[_Plan]":
+    def _without_stages(self, index: Sequence[int]) -> "list[_Unpriced]":
         layouts, positions = self.shared.layouts.at(index), np.array(index)
         found = []
         for level in LEVELS:
@@ -136,7 +142,7 @@ class Prepared:
             for i, parts in zip(index, zip(*found, strict=True), strict=True)
         ]
 
-    def _with_stages(self, index: int, cut: Cut) -> "_Plan":
+    def _with_stages(self, index: int, cut: Cut) -> "_Unpriced":
         degrees = self.degrees(index)
         cuts = self._cuts(index, cut, degrees.num_stages)
         stages = stages_at(self.works.calls, cuts, degrees)
@@ -182,7 +188,7 @@ class Prepared:
         is_open = self.on.recompute_blocks is None and not self.least_memory
         return cut.by_stage and is_open and must_recompute
 
-    def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Plan":
+    def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Unpriced":
         """Cuts, stages, and the recomputed blocks of each stage: the fewest that fit, or the pinned number.
 
         `even` are the cuts if all stages recompute the same number of blocks, `held` their memory.
@@ -203,7 +209,7 @@ class Prepared:
             again = fewest_blocks(stages, lambda counts: memory(counts).needed_bytes, capacity)
         found = memory(again)
         needed, degrees = float(np.max(found.needed_bytes)), self.degrees(index)
-        return _Plan(
+        return _Unpriced(
             index=index,
             degrees=replace(degrees, recompute="full", recompute_blocks=again) if any(again) else degrees,
             cuts=cuts,
@@ -228,7 +234,7 @@ class Prepared:
         cuts: tuple[int, ...],
         stages: Stages | None,
         parts_of: Sequence[Mapping[str, float]],
-    ) -> "_Plan":
+    ) -> "_Unpriced":
         """The recomputed blocks of every stage: the fewest that let a candidate fit, all if none fits, or the pinned
         number.
 
@@ -261,7 +267,7 @@ class Prepared:
                 blocks, least = (middle, least) if fits_with(middle) else (blocks, middle)
         share, parts = recomputing(blocks)
         again = replace(degrees, recompute="full", recompute_blocks=None if share == 1 else blocks)
-        return _Plan(
+        return _Unpriced(
             index=index,
             degrees=again if blocks else degrees,
             cuts=cuts,
@@ -276,7 +282,7 @@ class Prepared:
             fits=self._fits(index, _needed(parts)),
         )
 
-    def _steps(self, plans: "Sequence[_Plan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
+    def _steps(self, plans: "Sequence[_Unpriced]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
         """The step of every plan, made from the steps without and with full recomputation.
 
         Plans with stages also get the seconds of their pipelines. Without stages, only the needed steps are priced.
@@ -306,7 +312,7 @@ class Prepared:
             for k, (plan, a, b) in enumerate(zip(plans, first.tolist(), last.tolist(), strict=True))
         ]
 
-    def _in_parts(self, plans: "Sequence[_Plan]") -> dict[int, float]:
+    def _in_parts(self, plans: "Sequence[_Unpriced]") -> dict[int, float]:
         """Pipeline seconds of recomputing plans as if they did not recompute, if backward passes would run in parts.
 
         The search compares other candidates of the same class with these figures.
@@ -326,22 +332,17 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """A candidate with its stages and its recomputation.
+class _Unpriced(Placed):
+    """A candidate with its stages and its recomputation, before its seconds are known.
 
     Every stage recomputes at most `blocks` blocks. `share` is the recomputed fraction of all blocks, if stages
     recompute some of their blocks.
     """
 
     index: int
-    degrees: Degrees
-    cuts: tuple[int, ...]
     stages: Stages | None
     blocks: int
     share: float
-    memory: StepMemory
-    needed_bytes: float
-    fits: bool
 
 
 def _needed(parts: Mapping[str, float]) -> float:
@@ -349,7 +350,7 @@ def _needed(parts: Mapping[str, float]) -> float:
     return sum(part for name, part in parts.items() if name != "cache")
 
 
-def _levels(plan: _Plan) -> tuple[int, ...]:
+def _levels(plan: _Unpriced) -> tuple[int, ...]:
     """The levels of recomputation whose steps make up a plan's step and its comparison."""
     none, full = LEVELS
     if not plan.share:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from search_cases import Case
 
@@ -78,9 +77,8 @@ def test_what_does_not_fit_is_told_as_a_constraint() -> None:
     def price(index: int, moved: tuple[int, int]) -> Priced:
         slower = 1 + 0.01 * (abs(moved[0] - 1) + abs(moved[1]))
         needed = capacity + (1e6 if index else 0.0)
-        fake: dict[str, Any] = {name: getattr(base, name) for name in Priced.__slots__}
-        fake |= {"seconds": base.seconds * slower * (0.5 if index else 1.0), "needed_bytes": needed}
-        return Priced(**fake | {"fits": index == 0})
+        seconds = base.seconds * slower * (0.5 if index else 1.0)
+        return replace(base, seconds=seconds, needed_bytes=needed, fits=index == 0)
 
     others = [Start(index=index, text=f"does not {index}") for index in range(1, 5)]  # more than can all be tried
     starts = [Start(index=0, text="fits", name=BEST), *others]
