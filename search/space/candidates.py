@@ -10,6 +10,7 @@ Recomputation is no dimension of the space, because it follows from a candidate'
 (`autopar.search.bounds.lower_bounds`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -126,7 +127,20 @@ def constraints_on(constraints: Constraints, num_devices: int) -> Constraints:
 
 
 def what_would_be_legal(constraints: Constraints) -> str:
-    """The smallest change that leaves candidates: one wish fewer, or a batch that can be split."""
+    """Why no candidate is left, if fixed degrees say so; else the smallest change that leaves candidates.
+
+    The change is one word of `fix` or `forbid` less, or a batch that can be split.
+    """
+    over_data = {"dp": "dp"} if "dp" in constraints.fix else {"dp_replicate": "dp_replicate", "dp_shard": "dp"}
+    words = {"pp": "pp", "tp": "tp"} | over_data  # the option of dp_shard is --dp
+    fixed = {name: constraints.fix[word][0] for word, name in words.items() if len(constraints.fix.get(word, ())) == 1}
+    ranks = math.prod(fixed.values())
+    if all(count % ranks for count in (constraints.num_devices, *constraints.fewer_devices)):
+        degrees = " × ".join(f"{name} {degree}" for name, degree in fixed.items())
+        return f"{degrees} needs {ranks} devices, or a multiple; use a smaller degree, or leave one out"
+    dp = math.prod(degree for name, degree in fixed.items() if name.startswith("dp"))
+    if constraints.global_batch is not None and constraints.global_batch % dp:
+        return f"dp {dp} needs a multiple of {dp} sequences; use such a global batch, or leave dp out"
     for text, fewer in constraints.without_one():
         count = len(candidates(fewer))
         if count:

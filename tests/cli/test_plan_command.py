@@ -131,9 +131,9 @@ def test_a_search_that_cannot_be_narrowed_like_this(arguments: tuple[str, ...], 
     assert says in refused("plan", "gpt2", "-c", "4xcpu", *arguments)
 
 
-def test_without_a_legal_plan_the_smallest_change_is_named() -> None:
+def test_without_a_legal_plan_the_degree_that_forbids_it_is_named() -> None:
     message = refused("plan", "gpt2", "-c", "4xcpu", "--tp", "2", "--dp", "2", "--global-batch", "7", *SMALL)
-    assert "without fix dp_shard = 2 there are" in message
+    assert "dp 2 needs a multiple of 2 sequences" in message
 
 
 def test_unwritable_target() -> None:

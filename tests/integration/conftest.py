@@ -1,4 +1,4 @@
-"""Worlds of gloo ranks, started once and again after a test ended one.
+"""Worlds of gloo ranks, started once and again after a test ended one. They end with the last test of this folder.
 
 The folder `ranks` beside this file has the models and the functions that run on ranks. One process captures a program,
 and the others read it.
@@ -27,18 +27,24 @@ def captures() -> Iterator[None]:
         del os.environ["AUTOPAR_TEST_CAPTURES"]
 
 
+_open_worlds: dict[int, Ranks] = {}
+
+
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[[int], Ranks]]:
-    open_worlds: dict[int, Ranks] = {}
-
+def worlds() -> Callable[[int], Ranks]:
     def of_size(size: int) -> Ranks:
-        if size not in open_worlds or not open_worlds[size].is_open:
-            open_worlds[size] = Ranks(size, timeout_s=100)
-        return open_worlds[size]
+        if size not in _open_worlds or not _open_worlds[size].is_open:
+            _open_worlds[size] = Ranks(size, timeout_s=100)
+        return _open_worlds[size]
 
-    yield of_size
-    for world in open_worlds.values():
-        world.close()
+    return of_size
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the worlds behind the last test of this folder: the process groups of idle ranks poll 100 times a second."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        while _open_worlds:
+            _open_worlds.popitem()[1].close()
 
 
 @pytest.fixture

@@ -106,8 +106,12 @@ def test_recomputation_only_where_memory_forces_it() -> None:
 
 
 def test_what_leaves_no_plan_is_an_error() -> None:
-    with pytest.raises(PlanError, match="16 sequences over 8 devices"):
+    with pytest.raises(PlanError, match="16 sequences over 8 devices as asked; dp 3 needs 3 devices, or a multiple"):
         searched(fix={"dp": 3})
+    with pytest.raises(PlanError, match="tp 2 × dp 8 needs 16 devices, or a multiple"):
+        searched(fix={"tp": 2, "dp": 8})
+    with pytest.raises(PlanError, match="dp 8 needs a multiple of 8 sequences"):
+        autopar.plan(model(), "8xh100", example_inputs=tokens(), global_batch=4, fix={"dp": 8})
 
 
 def test_a_degree_that_does_not_divide_the_heads_is_planned_at_its_price() -> None:
