@@ -22,7 +22,7 @@ _STATUS = (
     (AutoparError, BAD_INPUT),
 )
 _PANEL = "The plan"
-_SEARCHED = f"{_PANEL} (a value that no option fixes is searched; the defaults below do not apply)"
+_SEARCHED = f"{_PANEL} (the search chooses what is not given)"
 _Traceback = Annotated[
     bool, typer.Option("--traceback", help="Show where an error was raised. AUTOPAR_DEBUG=1 does the same.")
 ]
@@ -37,7 +37,7 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
     takes_options = "options" in own
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in own.items() if name != "options"]
     if takes_options:
-        parameters += _option_parameters(_SEARCHED if "fix" in own else _PANEL)
+        parameters += _option_parameters(is_search="fix" in own)
     parameters.append(_parameter("traceback", _Traceback, False))
 
     def run(**given: Any) -> None:
@@ -61,13 +61,16 @@ def _flowing(function: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n"))
 
 
-def _option_parameters(panel: str) -> list[inspect.Parameter]:
+def _option_parameters(*, is_search: bool) -> list[inspect.Parameter]:
+    panel = _SEARCHED if is_search else _PANEL
     found = []
     for field in command_options().values():
         names = [flag(field.name)]
         if "bool" in str(field.type):
             names = [f"{names[0]}/--no-{names[0][2:]}"]
-        option = typer.Option(*names, help=field.metadata["help"], rich_help_panel=panel, show_default=False)
+        default = "" if is_search and field.metadata["is_searched"] else field.metadata["default"]
+        text = f"{field.metadata['help']} (default: {default})" if default else field.metadata["help"]
+        option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
         found.append(_parameter(field.name, Annotated[field.type, option], None))
     return found
 

@@ -15,14 +15,16 @@ def result_sections(found: SearchResult) -> list[Section]:
 
 
 def _best(found: SearchResult, best: Contender) -> Section:
-    sequences = f"{found.global_batch:,} sequences of {found.sequence:,} tokens"
-    tokens = found.global_batch * found.sequence
-    rate = f"{tokens / best.step_s:,.0f} tokens/s, {tokens / best.step_s / best.num_devices:,.0f} of a device"
+    has_tokens = found.sequence > 1  # a model without a sequence dimension has samples
+    of_a_step = f"{found.global_batch:,} " + (f"sequences of {found.sequence:,} tokens" if has_tokens else "samples")
+    counted = found.global_batch * found.sequence
+    unit = "tokens" if has_tokens else "samples"
+    rate = f"{counted / best.step_s:,.0f} {unit}/s, {counted / best.step_s / best.num_devices:,.0f} of a device"
     value = [] if found.unit == "s" else [f"{found.objective} {readable_value(best.value, found.unit)}"]
     lines = [
         plan_in_words(best.degrees),
         *value,
-        f"{readable_seconds(best.step_s)} a step of {sequences}: {rate}",
+        f"{readable_seconds(best.step_s)} a step of {of_a_step}: {rate}",
         f"{readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)} on the fullest device",
         _proof(found),
         f"engine {found.engine}, {found.precision}, profile {found.profile}; searched in {found.seconds:.1f} s",
@@ -50,15 +52,25 @@ def _proof(found: SearchResult) -> str:
 
 
 def _others(found: SearchResult) -> Section:
-    shown = []  # how much more than the best plan, the plan, the reason
-    for one in sorted((*found.others, *found.baselines), key=lambda one: one.value):
+    shown = {}  # by the plan in words: how much more than the best plan, the plan with its name, the reason
+    for one in sorted((*found.baselines, *found.others), key=lambda one: one.value):
         words = plan_in_words(one.degrees)
         if one.name and found.best is not None and one.degrees == found.best.degrees and one.fits:
-            shown.append(("best", f"{one.name} is the best plan", ""))
-        elif all(words != plan for _, plan, _ in shown):
-            more = f"+{one.value / found.best.value - 1:,.1%}" if one.fits and found.best is not None else "too big"
-            shown.append((more, f"{one.name}: {words}" if one.name else words, f"{_value(found, one)}; {one.reason}"))
-    return Section(title="Next plans, and plans that people choose by hand", lines=tuple(_aligned(shown)))
+            shown[words] = ("best", f"{one.name} is the best plan", "")
+        elif words not in shown:
+            named = f"{one.name}: {words}" if one.name else words
+            shown[words] = (_more(found, one), named, "; ".join(filter(None, (_value(found, one), one.reason))))
+    return Section(
+        title="Next plans, and plans that people choose by hand", lines=tuple(_aligned(list(shown.values())))
+    )
+
+
+def _more(found: SearchResult, one: Contender) -> str:
+    """How much larger a plan's value is than the best value."""
+    if not one.fits or found.best is None:
+        return "too big"
+    more = one.value / found.best.value - 1
+    return f"+{more:,.1%}" if more >= 0.0005 else "<0.1%"
 
 
 def _aligned(shown: Sequence[tuple[str, str, str]]) -> Iterator[str]:

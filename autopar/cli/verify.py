@@ -21,7 +21,10 @@ def verify(
     model: ModelArgument,
     world_size: WorldSize,
     options: PlanOptions,
-    plan: Annotated[Path | None, typer.Option(help="Plan file to verify.", show_default=False)] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Plan file to verify. It holds all degrees: give none beside it.", show_default=False),
+    ] = None,
     layers: Layers = None,
     hidden: Hidden = None,
     batch: LocalBatch = None,

@@ -197,6 +197,10 @@ class ClusterSpec:
         if _PRESET.fullmatch(text.strip().lower()):  # whatever files lie in the current folder
             return cls.preset(text)
         is_file = text.lower().endswith((".yaml", ".yml")) or os.sep in text or os.path.isfile(text)
+        if is_file and not os.path.exists(text):
+            raise ClusterError(
+                f"no cluster file {text!r}; write one (docs/clusters.md shows how), or name a preset: 64xh100"
+            )
         return cls.load(text) if is_file else cls.preset(text)
 
     @classmethod

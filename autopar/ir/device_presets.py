@@ -102,7 +102,7 @@ class DevicePreset(NamedModel):
     def assumptions(self) -> tuple[str, ...]:
         """The figures that nobody published, as sentences."""
         if self.device_type == "cpu":  # every figure is; one sentence says it
-            return (f"{self.name}: {self.memory_gb.source}",)
+            return (f"{self.name}: {self.memory_gb.source.removeprefix('assumed: ')}",)
         figures = self.figures().items()
         return tuple(f"{self.name}: {path} = {f.value:g} ({f.source})" for path, f in figures if f.is_assumed)
 

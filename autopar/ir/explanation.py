@@ -89,7 +89,7 @@ def sizes_in_words(plan: Explained) -> str:
     product = " × ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "no split"
     ranks = f"{degrees.world_size} rank{'s' * (degrees.world_size > 1)}"
     zero = f", ZeRO-{degrees.zero}" if degrees.dp > 1 else ""
-    order = f", ranks in the order {degrees.order}" if degrees.order != ORDERS[0] else ""
+    order = f", rank order {degrees.order}" if degrees.order != ORDERS[0] else ""
     return f"{product} = {ranks}{zero}{order}" if degrees.world_size > 1 else f"one rank{zero}"
 
 
@@ -98,18 +98,17 @@ def _header(plan: Explained) -> Section:
     lines = [sizes_in_words(plan)]
     if degrees.micro_batch is not None:
         tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
-        piped = f"micro-batches {degrees.micro_batches} × " if degrees.pp > 1 else ""
-        lines.append(
-            f"global batch: {degrees.global_batch:,} sequences{tokens} = dp {degrees.dp} × "
-            f"micro-batch {degrees.micro_batch} × {piped}accumulate {degrees.accumulate}"
-        )
+        factors = [f"dp {degrees.dp}", f"micro-batch {degrees.micro_batch}"]
+        factors += [f"micro-batches {degrees.micro_batches}"] * (degrees.pp > 1)
+        factors += [f"accumulate {degrees.accumulate}"] * (degrees.accumulate > 1)
+        lines.append(f"global batch: {degrees.global_batch:,} sequences{tokens} = {' × '.join(factors)}")
     if degrees.per_micro_batch and degrees.num_micro_batches > 1:
         lines.append("loss: the mean of the losses of the micro-batches (per_micro_batch)")
     chosen = {None: "where it is cheaper", True: "required", False: "not used"}[degrees.sequence_parallel]
     if degrees.tp > 1:
         lines.append(f"sequence parallelism on tp: {chosen}")
         if not plan.regather:
-            lines.append("gathered inputs of products are stored for the backward pass, not gathered again")
+            lines.append("gathered inputs of products are saved for backward, not gathered again (no regather)")
     return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))
 
 
@@ -186,11 +185,12 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
                 ", ".join(stage.recomputed),
             )
         )
-    columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "computes itself")
+    columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "computes again")
     title = "Pipeline stages (time: one micro-batch on one rank, forward and backward, at the device's peak)"
     is_recomputing = degrees.recompute != "none"
     recomputed = f", {recomputation_in_words(degrees.recompute_blocks, degrees.pp)}" if is_recomputing else ""
-    lines = [f"schedule {degrees.schedule}, {degrees.micro_batches} micro-batches{recomputed}"]
+    count = degrees.micro_batches
+    lines = [f"schedule {degrees.schedule}, {count} micro-batch{'es' * (count > 1)}{recomputed}"]
     for rank, order in enumerate(
         actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
         if with_order and degrees.pp <= MAX_RANKS

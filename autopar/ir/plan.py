@@ -58,7 +58,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     summary: Summary | None = None  # the text of `explain`; it decides nothing
     cuts: tuple[int, ...] = ()  # the main calls, numbered from 0, before which a pipeline stage begins
-    recomputed: tuple[str, ...] = ()  # values that every pipeline stage computes itself instead of receiving them
+    recomputed: tuple[str, ...] = ()  # values that pipeline stages compute again instead of receiving them
     version: int = field(default=_VERSION)
 
     @property

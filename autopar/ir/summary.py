@@ -61,7 +61,7 @@ class StageSummary:
     seconds: float  # of one rank and micro-batch, forward and backward
     num_parameters: int
     sent_bytes: int  # to the next stage, by one rank for a micro-batch
-    recomputed: tuple[str, ...]  # values of earlier stages that this stage computes itself
+    recomputed: tuple[str, ...]  # values of earlier stages that this stage computes again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,11 @@ def config_named(spec: str) -> tuple[dict[str, Any], str, Literal["preset", "con
     is_preset = spec.lower() in model_names()  # whatever files lie in the current folder
     if not is_preset and (spec.endswith(".json") or os.sep in spec or os.path.exists(spec)):
         path = Path(spec)
+        if path.suffix == ".py":
+            raise InputError(
+                f"{spec} is Python code; name the function in it that returns (model, example_inputs), "
+                f"such as {path.stem}:factory, with its folder on PYTHONPATH"
+            )
         path = path / "config.json" if path.is_dir() else path
         return read_config(path), path.parent.name or path.stem, "config"
     preset = model_preset(spec)

@@ -24,8 +24,9 @@ TOP = 5  # plans that a search explains beside the best
 TRIALS = 80  # of Optuna, if a pipeline is among the best plans; enough for all variations of most searches
 
 
-def _option(help_text: str) -> Any:
-    return field(default=None, metadata={"help": help_text})
+def _option(help_text: str, default: str = "", *, is_searched: bool = True) -> Any:
+    """An option of every command. `default` holds without it, except in a search that chooses the option's value."""
+    return field(default=None, metadata={"help": help_text, "default": default, "is_searched": is_searched})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,50 +37,49 @@ class PlanOptions:
     is about the search; the words of `autopar.plan` are its fields.
     """
 
-    pp: int | None = _option("Pipeline-parallel degree: ranks that hold different layers. (default: 1)")
-    tp: int | None = _option("Tensor-parallel degree: ranks that split each operator. (default: 1)")
-    dp: int | None = _option(
-        "Data-parallel degree: ranks that shard the state. (default: all ranks that pp and tp leave)"
-    )
-    dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding). (default: 1)")
+    pp: int | None = _option("Pipeline-parallel degree: ranks that hold different layers.", "1")
+    tp: int | None = _option("Tensor-parallel degree: ranks that split each operator.", "1")
+    dp: int | None = _option("Data-parallel degree: ranks that shard the state.", "all ranks that pp and tp leave")
+    dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding).", "1")
     zero: int | None = _option(
-        "ZeRO stage. 0 shards nothing over dp, 1 the optimizer state, 2 also gradients, 3 also parameters. (default: 3)"
+        "ZeRO stage. 0 shards nothing over dp, 1 the optimizer state, 2 also gradients, 3 also parameters.", "3"
     )
     sequence_parallel: bool | None = _option(
-        "Require or forbid sequence parallelism on tp. (default: used where it is cheaper)"
+        "Require or forbid sequence parallelism on tp.", "used where it is cheaper"
     )
-    micro_batch: int | None = _option("Sequences of one data-parallel rank in one micro-batch. (default: 2)")
-    accumulate: int | None = _option("Micro-batches of one step. (default: 1)")
+    micro_batch: int | None = _option("Sequences of one data-parallel rank in one micro-batch.", "2")
+    accumulate: int | None = _option("Micro-batches of one step.", "1")
     per_micro_batch: bool | None = _option(
         "Average the losses of single micro-batches, as a plain training loop does. Models whose samples depend on "
         "each other (batch norm, contrastive loss) need it to accumulate. The loss differs from the loss of the whole "
-        "batch. (default: off)"
+        "batch.",
+        "off",
+        is_searched=False,
     )
-    schedule: str | None = _option(
-        f"Schedule of the pipeline: {', '.join(SCHEDULE_NAMES)}. (default: {DEFAULT_SCHEDULE})"
-    )
+    schedule: str | None = _option(f"Schedule of the pipeline: {', '.join(SCHEDULE_NAMES)}.", DEFAULT_SCHEDULE)
     virtual_stages: int | None = _option(
-        "Stages that one pipeline rank holds. (default: the least number that the schedule takes)"
+        "Stages that one pipeline rank holds.", "the least number that the schedule takes"
     )
-    micro_batches: int | None = _option("Micro-batches of one run of the pipeline. (default: twice the stages)")
+    micro_batches: int | None = _option("Micro-batches of one run of the pipeline.", "twice the stages")
     cut_at: str | None = _option(
-        "Module paths at which the second and later stages begin: layers.2,layers.4. (default: stages of equal seconds)"
+        "Module paths at which the second and later stages begin: layers.2,layers.4.", "stages of equal seconds"
     )
     order: str | None = _option(
-        f"Order of mesh dimensions over ranks: {' or '.join(ORDERS)}. Ranks of the last dimension are neighbours. "
-        f"(default: {ORDERS[0]})"
+        f"Order of mesh dimensions over ranks: {' or '.join(ORDERS)}. Ranks of the last dimension are neighbours.",
+        ORDERS[0],
     )
     recompute: str | None = _option(
-        "Activations that backward computes again: none, or full (all activations inside blocks). (default: none)"
+        "Activations that backward computes again: none, or full (all activations inside blocks).", "none"
     )
     recompute_blocks: str | None = _option(
-        "Recompute only the first k repeated blocks of each stage: one number, or one for every stage such as 3,2,1,0. "
-        "(default: all blocks)"
+        "Recompute only the first k repeated blocks of each stage: one number, or one for every stage such as 3,2,1,0.",
+        "all blocks",
     )
     global_batch: int | None = _option(
-        "Sequences of one step = dp × micro-batch × micro-batches × accumulate. Give all but one of these."
+        "Sequences of one optimizer step: dp × micro-batch × micro-batches × accumulate. A number that is not given "
+        "follows from the others."
     )
-    seq_len: int | None = _option("Tokens of one sequence. (default: the model's context, at most 4096)")
+    seq_len: int | None = _option("Tokens of one sequence.", "the model's context, at most 4096", is_searched=False)
 
     # ---- the search ----
 

@@ -27,8 +27,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
     shard, copies = d.get("dp_shard", 1), d.get("dp_replicate", 1)
     if pp > 1:
         stages = f", {d['virtual_stages']} stages a rank" if d.get("virtual_stages", 1) > 1 else ""
-        schedule = d.get("schedule", DEFAULT_SCHEDULE)
-        yield f"pipeline of {pp} ({schedule}{stages}, {d.get('micro_batches', 1)} micro-batches)"
+        schedule, count = d.get("schedule", DEFAULT_SCHEDULE), d.get("micro_batches", 1)
+        yield f"pipeline of {pp} ({schedule}{stages}, {count} micro-batch{'es' * (count > 1)})"
     if tp > 1:
         yield f"tensor parallel {tp}"
     if shard * copies > 1:
@@ -43,7 +43,7 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
     if pp * tp * shard * copies == 1:
         yield "one device"
     if d.get("order", ORDERS[0]) != ORDERS[0]:
-        yield f"ranks in the order {d['order']}"
+        yield f"rank order {d['order']}"
     if d.get("micro_batch") is not None:
         yield f"micro-batch {d['micro_batch']}"
     if d.get("accumulate", 1) > 1:
@@ -51,7 +51,7 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
     if d.get("recompute", "none") != "none":
         yield recomputation_in_words(d.get("recompute_blocks"), pp)
     if not d.get("regather", True):
-        yield "gathered inputs stored"
+        yield "gathered inputs are saved"
     if d.get("offload", "none") not in ("none", None, False):
         yield f"offloading {d['offload']}"
 
@@ -63,13 +63,15 @@ def plan_sentence(found: SearchResult) -> str:
     """The plan, its throughput and its utilisation in one sentence."""
     assert found.best is not None
     best = found.best
-    tokens = found.global_batch * found.sequence / best.step_s
+    has_tokens = found.sequence > 1  # a model without a sequence dimension has samples
+    of_a_step = f"{found.global_batch:,} " + (f"sequences of {found.sequence:,} tokens" if has_tokens else "samples")
+    rate = amount(found.global_batch * found.sequence / best.step_s, "tokens/s" if has_tokens else "samples/s")
     devices = f"{best.num_devices:,} {'of ' if best.num_devices < found.num_devices else ''}"
     devices += f"{found.num_devices:,} devices" if best.num_devices < found.num_devices else "devices"
     return (
         f"On {devices} {capped(found.model)} {_BEST_AS.get(found.objective, 'needs least memory as')} "
-        f"{degrees_in_words(best.degrees)}. A step of {found.global_batch:,} sequences of {found.sequence:,} tokens "
-        f"takes {readable_seconds(best.step_s)}{_worth(found, best)}, that is {amount(tokens, 'tokens/s')}, and its "
+        f"{degrees_in_words(best.degrees)}. A step of {of_a_step} "
+        f"takes {readable_seconds(best.step_s)}{_worth(found, best)}, that is {rate}, and its "
         f"fullest rank needs {readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)}."
     )
 

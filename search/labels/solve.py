@@ -187,7 +187,11 @@ class _Turn:
             scaled.append(f"arithmetic × {prices.compute_scale:.3g}")
         if prices.latency_scale < 1:
             scaled.append(f"latency × {prices.latency_scale:.3g}")
-        return [f"{self.name}: labels chosen at a reference workload ({', '.join(scaled)})"] if scaled else []
+        return (
+            [f"{self.name}: labels chosen at the reference workload of docs/labelling.md ({', '.join(scaled)})"]
+            if scaled
+            else []
+        )
 
 
 def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Solved]) -> tuple[BlockLabels, ...]:

@@ -24,11 +24,11 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
         stages = degrees.get("virtual_stages", 1)
         parts.append(f"{degrees['schedule']} with {stages} stages a rank" if stages > 1 else str(degrees["schedule"]))
     if degrees.get("order", ORDERS[0]) != ORDERS[0]:
-        parts.append(f"ranks {degrees['order']}")
+        parts.append(f"rank order {degrees['order']}")
     if degrees.get("recompute", "none") != "none":
         parts.append(recomputation_in_words(degrees.get("recompute_blocks"), degrees.get("pp", 1)))
     if not degrees.get("regather", True):
-        parts.append("gathered inputs stored")
+        parts.append("gathered inputs are saved")
     if degrees.get("offload"):
         parts.append("optimizer on the host")
     return ", ".join(parts)

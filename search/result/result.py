@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.errors import InputError, Problem, short_repr
 from autopar.files.plain_data import read_plain
+from autopar.ir.explanation import readable_seconds
 from autopar.search.result.report_data import BlockGraph, Curve, Details, Points
 
 if TYPE_CHECKING:
@@ -217,12 +218,14 @@ def degrees_in_plain(degrees: "Degrees", cuts: tuple[int, ...], *, regather: boo
 
 
 def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """The part of a step that exceeds the best plan's by most seconds."""
+    """The part of a step that exceeds the best plan's by most seconds; nothing if no part does."""
     more = {name: other[name] - best.get(name, 0.0) for name in other}
     name = max(more, key=lambda one: more[one])
     less = min(more, key=lambda one: more[one])
-    text = f"{PARTS[name]}: {_time(more[name])} more"
-    return f"{text}; {PARTS[less]}: {_time(-more[less])} less" if more[less] < -0.1 * more[name] else text
+    if more[name] <= 0:
+        return ""
+    text = f"{PARTS[name]}: {readable_seconds(more[name])} more"
+    return f"{text}; {PARTS[less]}: {readable_seconds(-more[less])} less" if more[less] < -0.1 * more[name] else text
 
 
 def why_fuller(best: Mapping[str, float], other: Mapping[str, float]) -> str:
@@ -230,7 +233,3 @@ def why_fuller(best: Mapping[str, float], other: Mapping[str, float]) -> str:
     more = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in MEMORY if name != "cache"}
     name = max(more, key=lambda one: more[one])
     return f"{MEMORY[name]}: {more[name] / 1e9:.2f} GB more"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,7 +1,7 @@
 """The plans that people choose by hand, which every search prices for comparison.
 
 FSDP              ZeRO 3 over all devices (Zhao et al. 2023, "PyTorch FSDP")
-tensor in host    tensor parallelism over the devices of a host, FSDP over hosts (torchtitan's two dimensions)
+tensor + FSDP     tensor parallelism over the devices of a host, FSDP over hosts (torchtitan's two dimensions)
 Megatron 3-D      the least tensor × pipeline parallelism that fits, tensor first and inside hosts, the rest data
                   parallel with a sharded optimizer (Narayanan et al. 2021, section 3, takeaways 1-3)
 """
@@ -34,7 +34,7 @@ def baselines(found: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
     staged = (found.pp > 1) & is_default & (found.zero == 1) & (found.dp_replicate == 1)
     wanted = {
         "FSDP": sharded & (found.tp == 1),
-        "tensor in host + FSDP": sharded & (found.tp == in_host) & (found.tp > 1),
+        "tensor parallelism in hosts + FSDP": sharded & (found.tp == in_host) & (found.tp > 1),
         "Megatron 3-D": staged & (found.tp == in_host),
     }
     rows = []

@@ -73,7 +73,7 @@ def test_coordinates_follow_the_order(order: str) -> None:
     assert every == list(product(*(range(sizes[name]) for name in names)))
     plan = a_plan(degrees=degrees, cuts=(1,))
     assert Plan.from_dict(json.loads(plan.to_json())) == plan
-    assert ("ranks in the order dp-pp-tp" in plan.explain()) == (order != ORDERS[0])
+    assert ("rank order dp-pp-tp" in plan.explain()) == (order != ORDERS[0])
 
 
 def test_plans_without_an_order_have_the_default() -> None:

@@ -53,7 +53,7 @@ def test_others_are_slower_and_say_why(found: SearchResult) -> None:
     for one in (*found.others, *found.baselines):
         assert one.step_s >= found.best.step_s
         assert one.reason or one.slower == 0
-    assert {one.name for one in found.baselines} >= {"FSDP", "tensor in host + FSDP"}
+    assert {one.name for one in found.baselines} >= {"FSDP", "tensor parallelism in hosts + FSDP"}
 
 
 def test_parts_add_up(found: SearchResult) -> None:

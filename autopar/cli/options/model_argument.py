@@ -9,7 +9,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A preset such as llama3-8b (see `autopar models`), a transformers config.json, or "
-        "package.module:factory.",
+        "package.module:factory, a function that returns (model, example_inputs).",
         show_default=False,
     ),
 ]
@@ -18,7 +18,8 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         "-c",
-        help="<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file, or detect.",
+        help="<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file (see docs/clusters.md), or "
+        "detect.",
         show_default=False,
     ),
 ]

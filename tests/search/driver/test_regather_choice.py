@@ -150,8 +150,8 @@ def test_a_plan_says_whether_values_are_kept(tmp_path: Path) -> None:
     assert found.plan is not None and found.best is not None
     assert not found.plan.regather
     assert found.best.degrees["regather"] is False
-    assert "gathered inputs stored" in plan_in_words(found.best.degrees)
-    assert "stored for the backward pass" in found.plan.explain()
+    assert "gathered inputs are saved" in plan_in_words(found.best.degrees)
+    assert "saved for backward" in found.plan.explain()
     assert SearchResult.from_dict(found.to_dict()) == found
     found.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == found.plan
