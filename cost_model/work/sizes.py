@@ -1,6 +1,6 @@
 """Sizes of a block's values as expressions: symbols of axes, divided by the degrees that split them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -13,6 +13,7 @@ from autopar.cost_model.work.polynomials import Expr, symbol
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import DATA, Dims, Mesh, Type
+from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import Bound, Variant, by_label, variants
 
@@ -34,7 +35,7 @@ class Naming:
     mesh: Mesh
     by_size: Mapping[int, Expr]
     sequence: Mapping[int, Expr]
-    known: dict[object, Any] = field(default_factory=dict, repr=False)  # cached results: operators share sizes
+    memo: Memo = field(default_factory=Memo, repr=False)  # operators share sizes
 
     @cached_property
     def degrees(self) -> tuple[Expr, ...]:
@@ -51,29 +52,26 @@ class Naming:
 
     def axis(self, atom: int, size: int) -> Expr:
         """The size of an axis over all ranks."""
-        return self._once(("axis", atom, size), lambda: self._axis(atom, size))
+        return self.memo(self._axis, atom, size)
 
     def whole(self, dims: Dims) -> Expr:
         """Elements of a value over all ranks."""
-        return self._once(("whole", dims), lambda: self._whole(dims))
+        return self.memo(self._whole, dims)
 
     def divisor(self, types: Types) -> Expr:
         """The divisor of a value's elements on one rank under its types."""
-        return self._once(("divisor", types), lambda: self._divisor(types))
+        return self.memo(self._divisor, types)
 
     def local(self, dims: Dims, types: Types) -> Expr:
         """Elements of a value on one rank."""
-        return self._once(("local", dims, types), lambda: self.whole(dims) / self.divisor(types))
+        return self.memo(self._local, dims, types)
 
     def axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
         """Every axis of every dimension of a value: its number, its captured size, its size on one rank."""
-        found: list[list[tuple[int, int, Expr]]] = self._once(("axes", dims, types), lambda: self._axes(dims, types))
-        return found
+        return self.memo(self._axes, dims, types)
 
-    def _once(self, key: object, make: Callable[[], Any]) -> Any:
-        if key not in self.known:
-            self.known[key] = make()
-        return self.known[key]
+    def _local(self, dims: Dims, types: Types) -> Expr:
+        return self.whole(dims) / self.divisor(types)
 
     def _axis(self, atom: int, size: int) -> Expr:
         import sympy

@@ -117,4 +117,4 @@ def _priced_baselines(found: Searched, works_of: Works, hold: Hold) -> Iterator[
                 continue
             degrees = found.candidates.degrees(index)
             part = found.goal.parts[degrees.world_size]
-            yield index, priced(works, degrees, part.cluster, part.on, least_memory=found.goal.is_memory), borrowed
+            yield index, priced(works, degrees, part.on, least_memory=found.goal.is_memory), borrowed

@@ -153,7 +153,7 @@ def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
     one = base.best if factor == 1 else None
     if degrees is not None and one is None:
         works = replace(base.works_of(degrees.tp), sequence=changed.sequence)
-        one = priced(works, degrees, changed.cluster, changed.on, cut=BY_STAGE)
+        one = priced(works, degrees, changed.on, cut=BY_STAGE)
     tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
     return CurvePoint(
         factor=factor,

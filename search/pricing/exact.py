@@ -71,7 +71,6 @@ class Priced(Placed):
 def priced(
     works: ProgramWorks,
     degrees: Degrees,
-    cluster: ClusterSpec,
     on: Machinery,
     *,
     cut: Cut = AS_IT_IS,

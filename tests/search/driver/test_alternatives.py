@@ -48,7 +48,7 @@ def test_against_all_candidates(case: Case) -> None:
 
 def one(found: Searched, case: Case, index: int) -> Priced:
     degrees = found.candidates.degrees(index)
-    return priced(case.works(degrees.tp), degrees, case.spec, case.on)
+    return priced(case.works(degrees.tp), degrees, case.on)
 
 
 def key(found: Searched, index: int) -> tuple[int, int, int]:

@@ -43,7 +43,7 @@ def test_the_closest_is_the_plan_with_least_memory() -> None:
     found, every, on = closest(asked()), candidates(CASE.constraints), CASE.on
     assert found is not None
     least = min(
-        priced(CASE.works(int(every.tp[i])), every.degrees(i), CASE.spec, on, least_memory=True).needed_bytes
+        priced(CASE.works(int(every.tp[i])), every.degrees(i), on, least_memory=True).needed_bytes
         for i in range(len(every))
     )
     assert found.needed_bytes == pytest.approx(least)

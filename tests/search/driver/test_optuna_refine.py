@@ -40,7 +40,7 @@ def test_best_trial_is_what_is_priced() -> None:
     best = min(fits, key=lambda one: one.value or 0.0)
     degrees = found.candidates.degrees(found.candidates.index_of(best.params["candidate"]))
     moved = (best.params["out_of_first"], best.params["out_of_last"])
-    again = priced(CASE.works(degrees.tp), degrees, CASE.spec, CASE.on, cut=Cut(*moved, by_stage=True))
+    again = priced(CASE.works(degrees.tp), degrees, CASE.on, cut=Cut(*moved, by_stage=True))
     assert found.refined.best is not None
     assert again.cuts == found.refined.best.cuts
     assert again.seconds == found.refined.best.seconds == best.value

@@ -46,7 +46,7 @@ def enumerated(case: Case, on: Machinery, beyond: Beyond) -> list[tuple[Priced, 
         mine = every.at(every.tp == tp)
         bounds = screen(case.works(tp), mine, machine).seconds
         for i, bound in enumerate(bounds.tolist()):
-            found.append((priced(case.works(tp), mine.degrees(i), case.spec, machine), bound))
+            found.append((priced(case.works(tp), mine.degrees(i), machine), bound))
     return found
 
 
@@ -78,8 +78,8 @@ def test_offloading_by_hand() -> None:
     degrees = next(
         one for one, _ in enumerated(case, on, beyond) if one.degrees.dp == 4 and one.degrees.zero == 3
     ).degrees
-    here = priced(works, degrees, case.spec, on)
-    there = priced(works, degrees, case.spec, machinery_of(on, beyond))
+    here = priced(works, degrees, on)
+    there = priced(works, degrees, machinery_of(on, beyond))
     elements = works.num_parameters / 4
     size = works.element_bytes
     assert float(there.memory.parts["optimizer state"].max()) == 0.0
@@ -87,10 +87,10 @@ def test_offloading_by_hand() -> None:
     update = max((UPDATE_BYTES + size) * elements / HOST.memory_bytes_per_s, size * elements / HOST.link_bytes_per_s)
     assert float(there.step.parts["optimizer"].max()) >= update * (1 - 1e-9)
     slower = hosted(on, replace(HOST, memory_bytes_per_s=HOST.memory_bytes_per_s / 100))
-    assert priced(works, degrees, case.spec, machinery_of(slower, beyond)).seconds > there.seconds
+    assert priced(works, degrees, machinery_of(slower, beyond)).seconds > there.seconds
     little = hosted(on, replace(HOST, memory_bytes=0.99 * HOST_STATE_BYTES * elements))
     assert there.fits
-    assert not priced(works, degrees, case.spec, machinery_of(little, beyond)).fits
+    assert not priced(works, degrees, machinery_of(little, beyond)).fits
 
 
 def test_gradients_must_leave_as_they_are_made() -> None:

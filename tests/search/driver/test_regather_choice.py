@@ -72,11 +72,11 @@ def works(case: Case, regather: bool) -> Any:
 
 def enumerated(case: Case, fix: Mapping[str, Any]) -> list[tuple[Priced, Priced]]:
     """Every candidate under both settings, priced exactly."""
-    spec, on = cluster_of(case.cluster), machinery_with(cluster_of(case.cluster), case.memory_bytes)
+    on = machinery_with(cluster_of(case.cluster), case.memory_bytes)
     found = candidates(replace(case, cluster="4xh100").constraints.narrowed(fix))
 
     def one(i: int, regather: bool) -> Priced:
-        return priced(works(case, regather)(int(found.tp[i])), found.degrees(i), spec, on)
+        return priced(works(case, regather)(int(found.tp[i])), found.degrees(i), on)
 
     return [(one(i, True), one(i, False)) for i in range(len(found))]
 

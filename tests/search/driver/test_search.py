@@ -42,7 +42,7 @@ LARGER = tuple(
 def enumerated(case: Case) -> list[Priced]:
     """Every candidate, priced exactly."""
     found, on = candidates(case.constraints), case.on
-    return [priced(case.works(int(found.tp[i])), found.degrees(i), case.spec, on) for i in range(len(found))]
+    return [priced(case.works(int(found.tp[i])), found.degrees(i), on) for i in range(len(found))]
 
 
 def searched(case: Case, most: int = 10_000) -> Searched:
@@ -77,7 +77,7 @@ def both_orders(case: Case) -> tuple[list[Priced], list[Priced]]:
         degrees = found.degrees(i)
         other = replace(degrees, order=ORDERS[1]) if degrees.pp > 1 and degrees.dp > 1 else degrees
         for side, one in zip(sides, (degrees, other), strict=True):
-            side.append(priced(case.works(degrees.tp), one, case.spec, on))
+            side.append(priced(case.works(degrees.tp), one, on))
     return sides
 
 
@@ -128,9 +128,9 @@ def test_bounds_are_bounds(case: Case) -> None:
         mine = found.at(found.tp == tp)
         bounds = screen(case.works(tp), mine, case.on)
         for i in range(0, len(mine), 5):
-            one = priced(case.works(tp), mine.degrees(i), case.spec, case.on)
+            one = priced(case.works(tp), mine.degrees(i), case.on)
             if one.fits:
                 assert bounds.seconds[i] <= one.seconds * (1 + 1e-9), mine.degrees(i)
-            least = priced(case.works(tp), mine.degrees(i), case.spec, case.on, least_memory=True)
+            least = priced(case.works(tp), mine.degrees(i), case.on, least_memory=True)
             held = min(bounds.without_bytes[i], bounds.recomputed_bytes[i])
             assert held <= least.needed_bytes * (1 + 1e-9), mine.degrees(i)

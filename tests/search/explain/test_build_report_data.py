@@ -79,7 +79,7 @@ def test_formulas_give_the_parts_and_the_parts_the_step(name: str) -> None:
 def test_the_slowest_rank_may_hold_no_repeated_block() -> None:
     works = replace(works_of("llama", 1, layers=2, vocabulary=1 << 18), sequence=2048)
     degrees = Degrees(pp=4, dp_shard=1, zero=0, micro_batch=1, micro_batches=8)
-    best = priced(works, degrees, FLAT.spec, FLAT.on)
+    best = priced(works, degrees, FLAT.on)
     details = details_of(best, works, FLAT.spec, FLAT.on)
     assert best.cuts == (1, 2, 3)  # the head alone, whose products take longest
     assert sum(term.seconds for term in details.terms) == pytest.approx(best.seconds, rel=1e-9)

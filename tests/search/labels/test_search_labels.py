@@ -17,7 +17,7 @@ def test_labels_at_hand_price_a_degree_as_its_own() -> None:
     assert labels.hold(2, 4)
     on = machinery_with(CLUSTER, 80e9)
     degrees = Degrees(tp=4, dp_shard=2, micro_batch=1)
-    seconds = [priced(labels.works(tp), degrees, CLUSTER, on).seconds for tp in (2, 4)]
+    seconds = [priced(labels.works(tp), degrees, on).seconds for tp in (2, 4)]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
 
 

@@ -43,7 +43,7 @@ def test_prices_are_those_of_each_alone(case: Case) -> None:
     together.price(wanted)
     assert any(together.priced(*one).degrees.recompute == "full" for one in wanted)
     for index, cut in wanted:
-        alone = priced(works[int(found.tp[index])], found.degrees(index), case.spec, on, cut=cut)
+        alone = priced(works[int(found.tp[index])], found.degrees(index), on, cut=cut)
         assert numbers(together.priced(index, cut)) == numbers(alone), (found.text(index), cut)
 
 

@@ -80,7 +80,7 @@ def enumerated(model: str, memory: float, local: int | None, least_memory: bool)
     for i in range(len(every)):
         degrees = every.degrees(i)
         part = goal.parts[degrees.world_size]
-        found.append(priced(case.works(degrees.tp), degrees, part.cluster, part.on, least_memory=least_memory))
+        found.append(priced(case.works(degrees.tp), degrees, part.on, least_memory=least_memory))
     return tuple(found)
 
 

@@ -39,8 +39,8 @@ def machinery(degrees: Degrees, part: float) -> Machinery:
     most, least = (
         pricing_of(CASE.works(1), one, CASE.spec, roomy).memory_of_ranks(_layouts(one, roomy)).needed_bytes.max()
         for one in (
-            priced(CASE.works(1), degrees, CASE.spec, roomy),
-            priced(CASE.works(1), degrees, CASE.spec, pinned(roomy, recompute_blocks=1_000_000)),
+            priced(CASE.works(1), degrees, roomy),
+            priced(CASE.works(1), degrees, pinned(roomy, recompute_blocks=1_000_000)),
         )
     )
     reserve = roomy.machine.reserve_bytes
@@ -94,7 +94,7 @@ def test_the_slowest_part_is_as_fast_as_it_can_be(given: tuple[list[float], int,
 def test_one_block_less_of_any_rank_does_not_fit(wish: dict[str, Any], part: float) -> None:
     degrees = replace(STAGED, **wish)
     on = machinery(degrees, part)
-    found = priced(CASE.works(1), degrees, CASE.spec, on, cut=BY_STAGE)
+    found = priced(CASE.works(1), degrees, on, cut=BY_STAGE)
     assert found.fits
     again = found.degrees.recompute_blocks
     if found.degrees.recompute == "none":
@@ -152,11 +152,11 @@ def test_micro_batches_in_flight_of_a_step_too_long_to_replay(
 @pytest.mark.parametrize("wish", SCHEDULES, ids=str)
 def test_all_blocks_of_every_stage_are_all_blocks(wish: dict[str, Any]) -> None:
     degrees, works = replace(STAGED, **wish), CASE.works(1)
-    whole = priced(works, degrees, CASE.spec, pinned(CASE.on, recompute_blocks=1_000_000))
-    none = priced(works, degrees, CASE.spec, pinned(CASE.on, recompute_blocks=0))
+    whole = priced(works, degrees, pinned(CASE.on, recompute_blocks=1_000_000))
+    none = priced(works, degrees, pinned(CASE.on, recompute_blocks=0))
     every = tuple(len(own) for own in stages_at(works.calls, whole.cuts, degrees).repeated)
     for one, counts in ((whole, every), (none, (0,) * len(every))):
-        same = priced(works, degrees, CASE.spec, pinned(CASE.on, recompute_blocks=counts, cuts=one.cuts))
+        same = priced(works, degrees, pinned(CASE.on, recompute_blocks=counts, cuts=one.cuts))
         assert same.seconds == pytest.approx(one.seconds, rel=1e-12)
         assert same.needed_bytes == pytest.approx(one.needed_bytes, rel=1e-12)
         for name, part in one.step.parts.items():
@@ -165,7 +165,7 @@ def test_all_blocks_of_every_stage_are_all_blocks(wish: dict[str, Any]) -> None:
 
 def test_parts_add_up() -> None:
     on = machinery(STAGED, 0.3)
-    found = priced(CASE.works(1), STAGED, CASE.spec, on, cut=BY_STAGE)
+    found = priced(CASE.works(1), STAGED, on, cut=BY_STAGE)
     assert isinstance(found.degrees.recompute_blocks, tuple)
     assert sum(float(np.max(part)) for part in found.step.parts.values()) == pytest.approx(found.seconds, rel=1e-12)
     assert sum(float(np.max(part)) for part in found.memory.parts.values()) == pytest.approx(
@@ -176,7 +176,7 @@ def test_parts_add_up() -> None:
 @pytest.mark.parametrize("part", [0.2, 0.5])
 def test_fewer_blocks_recompute_and_the_step_is_faster(part: float) -> None:
     on = machinery(STAGED, part)
-    even, own = (priced(CASE.works(1), STAGED, CASE.spec, on, cut=cut) for cut in (AS_IT_IS, BY_STAGE))
+    even, own = (priced(CASE.works(1), STAGED, on, cut=cut) for cut in (AS_IT_IS, BY_STAGE))
     again = own.degrees.recompute_blocks
     assert isinstance(again, tuple) and even.degrees.recompute == "full"
     of_even = stages_at(CASE.works(1).calls, even.cuts, even.degrees).repeated
@@ -224,7 +224,7 @@ def test_the_search_finds_the_best_of_all_stages_and_cuts() -> None:
                 continue
             for first in range(len(stages.repeated[0]) + 1):
                 for last in range(len(stages.repeated[1]) + 1):
-                    one = priced(works, degrees, CASE.spec, pinned(on, recompute_blocks=(first, last), cuts=(cut,)))
+                    one = priced(works, degrees, pinned(on, recompute_blocks=(first, last), cuts=(cut,)))
                     least = min(least, one.seconds if one.fits else np.inf)
     assert best.seconds == pytest.approx(least, rel=1e-12)
 
@@ -239,7 +239,7 @@ def test_no_candidate_that_recomputes_is_better_with_stages_of_its_own(pp: int, 
     assert found.best is not None
     recomputing = [i for i, one in found.exact.items() if one.degrees.recompute != "none" and one.degrees.pp > 1]
     for index in recomputing:
-        own = priced(CASE.works(1), found.candidates.degrees(index), CASE.spec, on, cut=BY_STAGE)
+        own = priced(CASE.works(1), found.candidates.degrees(index), on, cut=BY_STAGE)
         assert not own.fits or found.best.seconds <= own.seconds * (1 + 1e-9)
 
 
@@ -255,6 +255,6 @@ def test_what_fits_only_with_stages_of_its_own() -> None:
 
 def test_moved_cuts_recompute_by_stage_too() -> None:
     on = machinery(STAGED, 0.3)
-    found = priced(CASE.works(1), STAGED, CASE.spec, on, cut=Cut(out_of_first=1, by_stage=True))
+    found = priced(CASE.works(1), STAGED, on, cut=Cut(out_of_first=1, by_stage=True))
     assert found.fits
-    assert found.cuts[0] <= priced(CASE.works(1), STAGED, CASE.spec, on, cut=BY_STAGE).cuts[0]
+    assert found.cuts[0] <= priced(CASE.works(1), STAGED, on, cut=BY_STAGE).cuts[0]
