@@ -30,11 +30,10 @@ _Values = dict[str, Any]
 class StageRun:
     """The result of one micro-batch of a stage on a rank.
 
-    `saved_bytes` are what autograd keeps from forward to backward, each storage once, without parameters, inputs and
-    constants; `kept_bytes` what it keeps of them from the first to the second part of a backward pass in parts.
-    `peak_bytes` is the most that lives of anything made in the micro-batch, forward or backward; of gradients of
-    parameters only the one that has just been computed. `gradients` are the parameters that get one, `flows` the calls
-    through which one flows.
+    `saved_bytes` counts the tensors that autograd keeps from forward to backward, each storage once. Parameters, inputs
+    and constants do not count. `kept_bytes` is the part of them that stays between the two parts of a backward pass.
+    `peak_bytes` is the most memory of the tensors that the micro-batch makes. Only the gradient of the parameter that
+    was just computed counts. `gradients` names the parameters with a gradient. `flows` are the calls with a gradient.
     """
 
     forward: Mapping[Key, CollectiveTotal]

@@ -202,10 +202,16 @@ _NONE, _IS_THERE = -1, -2
 class Replay:
     """Action lists in an order in which they can run, whatever passes last; one row per action.
 
-    A row is its rank; its pass, kind by stage; the cell with the time of what it waits for, and the cell that its end
-    goes to; its message, direction by stage, and the pass of weights that follows it on its rank and has no row of its
-    own, as it waits for nothing; -1 where there is none. Cells are what stages need of each micro-batch, the last one
-    is what nobody needs.
+    A cell holds the time at which a value of one micro-batch is ready for one stage. No row reads the last cell.
+
+    A row has six numbers; -1 stands for none:
+
+    1. the rank;
+    2. the pass: its kind and its stage;
+    3. the cell that it waits for;
+    4. the cell to which it writes its end;
+    5. its message: the direction and the stage;
+    6. the weights' pass that follows on the same rank. This pass waits for nothing, so it has no row of its own.
     """
 
     num_ranks: int
@@ -239,13 +245,15 @@ def replay_of(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
 
 
 def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]) -> Replay | list[int]:
-    """Rows of all actions, which are columns of stage, pass and micro-batch, rank after rank; `ranks` are those of
-    stages. Each rank runs until it has to wait, and again once that is there. Where ranks wait for each other, how far
-    each comes."""
+    """The replay of actions. If ranks wait for each other, the number of actions that each rank runs before it waits.
+
+    `actions` has rows of stage, pass and micro-batch; its columns are the actions, rank after rank. `ranks` has the
+    rank of each stage. A rank runs until it has to wait, and goes on when the awaited value is there.
+    """
     rows, place, num_cells = _rows(actions, lengths, ranks)
     counts = np.bincount(rows[0], minlength=len(lengths))
     stops, num_inputs = np.cumsum(counts), num_cells // (3 * len(ranks))
-    rows = np.insert(rows, stops, num_cells, axis=1)  # behind the last row of every rank one that waits for ever
+    rows = np.insert(rows, stops, num_cells, axis=1)  # the last row of every rank waits for ever
     stops += np.arange(len(lengths))
     needs, gives = rows[2].tolist(), rows[3].tolist()
     cells = [_IS_THERE] * num_inputs + [_NONE] * (num_cells - num_inputs + 1)  # or the rank that waits for it
@@ -272,14 +280,13 @@ def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[i
 def _rows(
     actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
-    """Columns of the rows of actions, rank after rank, their places in the lists of their ranks, and how many cells
-    there are.
+    """The rows of all actions as columns, their places in the lists of their ranks, and the number of cells.
 
-    A pass's gradient, and with it the pass, is there only after the stage's forward pass: no need to look at that.
+    A backward pass waits for its gradient only. The gradient comes after the stage's own forward pass.
     """
     stage, code, micro_batch = actions
     stages, count = len(ranks), 1 + int(micro_batch.max(initial=0))
-    # by stage and micro-batch: the inputs of F, the gradients of B or I, what I leaves for W; and what nobody needs
+    # cells by stage and micro-batch: inputs of F, gradients of B or I, values that I leaves for W; one unread cell
     size, last = stages * count, 3 * stages * count
     cell, rank = stage * count + micro_batch, np.repeat(np.arange(len(lengths)), lengths)
     is_forward, is_weight, at = code == _CODES["F"], code == _CODES["W"], np.arange(len(cell))
