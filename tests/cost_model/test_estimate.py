@@ -71,6 +71,17 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 
 
+def test_replicas_alone_sum_gradients_as_plain_data_parallelism(program: Program) -> None:
+    """Without shards the sum over replicas is one all-reduce, as it is without ZeRO."""
+    shapes = ({"zero": 0, "dp": 8}, {"zero": 1, "dp": 1, "dp_replicate": 8})
+    plain, replicas = (
+        sum(one.exposed_s + one.hidden_s for one in priced(program, plan, engine="megatron").collectives)
+        for plan in shapes
+    )
+    assert plain > 0
+    assert replicas == pytest.approx(plain, rel=1e-6)
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_parts_add_up(program: Program, plan: dict[str, Any]) -> None:
     for engine in ("autopar", "megatron"):

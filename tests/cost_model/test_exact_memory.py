@@ -9,12 +9,14 @@ from torch import nn
 
 import autopar
 from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.memory import rank_memory
+from autopar.cost_model.dry_run.memory import memory_of, rank_memory, run_stages
+from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
+from autopar.ir.schedules.registry import actions
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for, label_plan
 
@@ -93,3 +95,21 @@ def test_a_plan_that_does_not_fit_is_counted_all_the_same(program: Program) -> N
     sizes["groups"][0]["device"]["memory_gb"] = 1e-3
     found = autopar.estimate(program, ClusterSpec.from_dict(sizes), _wish(), exact_memory=True)
     assert not found.fits and found.peak_bytes > found.device_bytes
+
+
+def test_tensors_wait_for_the_part_of_the_backward_pass_that_reads_them(program: Program) -> None:
+    """Tensors that the weights' part reads live until then, and the others until the inputs' part."""
+    wish = _wish(pp=2, tp=2, micro_batches=6, schedule="interleaved-zero-bubble", virtual_stages=1)
+    plan = label_plan(program, ClusterSpec.preset("4xcpu"), resolve_degrees(wish, 4), "")
+    view = RankView(program=program, analysis=analyse(program, plan.mesh), plan=plan, rank=2)
+    runs, (_, order) = run_stages(view), actions("interleaved-zero-bubble", 2, 1, 6)
+    at = {(kind, stage, batch): place for place, (stage, kind, batch) in enumerate(order)}
+    live = [0] * len(order)
+    for (kind, stage, batch), begin in at.items():
+        if kind == "F":
+            run, whole = runs[stage], at.get(("B", stage, batch))
+            for part, count in (("I", run.saved_bytes - run.kept_bytes), ("W", run.kept_bytes)):
+                end = at[part, stage, batch] if whole is None else whole
+                live[begin:end] = [one + count for one in live[begin:end]]
+    assert all(0 < run.kept_bytes < run.saved_bytes for run in runs.values())
+    assert memory_of(view, runs).saved_bytes == max(live)

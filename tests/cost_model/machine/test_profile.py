@@ -14,9 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_model.machine.kernel_times import matmul_seconds, tile_part
+from autopar.cost_model.machine.kernel_times import attention_seconds, matmul_seconds, tile_part
 from autopar.cost_model.machine.presets import cluster_profile, device_profile, shipped_profiles
-from autopar.cost_model.machine.profile import CallCost, DeviceProfile, FitError, LinkProfile, Measurement, Tile
+from autopar.cost_model.machine.profile import (
+    AttentionEfficiency,
+    CallCost,
+    DeviceProfile,
+    FitError,
+    LinkProfile,
+    Measurement,
+    Tile,
+)
 from autopar.cost_model.machine.profile_io import dump_profile, load_profile, profile_to_dict
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
@@ -241,6 +249,18 @@ def test_a_product_takes_the_longer_of_computing_and_moving() -> None:
         flops=[1e9, 1e3], moved_bytes=[1e3, 1e9], part=0.5, peak_flops_per_s=1e9, bytes_per_s=1e9, launch_s=0.25
     )
     assert times.tolist() == [2.25, 1.25]
+
+
+def test_attention_goes_backward_with_five_products_for_two() -> None:
+    """Dao 2023, "FlashAttention-2", section 3.1.2: the scores are computed again, and four gradients follow."""
+    equal = AttentionEfficiency(products=0.5, forward=0.5, backward=0.5, length_half=1e-9)
+    forward, backward = (
+        attention_seconds(
+            flops=2e9, keys=1024, attention=equal, peak_flops_per_s=1e9, launch_s=0.0, is_backward=is_backward
+        )
+        for is_backward in (False, True)
+    )
+    assert float(backward / forward) == pytest.approx(5 / 2)
 
 
 def test_devices_keep_their_own_figures() -> None:

@@ -79,6 +79,12 @@ def test_interleaving_divides_the_bubble() -> None:
     assert interleaved.parts["bubble"] < plain.parts["bubble"] / 3
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_from_stage_one_on_a_rank_updates_its_shard(zero: int) -> None:
+    whole, shard = estimate(zero=0).parts["optimizer"], estimate(zero=zero).parts["optimizer"]
+    assert shard == pytest.approx(whole / 16, rel=1e-9)
+
+
 def test_tensor_parallelism_over_hosts_is_dearer() -> None:
     inside, across = estimate(tp=8, dp=16), estimate(tp=16, dp=8)
     assert across.parts["tensor collectives"] > 2 * inside.parts["tensor collectives"]
