@@ -147,7 +147,7 @@ def whole(one: Case) -> dict[str, Curve]:
     def price(index: int) -> Price:
         if index not in known:
             degrees = every.degrees(index)
-            known[index] = Price.of(priced(problem.works(degrees.tp), degrees, problem.spec, problem.on), capacity)
+            known[index] = Price.of(priced(problem.works(degrees.tp), degrees, problem.on), capacity)
         return known[index]
 
     columns = words(every)

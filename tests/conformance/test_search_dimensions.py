@@ -127,7 +127,7 @@ def test_it_is_priced(word: str, captured: Capture, labels: SearchLabels, two_ho
     for value in [*dict.fromkeys(own)][:2]:
         degrees = found.degrees(own.index(value))
         works, on = labels.works(degrees.tp), machinery_of(two_hosts, None, "bf16")
-        price = priced(works, degrees, two_hosts, on)
+        price = priced(works, degrees, on)
         shown = degrees_in_plain(price.degrees, price.cuts)
         assert BY_WORD[word].value_of(degrees_from({n: v for n, v in shown.items() if n != "cuts"})) == value
         program = program_for(captured, price.degrees)
