@@ -332,3 +332,24 @@ def with_timeout(backend: str, timeout: timedelta) -> tuple[str, Any]:
     options: Any = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     return backend, options
+
+
+def plain_dtensor(tensor: Any) -> Any:
+    """A DTensor with the memory and layout of an instance of a subclass of DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
+
+
+def same_layout(one: Any, other: Any) -> bool:
+    """Whether two DTensors have the same global shape, as they are stored, and the same placements on one mesh."""
+    return bool(
+        one._spec.shape == other._spec.shape
+        and one._spec.placements == other._spec.placements
+        and one._spec.mesh == other._spec.mesh
+    )
+
+
+def shares_memory(one: Any, other: Any) -> bool:
+    """Whether the local parts of two DTensors lie in the same memory."""
+    return storage_id(one._local_tensor) == storage_id(other._local_tensor)

@@ -32,7 +32,6 @@ from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightChe
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
-from autopar.runtime.parameters.packed import complete_gradients
 from autopar.runtime.profile.trace_step import trace_step
 
 MicroBatches = list[dict[str, Any]]
@@ -242,7 +241,6 @@ class ParallelModel(ShardedModel):
         """
         degrees = self.plan.degrees
         compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches)
-        program = compiled.program
         compiled.code_modules(outputs=False)
         denominators = self._denominators(compiled, micro_batches)
         values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]
@@ -255,9 +253,7 @@ class ParallelModel(ShardedModel):
         with torch.no_grad():
             self.ties.sum_gradients(self.stage_modules())
             self._sum_deferred()
-        for parameter, grad in earlier:
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        complete_gradients(program, dict(self.named_parameters()))
+            self._show_gradients(earlier)
         self._step += 1
         return loss
 

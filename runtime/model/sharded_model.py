@@ -1,6 +1,6 @@
 """`ShardedModel`: the parameters, buffers and state that one rank holds, under the model's own names."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,9 +21,10 @@ from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_o
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import optimizer_state, whole_state
-from autopar.runtime.parameters.packed import by_model_parameter, join_packed, packed_source
+from autopar.runtime.parameters.packed import by_model_parameter, complete_gradients, join_packed, packed_source
 from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.relayout import whole_placement
+from autopar.runtime.parameters.user_view import has_hooks, run_hooks, show_gradient, show_parameter
 
 
 class ShardedModel(nn.Module):
@@ -59,6 +60,8 @@ class ShardedModel(nn.Module):
         for stage in stages:
             if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
                 self.stages[str(stage.index)] = self._stage_module(stage, source)
+        for name, parameter in self.named_parameters():
+            show_parameter(parameter, name, self.placements[name])
         self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
     def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
@@ -121,11 +124,11 @@ class ShardedModel(nn.Module):
         for name, how in names.items():
             info = self.program.every_parameter[name]
             whole = source(name).to(info.dtype)
-            made = make_parameter(
-                how, whole, self.plan.mesh, at, mesh.tensor_mesh, self.device, requires_grad=info.requires_grad
-            )
             used = name in self.program.parameters
-            zero_dims[made] = how.zero_dim(self.plan.degrees.dp_shard) if used else None
+            zero_dim = how.zero_dim(self.plan.degrees.dp_shard) if used else None
+            over = zero.mesh_of(self.plan.degrees, mesh, zero_dim)
+            made = make_parameter(how, whole, self.plan.mesh, at, over, self.device, requires_grad=info.requires_grad)
+            zero_dims[made] = zero_dim
             module.register_parameter(attribute(name), made)
         return zero_dims
 
@@ -278,6 +281,7 @@ class ShardedModel(nn.Module):
         late = [p for _, parameters in self._deferred() for p in parameters]
         named = dict(self.named_parameters())
         late += [named[name] for name in self.ties.names if name in named]
+        late += [p for p in named.values() if has_hooks(p)]  # a hook gets the gradient of one call
         found = {p: p.grad for p in late if p.grad is not None}
         for parameter in found:
             parameter.grad = None
@@ -286,6 +290,19 @@ class ShardedModel(nn.Module):
     def _sum_deferred(self) -> None:
         for dim, parameters in self._deferred():
             sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
+
+    def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""
+        parameters = dict(self.named_parameters())
+        for kind in ("gradient_hooks", "after_gradient_hooks"):
+            for parameter in parameters.values():
+                show_gradient(parameter, in_stages=self.plan.degrees.pp > 1)
+                if parameter.grad is not None:
+                    run_hooks(parameter, kind)
+            if kind == "gradient_hooks":
+                for parameter, grad in earlier:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+                complete_gradients(self.program, parameters)
 
     @reports_position
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

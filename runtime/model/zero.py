@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -29,7 +30,21 @@ _Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to sha
 
 def is_zero_sharded(parameter: torch.Tensor) -> bool:
     """Whether ZeRO holds a parameter; the gradients of the others are summed once a step."""
-    return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+    if not isinstance(parameter, DTensor):
+        return False
+    named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+    return any(name == "dp_shard" and not placement.is_replicate() for name, placement in named)
+
+
+def mesh_of(degrees: Degrees, mesh: RankMesh, zero_dim: int | None) -> DeviceMesh | None:
+    """The mesh of a parameter as it is made. None for a plain tensor.
+
+    FSDP2 adds the data-parallel dimensions to the parameters that it shards (`zero_dim`). The others get them here: the
+    operators of torch want all parameters on one mesh.
+    """
+    if mesh.tensor_mesh is None or zero_dim is not None or degrees.zero == 0 or degrees.dp == 1:
+        return mesh.tensor_mesh
+    return mesh.device_mesh[(*_names(degrees), *(mesh.tensor_mesh.mesh_dim_names or ()))]
 
 
 def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
@@ -39,12 +54,11 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
     whole = {p for p in module.parameters() if dims.get(p, 0) is None}
     if not root and all(p in whole for p in module.parameters()):
         return
-    names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
     # generated code writes nothing in place, which is what FSDP2 warns of where a segment's output is a view
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     fully_shard(
         module,
-        mesh=mesh.device_mesh[names],
+        mesh=mesh.device_mesh[_names(degrees)],
         # backward passes in two parts both need the stage's parameters
         reshard_after_forward=degrees.zero == 3 and not root and not degrees.splits_backward,
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
@@ -53,6 +67,10 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
     module.set_force_sum_reduction_for_comms(True)  # else float32 and bfloat16 use an operator that gloo lacks
+
+
+def _names(degrees: Degrees) -> tuple[str, ...]:
+    return ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
 
 
 def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:

@@ -21,6 +21,7 @@ from autopar._torch.private import local_shape_and_offset
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.storage import Storage
 from autopar.runtime.parameters.packed import by_model_parameter
+from autopar.runtime.parameters.user_view import stored
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
 
@@ -35,7 +36,7 @@ class FlatRows:
     start: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
-        for offsets, sizes, values in _flat_chunks(self.tensor, self.shape):
+        for offsets, sizes, values in _flat_chunks(stored(self.tensor), self.shape):
             yield tuple(o + self.start * (d == self.dim) for d, o in enumerate(offsets)), sizes, values
 
     def full_tensor(self) -> torch.Tensor:

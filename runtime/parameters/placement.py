@@ -20,9 +20,10 @@ from autopar.ir.storage import Storage
 from autopar.runtime.parameters.shards import local_shard, pad_axis
 
 
-def placements(how: Storage) -> tuple[Placement, ...]:
-    """The placement on each tensor mesh dimension."""
-    return tuple(Replicate() if split is None else Shard(split) for split in how.splits)
+def placements(how: Storage, num_dims: int) -> tuple[Placement, ...]:
+    """The placement on each of `num_dims` mesh dimensions. The last ones are the tensor mesh dimensions."""
+    split = [Replicate() if split is None else Shard(split) for split in how.splits]
+    return (*[Replicate()] * (num_dims - len(split)), *split)
 
 
 def make_parameter(
@@ -30,19 +31,23 @@ def make_parameter(
     whole: torch.Tensor,
     mesh: Mesh,
     coordinates: Sequence[int],
-    tensor_mesh: DeviceMesh | None,
+    device_mesh: DeviceMesh | None,
     device: torch.device,
     *,
     requires_grad: bool,
 ) -> nn.Parameter:
-    """This rank's shard of a whole tensor as a parameter: a DTensor over `tensor_mesh`, or plain without one."""
+    """This rank's shard of a whole tensor as a parameter: a DTensor over `device_mesh`, or plain without one.
+
+    The last dimensions of `device_mesh` are the tensor mesh dimensions. The parameter is equal along the others.
+    """
     local = local_shard(whole.detach(), how.dims, how.types, mesh, coordinates)
     local = local.to(device=device, copy=True).contiguous()
-    if tensor_mesh is None:
+    if device_mesh is None:
         return nn.Parameter(local, requires_grad=requires_grad)
     local = local.reshape(how.padded_shape)
-    at = tensor_mesh.get_coordinate()
+    at = device_mesh.get_coordinate()
     assert at is not None
+    at = at[device_mesh.ndim - len(how.splits) :]
     for index, dim, size in how.uneven():
         own = how.shape[dim] - size * at[index]
         local = local.narrow(dim, 0, max(0, min(size, own)))
@@ -50,7 +55,12 @@ def make_parameter(
         local = local.clone(memory_format=torch.contiguous_format)
     stride = torch.empty(how.shape, device="meta").stride()
     tensor = DTensor.from_local(
-        local, tensor_mesh, placements(how), run_check=False, shape=torch.Size(how.shape), stride=stride
+        local,
+        device_mesh,
+        placements(how, device_mesh.ndim),
+        run_check=False,
+        shape=torch.Size(how.shape),
+        stride=stride,
     )
     return nn.Parameter(tensor, requires_grad=requires_grad)
 
@@ -62,7 +72,7 @@ def local_value(parameter: torch.Tensor, how: Storage) -> torch.Tensor:
     once a step (`autopar.runtime.model.gradients`), on the shards that ZeRO leaves.
     """
     if isinstance(parameter, DTensor):
-        parameter = parameter.to_local(grad_placements=placements(how))
+        parameter = parameter.to_local(grad_placements=placements(how, parameter.device_mesh.ndim))
         for _, dim, size in how.uneven():
             parameter = pad_axis(parameter, dim, size)
     return parameter if parameter.shape == how.local_shape else parameter.reshape(how.local_shape)

@@ -1,0 +1,233 @@
+"""Training loops as people write them, beside the same loop on one device: `Ranks.run("loop_ranks:name", ...)`."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.api import parallelize
+from autopar.runtime.model.module import ParallelModel
+
+Loop = Callable[[nn.Module, Callable[[int], torch.Tensor]], None]
+LENGTH, STEPS, LOCAL = 8, 3, 4
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one projection with a bias, as in the small public GPTs."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.size()
+        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.c_attn(x).split(c, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class CharGPT(nn.Module):
+    """A character model with a tied head and a temperature that is one number."""
+
+    def __init__(self, vocab: int = 30, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(LENGTH, width)
+        self.attn = nn.ModuleList(Attention(width, heads) for _ in range(2))
+        self.ln = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.wte.weight
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
+        for attn, ln in zip(self.attn, self.ln, strict=True):
+            x = x + attn(ln(x))
+        logits = self.head(x) * self.temperature
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB, as in the public single-file implementations: the step of a matrix is scaled by two norms of it."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p.data), torch.zeros_like(p.data)
+                state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["v"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["m"] / state["v"].sqrt().add(1e-6)
+                ratio = p.data.pow(2).sum().sqrt() / update.pow(2).sum().sqrt()
+                p.data.add_(update * ratio, alpha=-group["lr"])
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon, as in the public single-file implementations, in the parameters' own precision: torch's takes bfloat16."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 0.05)
+                x = p.grad.lerp(buffer, 0.95)
+                is_tall = x.size(-2) > x.size(-1)
+                x = x.mT if is_tall else x
+                x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    a = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+                x = x.mT if is_tall else x
+                p.add_(x, alpha=-group["lr"] * max(1, p.size(-2) / p.size(-1)) ** 0.5)
+
+
+def decayed(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices only, decided by the number of dimensions."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+OPTIMIZERS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "decay by dim": lambda model: torch.optim.AdamW(decayed(model), lr=1e-2),
+    "fused": lambda model: torch.optim.AdamW(decayed(model), lr=1e-2, fused=True),
+    "foreach": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-2, foreach=True),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "muon": lambda model: Muon([p for p in model.parameters() if p.ndim == 2], 1e-2),
+    "lamb": lambda model: Lamb(model.parameters(), 1e-2),
+}
+
+
+def models(wish: Mapping[str, Any], world_size: int, **options: Any) -> tuple[ParallelModel, nn.Module]:
+    torch.manual_seed(0)
+    model = CharGPT(**options).double()
+    idx = torch.randint(30, (LOCAL, LENGTH + 1))
+    example = {"idx": idx[:, :-1], "targets": idx[:, 1:]}
+    return parallelize(copy.deepcopy(model), f"{world_size}xcpu", example_inputs=example, plan=wish), model
+
+
+def batches(parallel: ParallelModel, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The rows of this rank, and the rows of all data-parallel ranks."""
+    dp = parallel.rank_mesh.dims["dp"]
+    idx = torch.randint(30, (LOCAL * dp.degree, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    own = idx[dp.coordinate * LOCAL : (dp.coordinate + 1) * LOCAL]
+    return tuple({"idx": rows[:, :-1].clone(), "targets": rows[:, 1:].clone()} for rows in (own, idx))  # type: ignore[return-value]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def difference(parallel: ParallelModel, reference: nn.Module) -> float:
+    expected = dict(reference.named_parameters())
+    return max(float((whole(p) - expected[n].detach()).abs().max()) for n, p in parallel.named_parameters())
+
+
+def trained(rank: int, wish: Mapping[str, Any], world_size: int, name: str, clips: bool, options: Mapping[str, Any]) -> float:
+    """The largest difference of a parameter after some steps, with torch's own clipping of gradients."""
+    parallel, reference = models(wish, world_size, **options)
+    optimizers = [OPTIMIZERS[name](model) for model in (parallel, reference)]
+    for step in range(STEPS):
+        own, every = batches(parallel, step)
+        parallel.forward_backward(own)
+        reference(**every).backward()
+        if clips:
+            norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (parallel, reference)]
+            assert abs(norms[0].item() - norms[1].item()) < 1e-9, norms
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return difference(parallel, reference)
+
+
+def seen(rank: int, wish: Mapping[str, Any], world_size: int, options: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What differs between the parameters that a user sees and the model's own."""
+    parallel, reference = models(wish, world_size, **options)
+    own, _ = batches(parallel, 0)
+    parallel.forward_backward(own)
+    found: list[tuple[Any, ...]] = []
+    pairs = list(zip(parallel.named_parameters(), reference.named_parameters(), strict=True))
+    for (name, p), (expected, q) in pairs:
+        for tensor in (p, p.grad, p.data, p.detach()):
+            assert tensor is not None
+            facts = (name, tuple(tensor.shape), tensor.dim(), tensor.ndim, tensor.numel(), tuple(tensor.size()))
+            if facts != (expected, tuple(q.shape), q.dim(), q.ndim, q.numel(), tuple(q.size())):
+                found.append(facts)
+        if isinstance(p, DTensor) and not torch.equal(whole(p), q.detach()):
+            found.append((name, "other values"))
+        if q.dim() == 2 and not torch.equal(whole(p.T[:, 1:3]), q.detach().T[:, 1:3]):
+            found.append((name, "other rows"))
+    return found
+
+
+def norm_in_stages(rank: int, wish: Mapping[str, Any], world_size: int) -> list[str]:
+    """The messages of torch's norms over the gradients of a pipeline."""
+    parallel, _ = models(wish, world_size)
+    parallel.forward_backward(batches(parallel, 0)[0])
+    messages = []
+    for norm in (
+        lambda: torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0),
+        lambda: torch.nn.utils.get_total_norm([p.grad for p in parallel.parameters() if p.grad is not None]),
+    ):
+        try:
+            norm()
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    torch.nn.utils.clip_grad_value_(parallel.parameters(), 1e-3)
+    assert all(float(whole(p.grad).abs().max()) <= 1e-3 for p in parallel.parameters() if p.grad is not None)
+    return messages
+
+
+def hooked(rank: int, wish: Mapping[str, Any], world_size: int) -> tuple[float, list[str]]:
+    """The largest difference if hooks halve gradients and update parameters, and the names in the order of the calls."""
+    parallel, reference = models(wish, world_size)
+    called: list[str] = []
+    optimizers: list[dict[str, torch.optim.Optimizer]] = []
+    for model in (parallel, reference):
+        each = {n: torch.optim.SGD([p], lr=0.1) for n, p in model.named_parameters()}
+        optimizers.append(each)
+        for name, p in model.named_parameters():
+            handle = p.register_hook(lambda grad: 1 / 0)
+            handle.remove()
+            p.register_hook(lambda grad: grad * 0.5)
+
+            def update(parameter: torch.Tensor, name: str = name, each: Any = each) -> None:
+                if each is optimizers[0]:
+                    called.append(name)
+                each[name].step()
+                each[name].zero_grad()
+
+            p.register_post_accumulate_grad_hook(update)
+    for step in range(STEPS):
+        own, every = batches(parallel, step)
+        parallel.forward_backward(own)
+        reference(**every).backward()
+    return difference(parallel, reference), called
+
+
+def summed_calls(rank: int, wish: Mapping[str, Any], world_size: int) -> float:
+    """The largest difference of a gradient after two calls without `zero_grad`, with a hook that sees each call alone."""
+    parallel, reference = models(wish, world_size)
+    for model in (parallel, reference):
+        for p in model.parameters():
+            p.register_hook(lambda grad: grad / (1 + grad.abs()))
+    for step in range(2):
+        own, every = batches(parallel, step)
+        parallel.forward_backward(own)
+        reference(**every).backward()
+    expected = {n: p.grad for n, p in reference.named_parameters()}
+    return max(float((whole(p.grad) - expected[n]).abs().max()) for n, p in parallel.named_parameters())  # type: ignore[operator,arg-type]

@@ -1,0 +1,60 @@
+"""Training loops as people write them: groups by dimensions, torch's clipping, hooks, optimizers of whole matrices."""
+
+from typing import Any
+
+import pytest
+from loop_ranks import OPTIMIZERS
+from suites import long, thinned
+
+from autopar.runtime.distributed.launch import Ranks
+
+pytestmark = pytest.mark.timeout(150)
+TOLERANCE = 1e-9
+PLAIN: dict[str, Any] = {}
+UNEVEN = {"width": 30, "heads": 3}  # three heads over two ranks
+PLANS = (
+    {"tp": 2, "dp": 2, "zero": 1},
+    long({"tp": 2, "dp": 2, "zero": 0}),
+    long({"tp": 2, "dp": 2, "zero": 2}),
+    {"tp": 2, "dp": 2, "zero": 3},
+    long({"tp": 4}),
+    long({"dp": 2, "dp_replicate": 2, "zero": 1}),
+)
+
+
+@pytest.mark.parametrize("options", [PLAIN, long(UNEVEN)], ids=["packed", "uneven"])
+@pytest.mark.parametrize("wish", PLANS, ids=str)
+def test_users_see_the_models_parameters(wish: dict[str, Any], options: dict[str, Any], four_ranks: Ranks) -> None:
+    assert four_ranks.run("loop_ranks:seen", wish, 4, options) == [[]] * 4
+
+
+@pytest.mark.parametrize("options", [PLAIN, long(UNEVEN)], ids=["packed", "uneven"])
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("decay by dim", "muon")))
+@pytest.mark.parametrize("wish", PLANS, ids=str)
+def test_parameters_are_those_of_one_device(
+    wish: dict[str, Any], name: str, options: dict[str, Any], four_ranks: Ranks
+) -> None:
+    assert max(four_ranks.run("loop_ranks:trained", wish, 4, name, True, options)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("decay by dim",)))
+def test_in_a_pipeline(name: str, four_ranks: Ranks) -> None:
+    wish = {"pp": 2, "tp": 2, "micro_batches": 2}
+    assert max(four_ranks.run("loop_ranks:trained", wish, 4, name, False, PLAIN)) < TOLERANCE
+
+
+@pytest.mark.parametrize("wish", [{"pp": 2, "tp": 2}, long({"pp": 2, "dp": 2, "zero": 1})], ids=str)
+def test_a_norm_of_one_stage_is_refused(wish: dict[str, Any], four_ranks: Ranks) -> None:
+    for messages in four_ranks.run("loop_ranks:norm_in_stages", wish, 4):
+        assert len(messages) == 2
+        assert all("parallel.clip_grad_norm_(max_norm)" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    "wish", [{"tp": 2, "dp": 2, "zero": 3}, long({"tp": 2, "dp": 2, "zero": 0}), long({"pp": 2, "tp": 2})], ids=str
+)
+def test_hooks_get_the_gradient_of_all_ranks(wish: dict[str, Any], four_ranks: Ranks) -> None:
+    found = four_ranks.run("loop_ranks:hooked", wish, 4)
+    assert max(worst for worst, _ in found) < TOLERANCE
+    assert all(len(called) == 3 * len(set(called)) for _, called in found)
+    assert max(four_ranks.run("loop_ranks:summed_calls", wish, 4)) < TOLERANCE
