@@ -26,7 +26,7 @@ from autopar.runtime.model.inputs import (
     sequences_to_run,
     split_micro_batches,
 )
-from autopar.runtime.model.outputs import as_dtensor
+from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import Pipeline, refuse_compiling
 from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
@@ -233,12 +233,14 @@ class ParallelModel(ShardedModel):
 
         Raises:
             RuntimeInputError: A batch has a wrong name, shape or dtype, or the ranks disagree. All ranks raise it.
+                Autocast is on.
 
         Example:
             >>> loss = parallel.forward_backward(batch)
             >>> loss.shape
             torch.Size([])
         """
+        refuse_autocast(self.device.type)
         degrees = self.plan.degrees
         compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches)
         compiled.code_modules(outputs=False)
@@ -255,7 +257,7 @@ class ParallelModel(ShardedModel):
             self._sum_deferred()
             self._show_gradients(earlier)
         self._step += 1
-        return loss
+        return step_loss(loss)
 
     def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
@@ -369,6 +371,7 @@ class ParallelModel(ShardedModel):
             ()
             >>> parallel = parallel.train()
         """
+        refuse_autocast(self.device.type)
         compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
         program = compiled.program
         if program.denominator is not None and self._needs_denominator(compiled):

@@ -1,10 +1,11 @@
-"""Outputs of an evaluation as DTensors with global shapes."""
+"""The results that leave the model: outputs as DTensors with global shapes, and the loss of a step."""
 
 from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autopar.errors import RuntimeInputError
 from autopar.ir.sharding import Dims, R, Type
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.relayout import gathered
@@ -41,3 +42,28 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
         shape=torch.Size(dims.shape),
         stride=stride,
     )
+
+
+class StepLoss(torch.Tensor):
+    """The loss of a step whose backward pass has run. Values that are computed from it are `StepLoss`es too."""
+
+    def backward(self, *_: object, **__: object) -> None:
+        """Raise: the gradients are there already."""
+        raise RuntimeInputError(
+            "forward_backward has run the backward pass, and the gradients are summed over all ranks; leave backward() "
+            "out. To scale the loss, scale it inside the model or in loss_fn. With bfloat16 no GradScaler is needed"
+        )
+
+
+def step_loss(value: torch.Tensor) -> torch.Tensor:
+    """The loss that `forward_backward` returns."""
+    return value.detach().as_subclass(StepLoss)
+
+
+def refuse_autocast(device_type: str) -> None:
+    """Raise `RuntimeInputError` if autocast is on: the captured graph has the dtypes of its capture."""
+    if torch.is_autocast_enabled(device_type):
+        raise RuntimeInputError(
+            f"torch.autocast is on for {device_type!r}, but the model was captured with fixed dtypes; leave it out. "
+            "For lower precision call model.to(torch.bfloat16) before parallelize"
+        )

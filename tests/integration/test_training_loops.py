@@ -58,3 +58,9 @@ def test_hooks_get_the_gradient_of_all_ranks(wish: dict[str, Any], four_ranks: R
     assert max(worst for worst, _ in found) < TOLERANCE
     assert all(len(called) == 3 * len(set(called)) for _, called in found)
     assert max(four_ranks.run("loop_ranks:summed_calls", wish, 4)) < TOLERANCE
+
+
+def test_scaled_losses_and_autocast_are_refused_by_name(two_ranks: Ranks) -> None:
+    for messages in two_ranks.run("loop_ranks:refused", {"tp": 2}, 2):
+        assert ["autocast is on" in one for one in messages] == [True, True, False, False, False]
+        assert ["leave backward() out" in one for one in messages] == [False, False, True, True, True]

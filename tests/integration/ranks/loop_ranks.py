@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.api import parallelize
+from autopar.errors import RuntimeInputError
 from autopar.runtime.model.module import ParallelModel
 
 Loop = Callable[[nn.Module, Callable[[int], torch.Tensor]], None]
@@ -137,7 +138,9 @@ def difference(parallel: ParallelModel, reference: nn.Module) -> float:
     return max(float((whole(p) - expected[n].detach()).abs().max()) for n, p in parallel.named_parameters())
 
 
-def trained(rank: int, wish: Mapping[str, Any], world_size: int, name: str, clips: bool, options: Mapping[str, Any]) -> float:
+def trained(
+    rank: int, wish: Mapping[str, Any], world_size: int, name: str, clips: bool, options: Mapping[str, Any]
+) -> float:
     """The largest difference of a parameter after some steps, with torch's own clipping of gradients."""
     parallel, reference = models(wish, world_size, **options)
     optimizers = [OPTIMIZERS[name](model) for model in (parallel, reference)]
@@ -192,8 +195,37 @@ def norm_in_stages(rank: int, wish: Mapping[str, Any], world_size: int) -> list[
     return messages
 
 
+def refused(rank: int, wish: Mapping[str, Any], world_size: int) -> list[str]:
+    """The messages of loops that would train on other numbers."""
+    parallel, _ = models(wish, world_size)
+    own, _ = batches(parallel, 0)
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+
+    def with_autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            parallel.forward_backward(own)
+
+    def evaluated_with_autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            parallel.evaluate(own)
+
+    messages = []
+    for loop in (
+        with_autocast,
+        evaluated_with_autocast,
+        lambda: parallel.forward_backward(own).backward(),
+        lambda: (parallel.forward_backward(own) / 4).backward(),
+        lambda: scaler.scale(parallel.forward_backward(own)).backward(),
+    ):
+        try:
+            loop()
+        except RuntimeInputError as error:
+            messages.append(str(error))
+    return messages
+
+
 def hooked(rank: int, wish: Mapping[str, Any], world_size: int) -> tuple[float, list[str]]:
-    """The largest difference if hooks halve gradients and update parameters, and the names in the order of the calls."""
+    """The largest difference if hooks halve gradients and update parameters, and the names of the calls in order."""
     parallel, reference = models(wish, world_size)
     called: list[str] = []
     optimizers: list[dict[str, torch.optim.Optimizer]] = []
@@ -220,7 +252,7 @@ def hooked(rank: int, wish: Mapping[str, Any], world_size: int) -> tuple[float, 
 
 
 def summed_calls(rank: int, wish: Mapping[str, Any], world_size: int) -> float:
-    """The largest difference of a gradient after two calls without `zero_grad`, with a hook that sees each call alone."""
+    """The largest difference of a gradient after two calls without `zero_grad`; a hook sees each call alone."""
     parallel, reference = models(wish, world_size)
     for model in (parallel, reference):
         for p in model.parameters():
