@@ -3,7 +3,7 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from autopar._torch import private
 from autopar.capture.any_size import capture
 from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.capture.program import batch_and_sequence
@@ -79,7 +80,8 @@ def parallelize(
         The model to train.
 
     Raises:
-        InputError: Inputs, cluster or weights cannot be used. No rank waits for another when an error is raised.
+        InputError: Inputs, cluster or weights cannot be used, or the model has backward hooks. No rank waits for another
+            when an error is raised.
         PlanError: The plan does not fit the job, the model or the batch.
         CaptureError: The model cannot be captured.
 
@@ -94,6 +96,7 @@ def parallelize(
             f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with "
             f"torchrun --nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
         )
+    _refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
     program, decided = _decide(model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None)
@@ -110,6 +113,26 @@ def parallelize(
     # of a model that holds weights nothing but buffers is kept
     buffers = source if on_meta else {name: source(name) for name in program.buffers}.__getitem__
     return ParallelModel(program, decided, source, device, seed=seed, replan=again, buffers=buffers)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Raise `InputError` for hooks on gradients, which the generated code would never call."""
+    found = private.backward_hooked(model)
+    if found["module"]:
+        raise InputError(
+            f"backward hooks of module {_listed(found['module'])} would never be called: the generated code has no "
+            "modules; remove them, and register hooks on the parameters of the ParallelModel"
+        )
+    if found["parameter"]:
+        raise InputError(
+            f"gradient hooks of parameter {_listed(found['parameter'])} would never be called; register them on "
+            "parallel.named_parameters() after parallelize"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(repr(name or "the model itself") for name in names[:3]) + more
 
 
 def start_process_group(cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S) -> torch.device:

@@ -353,3 +353,20 @@ def same_layout(one: Any, other: Any) -> bool:
 def shares_memory(one: Any, other: Any) -> bool:
     """Whether the local parts of two DTensors lie in the same memory."""
     return storage_id(one._local_tensor) == storage_id(other._local_tensor)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """A context in which functions of torch do not call `__torch_function__` of tensor subclasses."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
+    """The names of the modules with backward hooks, and of the parameters with hooks on their gradients."""
+    modules = [name for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks]
+    parameters = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    return {"module": modules, "parameter": parameters}

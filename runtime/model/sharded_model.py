@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
@@ -303,6 +304,22 @@ class ShardedModel(nn.Module):
                 for parameter, grad in earlier:
                     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
                 complete_gradients(self.program, parameters)
+
+    def register_full_backward_hook(self, *_: Any, **__: Any) -> Any:
+        """Raise: the generated code has no modules whose backward pass could be hooked.
+
+        Raises:
+            RuntimeInputError: Always.
+
+        Example:
+            >>> parallel.register_full_backward_hook(print)
+            Traceback (most recent call last):
+            autopar.errors.RuntimeInputError: backward hooks of a ParallelModel would never be called; ...
+        """
+        raise RuntimeInputError(
+            "backward hooks of a ParallelModel would never be called; a hook on a parameter gets the "
+            "gradient of all ranks: parameter.register_post_accumulate_grad_hook(hook)"
+        )
 
     @reports_position
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

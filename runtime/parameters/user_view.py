@@ -79,7 +79,7 @@ class FactoredTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.without_torch_function():
             return _run(func, tuple(args), dict(kwargs or {}))
 
 
@@ -96,7 +96,7 @@ class GatheredView(DTensor):
                 f"{func.__name__} would change a copy of {target.model_name!r}, which this plan stores in parts of "
                 "another shape; change the parameter itself, not a view of it"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.without_torch_function():
             return _run(func, tuple(args), dict(kwargs or {}))
 
 
@@ -138,7 +138,7 @@ class StageGradient:
                 "torch.nn.utils computes a norm over the gradients of this rank's pipeline stages, which differs among "
                 "ranks; call parallel.clip_grad_norm_(max_norm), which returns the norm of all gradients"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.without_torch_function():
             return _run(func, tuple(args), dict(kwargs or {}))
 
 

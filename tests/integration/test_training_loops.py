@@ -3,9 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from loop_ranks import OPTIMIZERS
 from suites import long, thinned
+from torch import nn
 
+import autopar
+from autopar.errors import InputError
 from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(150)
@@ -64,3 +69,15 @@ def test_scaled_losses_and_autocast_are_refused_by_name(two_ranks: Ranks) -> Non
     for messages in two_ranks.run("loop_ranks:refused", {"tp": 2}, 2):
         assert ["autocast is on" in one for one in messages] == [True, True, False, False, False]
         assert ["leave backward() out" in one for one in messages] == [False, False, True, True, True]
+
+
+def test_hooks_that_nothing_would_call_are_refused() -> None:
+    batch = (torch.randn(4, 8), torch.arange(4))
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+    handle = model[1].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="backward hooks of module '1' would never be called"):
+        autopar.parallelize(model, "1xcpu", example_inputs=batch, loss_fn=F.cross_entropy)
+    handle.remove()
+    model[2].bias.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(InputError, match=r"gradient hooks of parameter '2.bias' .* parallel\.named_parameters"):
+        autopar.parallelize(model, "1xcpu", example_inputs=batch, loss_fn=F.cross_entropy)
