@@ -80,8 +80,8 @@ def parallelize(
         The model to train.
 
     Raises:
-        InputError: Inputs, cluster or weights cannot be used, or the model has backward hooks. No rank waits for another
-            when an error is raised.
+        InputError: Inputs, cluster or weights cannot be used, or the model has backward hooks. No rank waits for
+            another when an error is raised.
         PlanError: The plan does not fit the job, the model or the batch.
         CaptureError: The model cannot be captured.
 
