@@ -370,3 +370,8 @@ def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     ]
     return {"module": modules, "parameter": parameters}
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now has ended, after the functions that were named before."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -165,3 +165,27 @@ def split_micro_batches(
         for name, value in inputs.items()
     }
     return [{name: piece[k] for name, piece in pieces.items()} for k in range(count)]
+
+
+def rows_of_rank(program: Program, batch: Mapping[str, Any] | Sequence[Any], index: int, count: int) -> Any:
+    """The rows of one of `count` data-parallel ranks in a global batch, as a dict or a tuple.
+
+    Raises `RuntimeInputError` if the ranks do not divide the rows.
+    """
+    infos = list(program.inputs)
+    by_name = {info.name: info for info in infos}
+
+    def part(info: InputInfo | None, value: Any) -> Any:
+        if info is None or info.batch_dim is None or not isinstance(value, torch.Tensor):
+            return value
+        rows = value.shape[info.batch_dim]
+        if rows % count:
+            raise RuntimeInputError(
+                f"input {info.name!r} has {rows} sequences, which {count} data-parallel ranks do not divide; drop "
+                f"{rows % count} sequences, or add {count - rows % count}"
+            )
+        return value.narrow(info.batch_dim, index * (rows // count), rows // count)
+
+    if isinstance(batch, Mapping):
+        return {name: part(by_name.get(name), value) for name, value in batch.items()}
+    return tuple(part(info, value) for info, value in zip(infos, batch, strict=True))

@@ -1,43 +1,28 @@
 """`ParallelModel`, the model that a user trains: global names and shapes outside, shards and collectives inside."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from torch import fx
+from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.errors import PlanError, RuntimeInputError
-from autopar.ir.plan import Plan
-from autopar.ir.program import Program
-from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
-from autopar.runtime.codegen.randomness import Streams
-from autopar.runtime.distributed.hang_report import Place, reports_position
-from autopar.runtime.distributed.mesh import training_mesh
+from autopar.errors import RuntimeInputError
+from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
-from autopar.runtime.model.compiled import CompiledProgram, readable
-from autopar.runtime.model.inputs import (
-    batch_error,
-    first_rows,
-    pad_batch,
-    read_batch,
-    sequences_to_run,
-    split_micro_batches,
-)
+from autopar.runtime.model.autograd_step import with_backward
+from autopar.runtime.model.compiled import readable
+from autopar.runtime.model.inputs import rows_of_rank
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, step_loss
-from autopar.runtime.model.pipeline import Pipeline, refuse_compiling
-from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
-from autopar.runtime.model.shape_cache import Replan, ShapeCache
-from autopar.runtime.model.sharded_model import ShardedModel
-from autopar.runtime.model.stage import Execution, StageModule
+from autopar.runtime.model.pipeline import refuse_compiling
+from autopar.runtime.model.preflight_check import EVALUATION, STEP
+from autopar.runtime.model.running import RunningModel
 from autopar.runtime.profile.trace_step import trace_step
 
-MicroBatches = list[dict[str, Any]]
 
-
-class ParallelModel(ShardedModel):
+class ParallelModel(RunningModel):
     """A model split over the ranks of a job according to a `Plan`; `autopar.parallelize` makes it.
 
     Parameters are DTensors under the model's own names. A pipeline rank holds the parameters of its own stages only,
@@ -66,45 +51,7 @@ class ParallelModel(ShardedModel):
         >>> optimizer.zero_grad()
     """
 
-    def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        source: Callable[[str], torch.Tensor],
-        device: torch.device,
-        *,
-        seed: int = 0,
-        replan: Replan | None = None,
-        buffers: Callable[[str], torch.Tensor] | None = None,
-    ) -> None:
-        mesh = training_mesh(plan.degrees, device.type)
-        super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device), buffers or source)
-        self._compile_options: dict[str, Any] | None = None
-        self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
-        self._step = 0
-        self._fillers: dict[str, torch.Tensor] = {}
-        self._preflight = PreflightCheck(mesh, program.inputs)
-        self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
-        self._shapes = ShapeCache(self.base, self.placements, replan)
-        self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()
-
     # Running.
-
-    def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
-        """Give the generated code of every distinct block, as modules.
-
-        Args:
-            outputs: Whether the code keeps all outputs of the model, as `evaluate` does. The code of a training step
-                computes the loss only.
-
-        Returns:
-            One module for each distinct block of the plan, in the plan's order.
-
-        Example:
-            >>> len(parallel.code_modules(outputs=False)) == len(parallel.plan.blocks)
-            True
-        """
-        return self._shapes.base.code_modules(outputs=outputs)
 
     def compile(self, **options: Any) -> None:
         """Run the generated blocks through `torch.compile` from the next step on.
@@ -124,93 +71,64 @@ class ParallelModel(ShardedModel):
         self._compile_options = options
         self._compiled_code.clear()
 
-    def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
-        """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
-        modules = compiled.code_modules(outputs=outputs)
-        if self._compile_options is None:
-            return modules
-        made = self._compiled_code.setdefault(compiled, {})
-        if outputs not in made:
-            made[outputs] = [torch.compile(module, **self._compile_options) for module in modules]
-        return made[outputs]
+    @reports_position
+    def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:
+        """Compute the loss of one micro-batch. Its `backward()` makes the gradients, summed over all ranks.
 
-    def forward(self, *_: Any) -> None:
-        """Refuse to run: a training step is `forward_backward(batch)`, an evaluation `evaluate(batch)`.
+        So a loop that is written for one device runs: ``loss = parallel(**batch); loss.backward()``. Several calls
+        before a step add up their gradients. `no_sync` spares sums then. `forward_backward` runs a step of several
+        micro-batches in one call.
 
         Args:
-            _: Anything.
+            args: This rank's tensors in order, or one dict of them.
+            inputs: This rank's tensors by name.
+
+        Returns:
+            The loss of this call's batch over all data-parallel ranks, equal on every rank.
 
         Raises:
-            RuntimeInputError: Always.
+            RuntimeInputError: The plan has pipeline stages, or a batch has a wrong name, shape or dtype.
 
         Example:
-            >>> parallel(batch)
-            Traceback (most recent call last):
-            autopar.errors.RuntimeInputError: a ParallelModel runs forward and backward together; ...
+            >>> loss = parallel(*batch)
+            >>> loss.backward()
         """
-        raise RuntimeInputError(
-            "a ParallelModel runs forward and backward together; call forward_backward(batch), or evaluate(batch)"
-        )
-
-    def _execution(self, compiled: CompiledProgram, when: tuple[int, int], *, outputs: bool) -> Execution:
-        return Execution(
-            compiled=compiled,
-            functions=self._functions(compiled, outputs),
-            partly=compiled.partial_module,
-            outputs=outputs,
-            state={name: self.buffer(name) for name in compiled.program.updates},
-            streams=self.streams,
-            when=when,
-            recomputed=frozenset() if outputs else self._recomputed(compiled),
-        )
-
-    def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
-        return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
-
-    def _prepared(
-        self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
-    ) -> tuple[CompiledProgram, MicroBatches, bool]:
-        """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
-        shapes, evaluates = self._shapes, kind == EVALUATION
-        planned = shapes.base.micro_batch * micro_batches
-        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
-        counts = self._preflight.check(kind, self.training, self._step, own)
-        sequences = sequences_to_run(
-            counts,
-            planned,
-            micro_batches,
-            pads=shapes.base.ignored is not None,
-            captures=shapes.can_capture,
-            wants_outputs=evaluates,
-            per_micro_batch=self.plan.degrees.per_micro_batch,
-        )
-        filled = pad_batch(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
-        if own.sequences:
-            self._fillers = first_rows(self.program, own)
-        pieces = split_micro_batches(self.program, filled, micro_batches)
-        compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
-        is_padded = min(counts) < sequences
-        if is_padded and compiled.ignored is None:
-            raise batch_error(
-                ["it is too short, and its model at this shape has no targets to ignore; pass a full batch"]
+        batch = inputs or (args[0] if len(args) == 1 and isinstance(args[0], Mapping) else args)
+        degrees = self.plan.degrees
+        if degrees.pp > 1:
+            raise RuntimeInputError(
+                f"this plan has {degrees.num_stages} pipeline stages, which run forward and backward together; write "
+                "loss = parallel.forward_backward(batch), without backward()"
             )
-        if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
-            raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
-        read = self._inputs_read(compiled)
-        return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+        refuse_autocast(self.device.type)
+        compiled, (values,), _ = self._prepared(batch, STEP, 1)
+        (denominator,) = self._denominators(compiled, [values])
+        (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
+        zero.before_backward(module, degrees, last=self._sums)
+        found = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
+        loss: torch.Tensor = found[compiled.program.loss]
+        self._step += 1
+        if not loss.requires_grad:
+            zero.free_gathered(module)
+            return loss
+        return with_backward(loss, self._begin_backward, partial(self._end_backward, sums=self._sums))
 
-    def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
-        """The inputs that this rank's stages read, for the loss's denominator too."""
-        program, stages = compiled.program, self.stages_in(compiled)
-        own = [program.calls[i] for s in self.stage_modules() for i in (*stages[s].calls, *stages[s].again)]
-        if self._needs_denominator(compiled):
-            own += [call for call in program.calls if call.phase == "denominator"]
-        return {a for call in own for a in call.arguments if isinstance(a, str)}
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave out the sums of gradients in the calls of a `with` block, as in DDP. The next call sums them all.
 
-    def _needs_denominator(self, compiled: CompiledProgram) -> bool:
-        """Whether this rank's stages divide by the loss's denominator."""
-        stages = self.stages_in(compiled)
-        return needs_denominator(compiled.program, (stages[index] for index in self.stage_modules()))
+        ZeRO 2 and 3 sum the gradients of every call, because no rank holds whole gradients.
+
+        Example:
+            >>> with parallel.no_sync():
+            ...     parallel(*batch).backward()
+            >>> parallel(*batch).backward()
+        """
+        before, self._sums = self._sums, False
+        try:
+            yield
+        finally:
+            self._sums = before
 
     @reports_position
     def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
@@ -259,70 +177,41 @@ class ParallelModel(ShardedModel):
         self._step += 1
         return step_loss(loss)
 
-    def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
-        (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
-        loss = torch.zeros((), device=self.device)
-        for index, values in enumerate(micro_batches):
-            zero.before_backward(module, self.plan.degrees, last=index == len(micro_batches) - 1)
-            out = self._run_stage(compiled, module, stage, values, index)[compiled.program.loss]
-            out.backward()
-            loss = loss + out.detach()
-        return loss
+    def local_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> Any:
+        """Give this rank's part of a global batch.
 
-    def _step_in_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
-        """Every run of the schedule; the loss is sent from the last stage to all."""
-        pipeline, count = self.rank_mesh.pipeline, self.plan.degrees.micro_batches
-        assert pipeline is not None
-        loss: torch.Tensor | None = None
-        for first in range(0, len(micro_batches), count):
+        Args:
+            batch: The sequences of all data-parallel ranks, which divide them evenly: a dict of tensors, or a tuple.
 
-            def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
-                values = micro_batches[at + index] | received
-                return self._run_stage(compiled, module, stage, values, at + index)
+        Returns:
+            A dict or a tuple. Inputs without a batch dimension stay whole.
 
-            is_final = first + count == len(micro_batches)
-            found = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
-            loss = found if loss is None else loss + found
-        assert loss is not None
-        dist.all_reduce(loss, group=pipeline.group)
-        return loss
+        Raises:
+            RuntimeInputError: The number of sequences cannot be divided evenly.
 
-    def _run_stage(
-        self, compiled: CompiledProgram, module: StageModule, stage: Stage, values: dict[str, Any], index: int
-    ) -> dict[str, Any]:
-        """One micro-batch through one stage in training; new values of buffers are kept."""
-        self.streams.training = True
-        execution = self._execution(compiled, (self._step, index), outputs=False)
-        found: dict[str, Any] = module(lambda: (execution, stage), values)
-        program = compiled.program
-        with torch.no_grad():
-            for name, update in program.updates.items():
-                if update in found:
-                    self.buffer(name).copy_(found.pop(update))
-        if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
-            found[program.loss] = found[program.loss] / num_averaged(program, self.plan.degrees)
-        return found
+        Example:
+            >>> parallel.local_batch(batch)[0].shape[0] == batch[0].shape[0] // parallel.plan.degrees.dp
+            True
+        """
+        dp = self.rank_mesh.dims["dp"]
+        return rows_of_rank(self.program, batch, dp.coordinate, dp.degree)
 
-    def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
-        made, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
-        assert mesh is not None
-        if trains not in made:
-            degrees = self.plan.degrees
-            made[trains] = Pipeline(
-                compiled, self.stages_in(compiled), self.stage_modules(), mesh, degrees, trains=trains
-            )
-        return made[trains]
+    def sampler(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
+        """Make a sampler that gives each data-parallel rank its part of a dataset, and equal data to its other ranks.
 
-    @torch.no_grad()
-    def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
-        """The denominator of each micro-batch's loss, by name: the sum over micro-batches, or its own."""
-        name = compiled.program.denominator
-        if name is None or not self._needs_denominator(compiled):
-            return [{} for _ in micro_batches]
-        own = [compiled.denominator(values) for values in micro_batches]
-        if not self.plan.degrees.per_micro_batch:
-            own = [torch.stack(own).sum(0)] * len(own)
-        return [{name: one} for one in own]
+        Args:
+            dataset: The dataset of a `DataLoader`.
+            options: Options of `torch.utils.data.DistributedSampler`, such as ``shuffle`` and ``seed``.
+
+        Returns:
+            The sampler. Call its `set_epoch` before every epoch, as in DDP.
+
+        Example:
+            >>> len(parallel.sampler(torch.utils.data.TensorDataset(torch.zeros(8, 2)))) * parallel.plan.degrees.dp
+            8
+        """
+        dp = self.rank_mesh.dims["dp"]
+        return DistributedSampler(dataset, num_replicas=dp.degree, rank=dp.coordinate, **options)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over this rank's batches until all ranks run out of data together.
@@ -395,25 +284,6 @@ class ParallelModel(ShardedModel):
                 dims, types = compiled.analysis.outer[name], compiled.types[name]
                 found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
         return found
-
-    def _evaluate_in_stages(
-        self, compiled: CompiledProgram, execution: Execution, values: dict[str, Any], scope: dict[str, Any]
-    ) -> torch.Tensor:
-        """One micro-batch forward through all stages; what this rank's stages make joins `scope`."""
-
-        def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int) -> Any:
-            found = module(lambda: (execution, stage), values | received)
-            made = {r for i in stage.calls for r in compiled.program.calls[i].results}
-            scope.update({name: value for name, value in found.items() if name in made})
-            return found
-
-        pipeline, stages = self.rank_mesh.pipeline, self._pipeline(compiled, trains=False)
-        assert pipeline is not None
-        stages.evaluate(run)
-        is_last = len(self.stages_in(compiled)) - 1 in self.stage_modules()
-        loss = scope[compiled.program.loss].clone() if is_last else stages.no_loss.clone()
-        dist.all_reduce(loss, group=pipeline.group)
-        return loss
 
     # Reading.
 

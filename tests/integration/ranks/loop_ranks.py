@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -193,6 +194,45 @@ def norm_in_stages(rank: int, wish: Mapping[str, Any], world_size: int) -> list[
     torch.nn.utils.clip_grad_value_(parallel.parameters(), 1e-3)
     assert all(float(whole(p.grad).abs().max()) <= 1e-3 for p in parallel.parameters() if p.grad is not None)
     return messages
+
+
+def called(rank: int, wish: Mapping[str, Any], world_size: int, calls: int) -> float:
+    """The largest difference of a loss or a parameter in the loop of one device: `calls` losses for each step."""
+    parallel, reference = models(wish, world_size)
+    optimizers = [OPTIMIZERS["decay by dim"](model) for model in (parallel, reference)]
+    worst = 0.0
+    for step in range(STEPS):
+        for call in range(calls):
+            _, every = batches(parallel, calls * step + call)
+            with parallel.no_sync() if call < calls - 1 else nullcontext():
+                loss = parallel(**parallel.local_batch(every))
+                (loss / calls).backward()
+            expected = reference(**every)
+            (expected / calls).backward()
+            worst = max(worst, abs(loss.item() - expected.item()))
+        for model, optimizer in zip((parallel, reference), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        _, every = batches(parallel, 99)
+        worst = max(worst, abs(parallel(parallel.local_batch(every)).item() - reference(**every).item()))
+    return max(worst, difference(parallel, reference))
+
+
+def called_in_stages(rank: int, wish: Mapping[str, Any], world_size: int) -> str:
+    parallel, _ = models(wish, world_size)
+    try:
+        parallel(**batches(parallel, 0)[0])
+    except RuntimeInputError as error:
+        return str(error)
+    return "no error"
+
+
+def sampled(rank: int, wish: Mapping[str, Any], world_size: int) -> tuple[int, list[int]]:
+    """The data-parallel rank, and the samples that it reads."""
+    parallel, _ = models(wish, world_size)
+    return parallel.rank_mesh.dims["dp"].coordinate, list(parallel.sampler(range(8), shuffle=False))  # type: ignore[arg-type]
 
 
 def refused(rank: int, wish: Mapping[str, Any], world_size: int) -> list[str]:

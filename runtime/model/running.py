@@ -1,0 +1,256 @@
+"""`RunningModel`: how one rank runs the stages that it holds, one micro-batch after another."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from autopar.errors import PlanError
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.distributed.hang_report import Place
+from autopar.runtime.distributed.mesh import training_mesh
+from autopar.runtime.model import zero
+from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.inputs import (
+    batch_error,
+    first_rows,
+    pad_batch,
+    read_batch,
+    sequences_to_run,
+    split_micro_batches,
+)
+from autopar.runtime.model.pipeline import Pipeline
+from autopar.runtime.model.preflight_check import EVALUATION, PreflightCheck
+from autopar.runtime.model.shape_cache import Replan, ShapeCache
+from autopar.runtime.model.sharded_model import ShardedModel
+from autopar.runtime.model.stage import Execution, StageModule
+
+MicroBatches = list[dict[str, Any]]
+
+
+class RunningModel(ShardedModel):
+    """The parts of a step. `autopar.runtime.model.module.ParallelModel` joins them and describes the arguments."""
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        source: Callable[[str], torch.Tensor],
+        device: torch.device,
+        *,
+        seed: int = 0,
+        replan: Replan | None = None,
+        buffers: Callable[[str], torch.Tensor] | None = None,
+    ) -> None:
+        mesh = training_mesh(plan.degrees, device.type)
+        super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device), buffers or source)
+        self._compile_options: dict[str, Any] | None = None
+        self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
+        self._step = 0
+        self._sums = True  # whether a backward pass ends with the sums over ranks
+        self._waits = False  # whether gradients of earlier calls wait for their sums
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
+        self._fillers: dict[str, torch.Tensor] = {}
+        self._preflight = PreflightCheck(mesh, program.inputs)
+        self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
+        self._shapes = ShapeCache(self.base, self.placements, replan)
+        self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()
+
+    def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
+        """Give the generated code of every distinct block, as modules.
+
+        Args:
+            outputs: Whether the code keeps all outputs of the model, as `evaluate` does. The code of a training step
+                computes the loss only.
+
+        Returns:
+            One module for each distinct block of the plan, in the plan's order.
+
+        Example:
+            >>> len(parallel.code_modules(outputs=False)) == len(parallel.plan.blocks)
+            True
+        """
+        return self._shapes.base.code_modules(outputs=outputs)
+
+    def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
+        """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
+        modules = compiled.code_modules(outputs=outputs)
+        if self._compile_options is None:
+            return modules
+        made = self._compiled_code.setdefault(compiled, {})
+        if outputs not in made:
+            made[outputs] = [torch.compile(module, **self._compile_options) for module in modules]
+        return made[outputs]
+
+    def _begin_backward(self) -> None:
+        if not self._waits:
+            self._earlier = self._set_aside()
+
+    @torch.no_grad()
+    def _end_backward(self, *, sums: bool) -> None:
+        """Sum gradients over ranks. Without `sums` they wait for the next backward pass."""
+        self._waits = not sums
+        if sums:
+            self._sum_deferred()
+            self._show_gradients(self._earlier)
+            self._earlier = []
+
+    def _execution(self, compiled: CompiledProgram, when: tuple[int, int], *, outputs: bool) -> Execution:
+        return Execution(
+            compiled=compiled,
+            functions=self._functions(compiled, outputs),
+            partly=compiled.partial_module,
+            outputs=outputs,
+            state={name: self.buffer(name) for name in compiled.program.updates},
+            streams=self.streams,
+            when=when,
+            recomputed=frozenset() if outputs else self._recomputed(compiled),
+        )
+
+    def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
+        return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
+
+    def _prepared(
+        self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
+    ) -> tuple[CompiledProgram, MicroBatches, bool]:
+        """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
+        shapes, evaluates = self._shapes, kind == EVALUATION
+        planned = shapes.base.micro_batch * micro_batches
+        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
+        counts = self._preflight.check(kind, self.training, self._step, own)
+        sequences = sequences_to_run(
+            counts,
+            planned,
+            micro_batches,
+            pads=shapes.base.ignored is not None,
+            captures=shapes.can_capture,
+            wants_outputs=evaluates,
+            per_micro_batch=self.plan.degrees.per_micro_batch,
+        )
+        filled = pad_batch(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
+        if own.sequences:
+            self._fillers = first_rows(self.program, own)
+        pieces = split_micro_batches(self.program, filled, micro_batches)
+        compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
+        is_padded = min(counts) < sequences
+        if is_padded and compiled.ignored is None:
+            raise batch_error(
+                ["it is too short, and its model at this shape has no targets to ignore; pass a full batch"]
+            )
+        if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
+            raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
+        read = self._inputs_read(compiled)
+        return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+
+    def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
+        """The inputs that this rank's stages read, for the loss's denominator too."""
+        program, stages = compiled.program, self.stages_in(compiled)
+        own = [program.calls[i] for s in self.stage_modules() for i in (*stages[s].calls, *stages[s].again)]
+        if self._needs_denominator(compiled):
+            own += [call for call in program.calls if call.phase == "denominator"]
+        return {a for call in own for a in call.arguments if isinstance(a, str)}
+
+    def _needs_denominator(self, compiled: CompiledProgram) -> bool:
+        """Whether this rank's stages divide by the loss's denominator."""
+        stages = self.stages_in(compiled)
+        return needs_denominator(compiled.program, (stages[index] for index in self.stage_modules()))
+
+    def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+        (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
+        loss, count = torch.zeros((), device=self.device), num_averaged(compiled.program, self.plan.degrees)
+        for index, values in enumerate(micro_batches):
+            zero.before_backward(module, self.plan.degrees, last=index == len(micro_batches) - 1)
+            out = self._run_stage(compiled, module, stage, values, index, count)[compiled.program.loss]
+            out.backward()
+            loss = loss + out.detach()
+        return loss
+
+    def _step_in_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+        """Every run of the schedule; the loss is sent from the last stage to all."""
+        pipeline, count = self.rank_mesh.pipeline, self.plan.degrees.micro_batches
+        averaged = num_averaged(compiled.program, self.plan.degrees)
+        assert pipeline is not None
+        loss: torch.Tensor | None = None
+        for first in range(0, len(micro_batches), count):
+
+            def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
+                values = micro_batches[at + index] | received
+                return self._run_stage(compiled, module, stage, values, at + index, averaged)
+
+            is_final = first + count == len(micro_batches)
+            found = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
+            loss = found if loss is None else loss + found
+        assert loss is not None
+        dist.all_reduce(loss, group=pipeline.group)
+        return loss
+
+    def _run_stage(
+        self,
+        compiled: CompiledProgram,
+        module: StageModule,
+        stage: Stage,
+        values: dict[str, Any],
+        index: int,
+        num_averaged: int,
+    ) -> dict[str, Any]:
+        """One micro-batch through one stage in training; new values of buffers are kept.
+
+        The loss of a step is the mean of `num_averaged` losses.
+        """
+        self.streams.training = True
+        execution = self._execution(compiled, (self._step, index), outputs=False)
+        found: dict[str, Any] = module(lambda: (execution, stage), values)
+        program = compiled.program
+        with torch.no_grad():
+            for name, update in program.updates.items():
+                if update in found:
+                    self.buffer(name).copy_(found.pop(update))
+        if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
+            found[program.loss] = found[program.loss] / num_averaged
+        return found
+
+    def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
+        made, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
+        assert mesh is not None
+        if trains not in made:
+            degrees = self.plan.degrees
+            made[trains] = Pipeline(
+                compiled, self.stages_in(compiled), self.stage_modules(), mesh, degrees, trains=trains
+            )
+        return made[trains]
+
+    @torch.no_grad()
+    def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
+        """The denominator of each micro-batch's loss, by name: the sum over micro-batches, or its own."""
+        name = compiled.program.denominator
+        if name is None or not self._needs_denominator(compiled):
+            return [{} for _ in micro_batches]
+        own = [compiled.denominator(values) for values in micro_batches]
+        if not self.plan.degrees.per_micro_batch:
+            own = [torch.stack(own).sum(0)] * len(own)
+        return [{name: one} for one in own]
+
+    def _evaluate_in_stages(
+        self, compiled: CompiledProgram, execution: Execution, values: dict[str, Any], scope: dict[str, Any]
+    ) -> torch.Tensor:
+        """One micro-batch forward through all stages; what this rank's stages make joins `scope`."""
+
+        def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int) -> Any:
+            found = module(lambda: (execution, stage), values | received)
+            made = {r for i in stage.calls for r in compiled.program.calls[i].results}
+            scope.update({name: value for name, value in found.items() if name in made})
+            return found
+
+        pipeline, stages = self.rank_mesh.pipeline, self._pipeline(compiled, trains=False)
+        assert pipeline is not None
+        stages.evaluate(run)
+        is_last = len(self.stages_in(compiled)) - 1 in self.stage_modules()
+        loss = scope[compiled.program.loss].clone() if is_last else stages.no_loss.clone()
+        dist.all_reduce(loss, group=pipeline.group)
+        return loss
