@@ -88,3 +88,15 @@ def test_own_operator(tmp_path: Path, rule: bool) -> None:
     layer = shown[shown.index("def forward") : shown.index("\nstep ")]
     assert "torch.ops.own_operator.gated.default(" in layer
     assert ("all_gather" in layer) == (not rule)
+
+
+@pytest.mark.timeout(400)
+def test_a_public_loop_needs_eight_lines_for_ranks(tmp_path: Path) -> None:
+    script = EXAMPLES / "char_gpt.py"
+    assert script.read_text().count("  # ranks\n") <= 8
+    options = ["--steps", "20"]
+    alone = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=True).stdout
+    ranks = forked.run(script, [*options, "--tp", "2"], tmp_path, 4)
+    expected, found = (re.findall(r"(?:loss|evaluation) ([\d.]+)", text) for text in (alone, ranks))
+    assert len(expected) == 21
+    assert list(map(float, found)) == pytest.approx(list(map(float, expected)), abs=2e-4)
