@@ -1,50 +1,32 @@
 """The range of integers that every input may hold, found from the operators of the captured graph.
 
 A lookup bounds its index operand: by the rows of an embedding table, the classes of a cross-entropy, or the length of
-an indexed dimension (`_bounds_of_uses`). The bounds of a result pass backward to its operands through views, casts,
-shifts and masked fills (`_bounds_before`). An input must suit all its uses, so its range is the intersection of their
-bounds.
+an indexed dimension (`autopar.capture.lookups`). The bounds of a result pass backward to its operands through views,
+casts, shifts and masked fills (`_bounds_before`). An input must suit all its uses, so its range is the intersection of
+their bounds.
+
+`safe_ranges` are the ranges that are enough: no lookup meets an index outside if all inputs and constants are inside.
+They are not needed in full, because a mask or a slice may hide an element from every lookup.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from math import ceil, floor, inf
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.capture.nodes import operator_name
+from autopar.capture.known_range import KnownRange, chosen_from, num_summed
+from autopar.capture.lookups import Lookup, bounded, indices, mask_among_indices
+from autopar.capture.nodes import before_copies, copies, operator_name, positional
 from autopar.capture.value_range import ValueRange
 from autopar.errors import InputError
 from autopar.ir.program import Block, Program
 
-_SELECTING = """
-    alias as_strided clone constant_pad_nd contiguous detach diagonal expand expand_as flatten flip gather index
-    index_select lift_fresh_copy movedim narrow permute repeat repeat_interleave reshape roll select slice squeeze t
-    tile to _to_copy transpose tril triu unflatten unfold unsqueeze view view_as
-    amax amin cummax cummin kthvalue max median min sort topk
-"""
-# operators whose result holds elements of their first operand, and constants from their arguments
-_SELECTIONS = frozenset(_SELECTING.split())
-# operators whose result holds elements of several operands, with the positions of these operands
-_CHOICES: Mapping[str, tuple[int, ...]] = {
-    "masked_fill": (0, 2),
-    "where": (1, 2),
-    "index_put": (0, 2),
-    "index_add": (0,),
-    "index_copy": (0, 3),
-    "scatter": (0, 3),
-    "slice_scatter": (0, 1),
-    "select_scatter": (0, 1),
-    "copy": (0, 1),
-}
-_LOOKUPS_ALONG_A_DIM = frozenset(
-    ["gather", "index_select", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"]
-)
-_LOSSES_BY_CLASS = frozenset(["cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"])
 _LOSSES_BY_PROBABILITY = frozenset(["binary_cross_entropy", "binary_cross_entropy_with_logits"])
-_SAME_ELEMENTS = frozenset(["alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"])
-_IGNORE_INDEX = 4  # the position of the argument in every loss by class
+_Bounds = Iterable[tuple[fx.Node, ValueRange]]
 
 
 def input_ranges(program: Program) -> dict[str, ValueRange]:
@@ -53,16 +35,7 @@ def input_ranges(program: Program) -> dict[str, ValueRange]:
     Raises `InputError` if no value of an input suits all operators that read it.
     """
     names = {i.name for i in program.inputs if not i.dtype.is_floating_point and i.dtype is not torch.bool}
-    bounds: dict[str, ValueRange] = {}
-    for call in reversed(program.calls):
-        block = program.blocks[call.block]
-        wanted = {
-            out: bounds[result] for out, result in zip(block.outputs, call.results, strict=True) if result in bounds
-        }
-        for port, found in _port_bounds(block, wanted).items():
-            argument = call.arguments[port]
-            if isinstance(argument, str):
-                bounds[argument] = bounds.get(argument, ValueRange()).both(found)
+    bounds = _passed_back(program, lambda _, node: _bounds_of_uses(node)).ranges
     for name in sorted(names & bounds.keys()):
         if bounds[name].is_empty:
             raise InputError(
@@ -72,104 +45,116 @@ def input_ranges(program: Program) -> dict[str, ValueRange]:
     return {name: bounds.get(name, ValueRange()) for name in sorted(names)}
 
 
-def _port_bounds(block: Block, wanted: Mapping[str, ValueRange]) -> dict[int, ValueRange]:
-    """The bounds of a block's ports by position, if the results must stay within `wanted`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafeRanges:
+    """Ranges by the name of an input or a constant.
+
+    If `is_complete` and all values are inside, then the index of every lookup is inside its own range.
+    """
+
+    ranges: Mapping[str, ValueRange]
+    is_complete: bool
+
+
+def safe_ranges(program: Program, lookups: Iterable[Lookup]) -> SafeRanges:
+    """The ranges of inputs and constants that are enough for the given lookups."""
+    by_node: dict[tuple[int, fx.Node], list[tuple[fx.Node, ValueRange]]] = {}
+    for lookup in lookups:
+        by_node.setdefault((lookup.call, lookup.node), []).append((lookup.index, lookup.allowed))
+    return _passed_back(program, lambda call, node: by_node.get((call, node), ()))
+
+
+def _passed_back(program: Program, uses: Callable[[int, fx.Node], _Bounds]) -> SafeRanges:
+    """The bounds of values by name that follow from `uses`, the bounds that a node of a call gives its operands."""
+    bounds: dict[str, ValueRange] = {}
+    is_complete = True
+    for index, call in reversed(list(enumerate(program.calls))):
+        block = program.blocks[call.block]
+        wanted = {
+            out: bounds[result] for out, result in zip(block.outputs, call.results, strict=True) if result in bounds
+        }
+        found, all_passed = _port_bounds(block, wanted, partial(uses, index))
+        is_complete &= all_passed
+        for port, allowed in found.items():
+            argument = call.arguments[port]
+            if isinstance(argument, str):
+                bounds[argument] = bounds.get(argument, ValueRange()).both(allowed)
+            else:
+                is_complete &= allowed.allows(argument)
+    return SafeRanges(ranges=bounds, is_complete=is_complete)
+
+
+def _port_bounds(
+    block: Block, wanted: Mapping[str, ValueRange], uses: Callable[[fx.Node], _Bounds]
+) -> tuple[dict[int, ValueRange], bool]:
+    """The bounds of a block's ports by position, if the results must stay within `wanted`.
+
+    Also whether these bounds are enough: no operator was met that does not pass them on.
+    """
     bounds: dict[fx.Node, ValueRange] = {}
+    known, all_passed = KnownRange(), True
     for node in reversed(block.graph.nodes):
         if node.name in wanted:
             bounds[node] = bounds.get(node, ValueRange()).both(wanted[node.name])
         if node.op != "call_function":
             continue
-        pairs = list(_bounds_of_uses(node))
-        if node in bounds:
-            pairs += _bounds_before(node, bounds[node])
+        pairs = list(uses(node))
+        if node in bounds and not bounds[node].covers(*known.of(node)):
+            before, passes_all = _bounds_before(node, bounds[node])
+            pairs += before
+            all_passed &= passes_all
         for operand, found in pairs:
             bounds[operand] = bounds.get(operand, ValueRange()).both(found)
     places = {port: place for place, port in enumerate(block.ports)}
-    return {places[n.name]: found for n, found in bounds.items() if n.op == "placeholder"}
-
-
-# ---- operators that look up ----
+    ports = {n: found for n, found in bounds.items() if n.op == "placeholder" and not found.covers(*known.of(n))}
+    return {places[n.name]: found for n, found in ports.items()}, all_passed
 
 
 def _bounds_of_uses(node: fx.Node) -> Iterator[tuple[fx.Node, ValueRange]]:
-    """The index operands of an operator, and the values that they may hold."""
-    name = operator_name(node)
-    if name in ("embedding", "embedding_bag"):
-        yield from _bounded(node, 1, 0, _shape(node.args[0])[0], "rows of a table")
-    elif name == "one_hot" and isinstance(_arg(node, 1), int) and _arg(node, 1) >= 0:
-        yield from _bounded(node, 0, 0, _arg(node, 1), "classes")
-    elif name in _LOSSES_BY_CLASS:
-        logits = _shape(node.args[0])
-        ignored = _arg(node, _IGNORE_INDEX, -100)
-        yield from _bounded(node, 1, 0, logits[min(1, len(logits) - 1)], "classes", ignored)
-    elif name in _LOSSES_BY_PROBABILITY:
-        yield from _bounded(node, 1, 0, 2, "a probability")
-    elif name in _LOOKUPS_ALONG_A_DIM:
-        shape, dim = _shape(node.args[0]), node.args[1]
-        assert isinstance(dim, int), node
-        yield from _bounded(node, 2, 0, shape[dim] if shape else 1, "positions")
-    elif name in ("index", "index_put") and _masks(node) is None:
-        shape, indices = _shape(node.args[0]), node.args[1]
-        assert isinstance(indices, (list, tuple)), node
-        for size, index in zip(shape, indices, strict=False):
-            if isinstance(index, fx.Node):
-                yield index, _range(node, -size, size, "positions")
-
-
-def _bounded(
-    node: fx.Node, position: int, low: int, high: int, what: str, ignored: int | None = None
-) -> Iterator[tuple[fx.Node, ValueRange]]:
-    operand = _arg(node, position)
-    if isinstance(operand, fx.Node):
-        yield operand, _range(node, low, high, what, ignored)
-
-
-def _range(node: fx.Node, low: int, high: int, what: str, ignored: int | None = None) -> ValueRange:
-    skipped = frozenset() if ignored is None else frozenset({ignored})
-    where = node.meta.get("key", node.name)
-    bound = f"{where} reads {low} to {high - 1} ({what})"
-    return ValueRange(low=low, high=high, extra=skipped, ignored=skipped, bounded_by=(bound,))
+    """The operands of an operator that must be within bounds, and their bounds."""
+    yield from indices(node)
+    if node.op == "call_function" and operator_name(node) in _LOSSES_BY_PROBABILITY:
+        yield from bounded(node, 1, 0, 2, "a probability")
 
 
 # ---- operators that pass values on ----
 
 
-def _bounds_before(node: fx.Node, found: ValueRange) -> list[tuple[fx.Node, ValueRange]]:
-    """The bounds of an operator's operands that follow from the bounds of its result. Empty for an unknown operator."""
+def _bounds_before(node: fx.Node, found: ValueRange) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
+    """The bounds of an operator's operands that follow from the bounds of its result, and whether they are enough.
+
+    An unknown operator passes nothing on.
+    """
     name = operator_name(node)
-    if str(node.target).endswith(("_1", "_2")):  # a second or third output holds positions, not elements
-        return []
-    if name in _CHOICES:
-        places = [_arg(node, position) for position in _CHOICES[name]]
+    chosen = chosen_from(node)
+    if chosen is not None:
         mask, first_if = _chooser(node, name)
-        return [
-            (operand, _unless_replaced(operand, mask, found, kept_if=first_if == (k == 0)))
-            for k, operand in enumerate(places)
-            if isinstance(operand, fx.Node)
+        bounds = [
+            (each, _unless_replaced(each, mask, found, kept_if=first_if == (k == 0)))
+            for k, each in enumerate(chosen)
+            if isinstance(each, fx.Node)
         ]
-    if name in ("cat", "stack"):
-        operands = node.args[0]
-        assert isinstance(operands, (list, tuple)), node
-        return [(operand, found) for operand in operands if isinstance(operand, fx.Node)]
-    operand = _arg(node, 0)
+        numbers = [each for each in chosen if not isinstance(each, fx.Node)]
+        return bounds, all(isinstance(number, (int, float)) and found.allows(number) for number in numbers)
+    is_integer = not node.meta["info"].dtype.is_floating_point  # fractions may pass an end that integers do not
     if name == "mul":
-        return _bounds_of_factors(node, found)
-    if not isinstance(operand, fx.Node):
-        return []
-    if name in _SELECTIONS:
-        return [(operand, found)]
-    before = _bounds_before_arithmetic(node, name, found)
-    return [] if before is None else [(operand, before)]
+        bounds, are_enough = _bounds_of_factors(node, found)
+        return bounds, are_enough and is_integer
+    operand = positional(node, 0)
+    before = _bounds_before_arithmetic(node, name, found) if isinstance(operand, fx.Node) else None
+    return ([], False) if before is None else ([(operand, before)], is_integer)
 
 
 def _bounds_before_arithmetic(node: fx.Node, name: str, found: ValueRange) -> ValueRange | None:
     """The bounds of the first operand of an arithmetic operator whose other operands are numbers."""
     if name in ("clamp", "clamp_min", "clamp_max", "relu"):
-        low = 0 if name == "relu" else None if name == "clamp_max" else _arg(node, 1)
-        high = _arg(node, 1 if name == "clamp_max" else 2) if name in ("clamp", "clamp_max") else None
-        return _before_clamp(found, low, high)
-    number = _arg(node, 1)
+        low = 0 if name == "relu" else None if name == "clamp_max" else positional(node, 1)
+        high = positional(node, 1 if name == "clamp_max" else 2) if name in ("clamp", "clamp_max") else None
+        is_number = not isinstance(low, fx.Node) and not isinstance(high, fx.Node)
+        return _before_clamp(found, low, high) if is_number else None
+    if name == "cumsum":
+        return _before_sums(found, num_summed(node))
+    number = positional(node, 1)
     if not isinstance(number, int) or isinstance(number, bool):
         return None
     if name in ("add", "sub"):
@@ -177,50 +162,52 @@ def _bounds_before_arithmetic(node: fx.Node, name: str, found: ValueRange) -> Va
         return found.shifted(-step)
     if number <= 0:
         return None
-    if name == "remainder":  # every operand gives a result from 0 to number - 1
-        return None if found.low <= 0 and number <= found.high else found.both(ValueRange(low=0, high=number))
+    if name == "remainder":  # the operand is its own remainder
+        return found.both(ValueRange(low=0, high=number))
     if name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")):
-        return found.between(found.low * number, found.high * number)
+        return found.before(lambda x: x // number, found.low * number, found.high * number) if found.high > 0 else None
     return None
 
 
-def _bounds_of_factors(node: fx.Node, found: ValueRange) -> list[tuple[fx.Node, ValueRange]]:
+def _bounds_of_factors(node: fx.Node, found: ValueRange) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
     """The bounds of a factor whose other factor is a positive number, or a mask of zeros and ones."""
     factors = node.args[:2]
-    bounds = []
+    bounds, are_enough = [], False
     for operand, other in (factors, factors[::-1]):
         if not isinstance(operand, fx.Node):
             continue
         if isinstance(other, int) and other > 0:
             last = floor((found.high - 1) / other) + 1 if found.high != inf else inf
             first = ceil(found.low / other) if found.low != -inf else -inf
-            bounds.append((operand, found.between(first, last)))
-        elif isinstance(other, fx.Node) and _is_mask(other):
-            bounds.append((operand, _unless_replaced(operand, _root(other), found, kept_if=True)))
-    return bounds
+            bounds.append((operand, found.before(other.__mul__, first, last)))
+            are_enough = True
+        elif isinstance(other, fx.Node) and (mask := _mask_of(other)) is not None:
+            bounds.append((operand, _unless_replaced(operand, mask, found, kept_if=True)))
+            are_enough |= found.allows(0)
+    return bounds, are_enough
 
 
 def _before_clamp(found: ValueRange, low: Any, high: Any) -> ValueRange:
     lower = -inf if isinstance(low, int) and found.low <= low < found.high else found.low
     upper = inf if isinstance(high, int) and found.low <= high < found.high else found.high
-    return found.between(lower, upper)
+    least, most = (-inf if low is None else low), (inf if high is None else high)
+    return found.before(lambda x: min(max(x, least), most), lower, upper)
+
+
+def _before_sums(found: ValueRange, count: int) -> ValueRange:
+    """The bounds of up to `count` elements whose every sum must stay in a range."""
+    low = ceil(found.low / count) if -inf < found.low < 0 else found.low
+    high = floor((found.high - 1) / count) + 1 if 0 < found.high < inf else found.high
+    return found.before(lambda _: inf, low, high)
 
 
 def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:
     """The mask of an operator that chooses between two operands, and the mask value that chooses the first."""
     if name == "masked_fill":
-        return _arg(node, 1), False
+        return positional(node, 1), False
     if name == "where":
-        return _arg(node, 0), True
-    return (_masks(node), False) if name == "index_put" else (None, False)
-
-
-def _masks(node: fx.Node) -> fx.Node | None:
-    """The first mask among the indices of an `index` or `index_put`. None if there is no mask."""
-    indices = node.args[1]
-    assert isinstance(indices, (list, tuple)), node
-    masks = [i for i in indices if isinstance(i, fx.Node) and i.meta["info"].dtype in (torch.bool, torch.uint8)]
-    return masks[0] if masks else None
+        return positional(node, 0), True
+    return (mask_among_indices(node), False) if name == "index_put" else (None, False)
 
 
 def _unless_replaced(operand: fx.Node, mask: Any, found: ValueRange, *, kept_if: bool) -> ValueRange:
@@ -233,7 +220,11 @@ def _unless_replaced(operand: fx.Node, mask: Any, found: ValueRange, *, kept_if:
     if not isinstance(mask, fx.Node) or mask.op != "call_function" or len(mask.args) < 2:
         return found
     compared, number = mask.args[:2]
-    if not isinstance(compared, fx.Node) or _root(compared) is not _root(operand) or not isinstance(number, int):
+    if (
+        not isinstance(compared, fx.Node)
+        or before_copies(compared) is not before_copies(operand)
+        or not isinstance(number, int)
+    ):
         return found
     name = operator_name(mask)
     kept = {"ge": "lt", "lt": "ge", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq", "not_equal": "eq"}
@@ -254,21 +245,13 @@ def _operator_name(node: fx.Node) -> str | None:
     return operator_name(node) if node.op == "call_function" else None
 
 
-def _root(node: fx.Node) -> fx.Node:
-    """The value before all copies and casts."""
-    while _operator_name(node) in _SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
-def _is_mask(node: fx.Node) -> bool:
-    return _root(node).meta["info"].dtype is torch.bool
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = tuple(node.meta["info"].shape)
-    return shape
-
-
-def _arg(node: fx.Node, position: int, default: Any = None) -> Any:
-    return node.args[position] if position < len(node.args) else default
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask, a value of truth, that a node is a copy or cast of. None if it is of no mask."""
+    found = None
+    for copy in copies(node):
+        info = copy.meta.get("info")  # a lifted scalar has none
+        if info is not None and info.dtype is torch.bool:
+            found = copy
+        elif found is not None:
+            break
+    return found

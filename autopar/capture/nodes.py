@@ -1,6 +1,6 @@
 """Typed access to fx nodes: PyTorch types an argument as a wide union, and a target as a function or a string."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,6 +8,9 @@ from torch import fx
 
 from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
+
+# operators whose result holds the elements of their operand in their places
+SAME_ELEMENTS = frozenset(["alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"])
 
 
 def arg(node: fx.Node, index: int) -> fx.Node:
@@ -22,6 +25,31 @@ def int_arg(node: fx.Node, index: int) -> int:
     value = node.args[index]
     assert isinstance(value, int), (node, index, value)
     return value
+
+
+def positional(node: fx.Node, index: int, default: Any = None) -> Any:
+    """The positional argument at `index`, or `default` if the call has fewer."""
+    return node.args[index] if index < len(node.args) else default
+
+
+def shape(node: Any) -> tuple[int, ...]:
+    """The shape of a node's value in the captured program."""
+    found: tuple[int, ...] = tuple(node.meta["info"].shape)
+    return found
+
+
+def copies(node: fx.Node) -> Iterator[fx.Node]:
+    """A node, the node that it is a copy or cast of, and so on."""
+    yield node
+    while node.op == "call_function" and operator_name(node) in SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        yield node
+
+
+def before_copies(node: fx.Node) -> fx.Node:
+    """The value before all copies and casts."""
+    *_, first = copies(node)
+    return first
 
 
 def value(node: Any) -> Any:
@@ -71,6 +99,11 @@ def function(node: fx.Node) -> Callable[..., Any]:
     """The target of a `call_function` node."""
     assert not isinstance(node.target, str), node
     return node.target
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def operator_name(node: fx.Node) -> str:

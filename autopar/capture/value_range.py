@@ -1,5 +1,6 @@
 """The range of integers that a value may hold."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -14,8 +15,12 @@ class ValueRange:
     ignored: frozenset[int] = frozenset()  # values that a loss skips, even if other operators do not allow them
     bounded_by: tuple[str, ...] = ()  # the operators and their bounds, in words
 
-    def allows(self, value: int) -> bool:
+    def allows(self, value: float) -> bool:
         return self.low <= value < self.high or value in self.extra
+
+    def covers(self, least: float, most: float) -> bool:
+        """Whether all values from `least` to `most` are between `low` and `high`."""
+        return self.low <= least and (most < self.high or self.high == inf)
 
     @property
     def is_empty(self) -> bool:
@@ -43,6 +48,10 @@ class ValueRange:
     def between(self, low: float, high: float) -> "ValueRange":
         """The same range with other ends. The single values stay."""
         return replace(self, low=low, high=high)
+
+    def before(self, function: Callable[[int], float], low: float, high: float) -> "ValueRange":
+        """The range with other ends of the operand of a `function`. A single value stays if its result is allowed."""
+        return replace(self, low=low, high=high, extra=frozenset(v for v in self.extra if self.allows(function(v))))
 
     def also(self, value: int) -> "ValueRange":
         """The same range with one more single value."""

@@ -12,7 +12,7 @@ import numpy as np
 from torch import fx
 
 from autopar.capture.analysis import Analysis
-from autopar.capture.passes.constants import is_random
+from autopar.capture.nodes import is_random
 from autopar.cost_model.machine.kernel_times import matmul_seconds
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.work.operator_cost import is_view, local_flops

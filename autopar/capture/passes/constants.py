@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, function
+from autopar.capture.nodes import closure, function, is_random
 
 _SDPA = aten.scaled_dot_product_attention.default
 Leaf = Callable[[fx.Node], torch.Tensor]
@@ -33,11 +33,6 @@ def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
         if is_constant:
             constant[node] = None
     return list(constant)
-
-
-def is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 def on_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:

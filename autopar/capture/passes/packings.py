@@ -16,8 +16,7 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.flat_graph import Flat
-from autopar.capture.nodes import arg
-from autopar.capture.passes.constants import is_random
+from autopar.capture.nodes import arg, is_random
 from autopar.ir.program import PartOf
 from autopar.rules.rule import TensorInfo
 
