@@ -51,6 +51,7 @@ class LocalGraph:
     streams: Mapping[str, tuple[str, ...]]  # attributes: random streams, each with the mesh dimensions that it is of
     ports: Mapping[str, _Types]
     results: Mapping[str, _Types]
+    operands: Mapping[tuple[str, str], fx.Node]  # before gathers are fused, by names of captured operator and operand
 
 
 class _Writer:
@@ -64,6 +65,7 @@ class _Writer:
         self.differentiable: dict[str, bool] = {}
         self.converted: dict[tuple[str, _Types], fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
+        self.operands: dict[tuple[str, str], fx.Node] = {}
 
     def mesh_dim(self, name: str) -> fx.Node:
         if name not in self.attributes:
@@ -164,6 +166,7 @@ class _Writer:
             wanted = tuple(v.operands[k] for v in chosen)
             operands.append(self.use(name, wanted))
             types.append(wanted)
+        self.operands |= {(node.name, name): operand for name, operand in zip(names, operands, strict=True)}
         out_types = tuple(v.output for v in chosen)
         degrees = self.mesh.degrees
         split: dict[str, list[tuple[str, int]]] = {}
@@ -296,6 +299,7 @@ def local_graph(
         streams=streams,
         ports=dict(labels.ports),
         results={name: labels.results[name] for name in outputs},
+        operands=writer.operands,
     )
 
 

@@ -20,6 +20,7 @@ from autopar.runtime.codegen.execute import constant_values, graph_module, modul
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.model.index_check import IndexCheck
 from autopar.runtime.model.inputs import with_sequences
 
 
@@ -40,6 +41,7 @@ class CompiledProgram:
     mesh: RankMesh
     streams: Streams
     device: torch.device
+    indices: IndexCheck
     used: Mapping[str, Storage] = field(default_factory=dict)
     _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
     _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
@@ -135,6 +137,7 @@ def compile_program(
         mesh=mesh,
         streams=streams,
         device=device,
+        indices=IndexCheck(program, analysis, plan, mesh, device),
     )
 
 

@@ -29,7 +29,8 @@ _KINDS = ("reading data", "at the end of its data", "failing", "in forward_backw
 READING, ENDED, FAILED, STEP, EVALUATION = range(len(_KINDS))
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
-_Row = Sequence[int]  # kind and mode, step, whether the batch is unfit, sequences; then per input shape and checksum
+FITS, UNFIT, UNSURE = range(3)  # what a rank knows of its own batch; unsure of its indices
+_Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences; then per input shape and checksum
 
 
 class PreflightCheck:
@@ -41,23 +42,26 @@ class PreflightCheck:
         on_gpu = self.world_size > 1 and dist.get_backend() != "gloo"
         self._group = dist.new_group(backend="gloo", timeout=private.group_timeout()) if on_gpu else None
 
-    def check(self, kind: int, training: bool, step: int, batch: Batch) -> list[int]:
-        """Every rank's number of sequences. Raises `RuntimeInputError` on all ranks where they do not agree."""
+    def check(self, kind: int, training: bool, step: int, batch: Batch, unsure: bool) -> tuple[list[int], bool]:
+        """Every rank's number of sequences, and whether any rank is unsure of the indices in its batch.
+
+        Raises `RuntimeInputError` on all ranks where they do not agree.
+        """
         if self.world_size == 1:
             if batch.problems:
                 raise batch_error(batch.problems)
-            return [batch.sequences]
-        row = [2 * kind + training, step, bool(batch.problems), batch.sequences]
+            return [batch.sequences], unsure
+        row = [2 * kind + training, step, UNFIT if batch.problems else UNSURE if unsure else FITS, batch.sequences]
         for info in self.inputs:
             value = batch.tensors.get(info.name)
             row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
-        rows = self._exchange(row)
+        rows = self.exchange(row)
         if batch.problems and all(r[0] == row[0] for r in rows):
             raise batch_error(batch.problems)
         text = disagreement(rows, self.inputs, self.mesh.dims["dp"].of)
         if text:
             raise RuntimeInputError(text)
-        return [r[3] for r in rows]
+        return [r[3] for r in rows], any(r[2] == UNSURE for r in rows)
 
     def in_lockstep(self, loader: Any) -> Iterator[Any]:
         """The items of a loader as long as every rank has one. Raises `RuntimeInputError` on all ranks if one ends or
@@ -71,7 +75,7 @@ class PreflightCheck:
                 kind = ENDED
             except Exception as error:
                 kind, cause = FAILED, error
-            rows = self._exchange([2 * kind, count, 0, 0]) if self.world_size > 1 else [[2 * kind, count, 0, 0]]
+            rows = self.exchange([2 * kind, count, 0, 0])
             if cause is not None:
                 raise cause
             if all(row[0] == 2 * ENDED for row in rows):
@@ -82,7 +86,10 @@ class PreflightCheck:
             yield item
             count += 1
 
-    def _exchange(self, row: _Row) -> list[list[int]]:
+    def exchange(self, row: _Row) -> list[list[int]]:
+        """The rows of all ranks. A row has at most 4 + 2 × inputs integers. Collective."""
+        if self.world_size == 1:
+            return [list(row)]
         width = 4 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
         own = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -112,7 +119,7 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
     if len(steps) > 1:
         at = "; ".join(f"{_ranks(ranks)} at {step}" for step, ranks in steps.items())
         return f"ranks are at different steps: {at}; every rank must call forward_backward equally often"
-    bad = [rank for rank, row in enumerate(rows) if row[2]]
+    bad = [rank for rank, row in enumerate(rows) if row[2] == UNFIT]
     if bad:
         return f"the batch of {_ranks(bad)} does not fit the plan; the error of that rank says why"
     return _data_disagreement(rows, inputs, dp_of)

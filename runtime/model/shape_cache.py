@@ -19,6 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
+from autopar.runtime.model.inputs import Batch, with_sequences
 from autopar.runtime.parameters.relayout import same_layout
 
 MAX_SHAPES = 16
@@ -57,11 +58,11 @@ class ShapeCache:
     def compiled_for(self, sizes: InputShapes, training: bool) -> CompiledProgram:
         """What runs a micro-batch of the given local shapes. Collective where it is new: all ranks ask for the same."""
         key = _key(sizes, training)
-        if key == self._base_key:
-            return self.base
-        if key in self._others:
-            self._others[key] = self._others.pop(key)
-            return self._others[key]
+        known = self._known(key)
+        if known is not None:
+            if key in self._others:
+                self._others[key] = self._others.pop(key)
+            return known
         if self._replan is None:
             what = "eval mode" if not training else f"shapes {dict(sizes)}"
             raise RuntimeInputError(
@@ -76,6 +77,23 @@ class ShapeCache:
             del self._others[next(iter(self._others))]
             self._warn()
         return made
+
+    def is_unsure(self, batch: Batch, micro_batches: int, training: bool) -> bool:
+        """Whether an index of this rank's batch could be outside of its table (`autopar.runtime.model.index_check`).
+
+        A rank with another number of sequences than planned does not know which program its batch will run in.
+        """
+        if batch.problems:
+            return False
+        count = batch.sequences // micro_batches
+        infos = self.base.program.inputs
+        sizes = {info.name: with_sequences(info, batch.tensors[info.name].shape, count) for info in infos}
+        known = self._known(_key(sizes, training))
+        is_as_planned = batch.sequences == self.base.micro_batch * micro_batches
+        return not is_as_planned or known is None or known.indices.is_unsure(batch.tensors, known.constants())
+
+    def _known(self, key: _Key) -> CompiledProgram | None:
+        return self.base if key == self._base_key else self._others.get(key)
 
     def _compile(self, replan: Replan, sizes: InputShapes, training: bool) -> CompiledProgram:
         base = self.base
