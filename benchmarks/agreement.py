@@ -1,8 +1,11 @@
-"""The cost of comparing the ranks before every step: python benchmarks/agreement.py
+"""The cost of the checks before every step: python benchmarks/agreement.py
 
-It measures the comparison alone (`runtime/model/preflight_check.py`), and the step of a small data-parallel model with
-and without it. The gloo ranks of this machine have TORCH_DISTRIBUTED_DEBUG off. It prints milliseconds of the slowest
-rank: the median of paired rounds, and the least one. On a busy machine the least one is nearest to an idle machine's.
+It measures the comparison of the ranks (`runtime/model/preflight_check.py`), both parts of the check of indices
+(`runtime/model/index_check.py`), and the step of a small data-parallel model with and without them. All inputs of the
+model are within their ranges, and some labels are ignored, so the step has the first part only.
+
+The gloo ranks of this machine have TORCH_DISTRIBUTED_DEBUG off. It prints milliseconds of the slowest rank: the median
+of paired rounds, and the least one. On a busy machine the least one is nearest to an idle machine's.
 """
 
 import argparse
@@ -22,43 +25,80 @@ from torch.nn import functional as F
 from autopar.runtime.model.preflight_check import PreflightCheck
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"tokens": (8, 1024), "images": (32, 3, 224, 224)}
+WORDS, CLASSES = 50_000, 6
 
 
-class Small(nn.Module):
-    """Tokens or pixels, averaged, and one linear layer."""
+class Words(nn.Module):
+    """A table of words, one linear layer, and a class of every word."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(12, 6)
+        self.table, self.layer = nn.Embedding(WORDS, 12), nn.Linear(12, CLASSES)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.layer(x.flatten(1)[:, :12].float()), labels)
+        return F.cross_entropy(self.layer(self.table(x)).flatten(0, 1), labels.flatten())
+
+
+class Pixels(nn.Module):
+    """Some pixels, one linear layer, and a class of every image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, CLASSES)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.layer(x.flatten(1)[:, :12]), labels)
 
 
 def programs(world_size: int, data: str) -> dict[str, Step]:
     import autopar
+    from autopar.capture.analysis import analyse
+    from autopar.runtime.model.index_check import IndexCheck
     from autopar.runtime.model.inputs import read_batch
     from autopar.runtime.model.preflight_check import STEP
+    from autopar.runtime.model.shape_cache import ShapeCache
 
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = SHAPES[data]
-    x = torch.randint(0, 50_000, shape, generator=generator) if data == "tokens" else torch.rand(shape)
-    batch = {"x": x, "labels": torch.randint(0, 6, shape[:1], generator=generator)}
-    model = autopar.parallelize(Small(), f"{world_size}xcpu", example_inputs=batch, plan={"dp": world_size, "zero": 0})
-    agreement = PreflightCheck(model.rank_mesh, model.program.inputs)
-    read = read_batch(model.program, batch, shape[0], any_shape=False)
+    shape, is_text = SHAPES[data], data == "tokens"
+    x = torch.randint(0, WORDS, shape, generator=generator) if is_text else torch.rand(shape)
+    labels = torch.randint(0, CLASSES, shape if is_text else shape[:1], generator=generator)
+    labels[: len(labels) // 2] = -100
+    batch, model = {"x": x, "labels": labels}, Words() if is_text else Pixels()
+    parallel = autopar.parallelize(model, f"{world_size}xcpu", example_inputs=batch, plan={"dp": world_size, "zero": 0})
+    agreement = PreflightCheck(parallel.rank_mesh, parallel.program.inputs)
+    read = read_batch(parallel.program, batch, shape[0], any_shape=False)
+    analysis, constants = analyse(parallel.program, parallel.plan.mesh), dict[str, torch.Tensor]()
+    indices = IndexCheck(parallel.program, analysis, parallel.plan, parallel.rank_mesh, torch.device("cpu"))
 
-    def alone() -> torch.Tensor:
-        return torch.tensor(agreement.check(STEP, True, 0, read))
+    def ranks() -> torch.Tensor:
+        return torch.tensor(agreement.check(STEP, True, 0, read, False)[0])
+
+    def computed() -> torch.Tensor:
+        indices.check([batch], constants, agreement.exchange)
+        return x
+
+    def compared() -> torch.Tensor:
+        assert not indices.is_unsure(batch, constants)
+        return x
 
     def step() -> torch.Tensor:
-        return model.forward_backward(batch)
+        return parallel.forward_backward(batch)
 
     def without() -> torch.Tensor:
-        with mock.patch.object(PreflightCheck, "check", lambda self, *_: [shape[0]] * world_size):
+        with (
+            mock.patch.object(PreflightCheck, "check", lambda self, *_: ([shape[0]] * world_size, False)),
+            mock.patch.object(ShapeCache, "is_unsure", lambda self, *_: False),
+        ):
             return step()
 
-    return {"comparison alone": alone, "step with it": step, "step without it": without}
+    computed()
+    return {
+        "ranks compared": ranks,
+        "inputs in ranges": compared,
+        "indices computed": computed,
+        "step with checks": step,
+        "step without": without,
+    }
 
 
 def run(rank: int, world_size: int, store: str, rounds: int) -> None:

@@ -1,7 +1,7 @@
 """The check of indices before a step: no lookup of the batch may be outside of its table.
 
 On one device torch refuses a token that the embedding does not have. A rank that holds a part of the table takes such a
-token for one of another rank, and all ranks train on zeros. Two steps find it:
+token for one of another rank, and all ranks train on zeros. Two checks find it:
 
 1. Every rank compares its inputs with ranges that are enough (`is_unsure`), one comparison per input. If all ranks are
    sure, this is all.
@@ -9,8 +9,11 @@ token for one of another rank, and all ranks train on zeros. Two steps find it:
    compare the indices with the tables, and exchange the result. The batch is refused only if an index is outside: a
    mask or a slice may hide any number.
 
-The second step runs at the first batch of each captured program, and after a buffer was written to. It also runs for a
-batch whose program the rank does not know yet, and for each batch of a model whose ranges are not enough.
+The second check also runs for the first batch of each captured program, after a buffer was written to, and for a short
+batch. It runs for every batch if the ranges of the model's inputs are not enough.
+
+On 2 gloo ranks of 2 shared CPU cores, the first check took 0.04 ms for 8 × 1,024 token ids and labels with ignored
+ones. The second check took 0.8 ms (least of 15 rounds, torch 2.13, 2026-11-23, `benchmarks/agreement.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +44,7 @@ Exchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What one call of a block adds: values that later calls take, and indices."""
+    """A call of a block, cut to the values that later parts take, and to the indices of some lookups."""
 
     call: CallSite
     module: fx.GraphModule
@@ -114,7 +117,7 @@ class IndexCheck:
         return {name for lookup in self._lookups if lookup.depth == depth for name in lookup.inputs}
 
     def _parts_of(self, depth: int) -> list[_Part]:
-        """The generated code of the indices of one depth, cut to what they are computed of."""
+        """The code that computes all indices of one depth, call by call."""
         if depth not in self._parts:
             wanted: set[str] = set()
             parts = []
@@ -201,6 +204,6 @@ def outside_text(rows: Sequence[Sequence[int]], found: Sequence[Lookup]) -> str:
 
 def _line(lookup: Lookup, index: int, ranks: Sequence[int]) -> str:
     names = ", ".join(repr(name) for name in lookup.inputs)
-    source = f"input{'s' * (len(lookup.inputs) > 1)} {names}" if names else "no input, but the model's own positions"
+    source = f"input{'s' * (len(lookup.inputs) > 1)} {names}" if names else "an index that the model makes itself"
     ignored = "".join(f" and ignores {value}" for value in sorted(lookup.allowed.extra))
     return f"{source}: {named_ranks(ranks)} got index {index}, but {lookup.allowed.bounded_by[0]}{ignored}"

@@ -6,9 +6,11 @@ collective that another rank never enters.
 
 The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host, and a checksum of the inputs. Of
 an input above 2 MiB an evenly spread part is read, so a difference in a few elements may be missed. Inputs on a GPU are
-copied back for it; pass them on CPU to avoid the copy. On 2 gloo ranks of 2
-shared CPU cores it took 1.0 ms for 8 × 1,024 token ids, 3.1 ms for 32 images (least of 15 rounds, torch 2.13,
-2026-11-21, `benchmarks/agreement.py`).
+copied back for it; pass them on CPU to avoid the copy. On 2 gloo ranks of 2 shared CPU cores it took 0.7 ms for
+8 × 1,024 token ids and labels, 2.1 ms for 32 images (least of 15 rounds, torch 2.13, 2026-11-23,
+`benchmarks/agreement.py`).
+
+A rank also says here whether it is unsure of the indices in its batch (`autopar.runtime.model.index_check`).
 """
 
 import hashlib
