@@ -139,7 +139,7 @@ class ParallelModel(RunningModel):
         captures the model again, once for each shape.
 
         Before anything else is sent, the ranks compare step, shapes and data. This is one all-gather on the host of
-        8 × (4 + 2 × inputs) bytes a rank.
+        8 × (4 + 2 × inputs) bytes a rank. Another one follows if a rank is unsure of the indices in its batch.
 
         Args:
             batch: This rank's part of the global batch, ``micro_batch × micro_batches × accumulate`` sequences: a dict

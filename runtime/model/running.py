@@ -20,10 +20,9 @@ from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.inputs import (
     batch_error,
     first_rows,
-    pad_batch,
+    padded_micro_batches,
     read_batch,
     sequences_to_run,
-    split_micro_batches,
 )
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, PreflightCheck
@@ -123,7 +122,8 @@ class RunningModel(ShardedModel):
         shapes, evaluates = self._shapes, kind == EVALUATION
         planned = shapes.base.micro_batch * micro_batches
         own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
-        counts = self._preflight.check(kind, self.training, self._step, own)
+        is_unsure = shapes.is_unsure(own, micro_batches, self.training)
+        counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure)
         sequences = sequences_to_run(
             counts,
             planned,
@@ -133,10 +133,8 @@ class RunningModel(ShardedModel):
             wants_outputs=evaluates,
             per_micro_batch=self.plan.degrees.per_micro_batch,
         )
-        filled = pad_batch(self.program, own, sequences, shapes.base.ignored or {}, self._fillers)
-        if own.sequences:
-            self._fillers = first_rows(self.program, own)
-        pieces = split_micro_batches(self.program, filled, micro_batches)
+        given = (self.program, own, sequences, micro_batches, self._fillers)
+        pieces = padded_micro_batches(*given, shapes.base.ignored or {})
         compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
         is_padded = min(counts) < sequences
         if is_padded and compiled.ignored is None:
@@ -145,6 +143,11 @@ class RunningModel(ShardedModel):
             )
         if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
+        if is_unsure:
+            checked = padded_micro_batches(*given, compiled.indices.legal)
+            compiled.indices.check(checked, compiled.constants(), self._preflight.exchange)
+        if own.sequences:
+            self._fillers = first_rows(self.program, own)
         read = self._inputs_read(compiled)
         return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
 

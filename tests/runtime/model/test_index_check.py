@@ -109,7 +109,9 @@ def test_a_sequence_that_is_too_long_for_the_positions() -> None:
 
     parallel = on_one_rank(OwnPlaces(), batch(6))
     parallel.forward_backward(batch(6))
-    with pytest.raises(RuntimeInputError, match=r"an index that the model makes itself: rank 0 got index 6, .*places.weight"):
+    with pytest.raises(
+        RuntimeInputError, match=r"an index that the model makes itself: rank 0 got index 6, .*places.weight"
+    ):
         parallel.forward_backward(batch(8))
     parallel.forward_backward(batch(4))
 
