@@ -206,4 +206,4 @@ def _line(lookup: Lookup, index: int, ranks: Sequence[int]) -> str:
     names = ", ".join(repr(name) for name in lookup.inputs)
     source = f"input{'s' * (len(lookup.inputs) > 1)} {names}" if names else "an index that the model makes itself"
     ignored = "".join(f" and ignores {value}" for value in sorted(lookup.allowed.extra))
-    return f"{source}: {named_ranks(ranks)} got index {index}, but {lookup.allowed.bounded_by[0]}{ignored}"
+    return f"{source}: {named_ranks(ranks)} got the index {index}, but {lookup.allowed.bounded_by[0]}{ignored}"

@@ -119,6 +119,9 @@ class ParallelModel(RunningModel):
 
         ZeRO 2 and 3 sum the gradients of every call, because no rank holds whole gradients.
 
+        Returns:
+            A context.
+
         Example:
             >>> with parallel.no_sync():
             ...     parallel(*batch).backward()

@@ -308,6 +308,13 @@ class ShardedModel(nn.Module):
     def register_full_backward_hook(self, *_: Any, **__: Any) -> Any:
         """Raise: the generated code has no modules whose backward pass could be hooked.
 
+        Args:
+            _: Anything.
+            __: Anything.
+
+        Returns:
+            Nothing.
+
         Raises:
             RuntimeInputError: Always.
 

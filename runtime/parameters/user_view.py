@@ -29,7 +29,7 @@ from autopar.ir.storage import Storage
 Hook = Callable[[Any], Any]
 _LIKE_ITS_OPERAND = """
     zeros_like ones_like empty_like full_like clone detach detach_ contiguous to type type_as float double half bfloat16
-    cpu cuda copy_ zero_ fill_ requires_grad_
+    cpu cuda copy_ zero_ fill_ requires_grad_ view_as
 """
 # operators with a result of the operand's shape, which torch does not call pointwise
 _LIKE = frozenset(_LIKE_ITS_OPERAND.split())

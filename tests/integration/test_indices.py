@@ -42,10 +42,10 @@ def test_a_split_vocabulary_refuses_what_one_device_refuses(two_ranks: Ranks) ->
     found = run(two_ranks, {"tp": 2}, "packed documents", PACKED, splits=True)
     assert [outcome.message.removeprefix("RuntimeInputError: ").partition(";")[0] for outcome in found] == [
         "",
-        "input 'tokens': ranks 0, 1 got index 24, but wte:embedding:0 reads 0 to 23 (rows of wte.weight)",
-        "input 'tokens': ranks 0, 1 got index -1, but wte:embedding:0 reads 0 to 23 (rows of wte.weight)",
-        "input 'positions': ranks 0, 1 got index 20, but wpe:embedding:0 reads 0 to 19 (rows of wpe.weight)",
-        "input 'labels': ranks 0, 1 got index 31, but cross_entropy_loss:0 reads 0 to 23 (classes) and ignores -1",
+        "input 'tokens': ranks 0, 1 got the index 24, but wte:embedding:0 reads 0 to 23 (rows of wte.weight)",
+        "input 'tokens': ranks 0, 1 got the index -1, but wte:embedding:0 reads 0 to 23 (rows of wte.weight)",
+        "input 'positions': ranks 0, 1 got the index 20, but wpe:embedding:0 reads 0 to 19 (rows of wpe.weight)",
+        "input 'labels': ranks 0, 1 got the index 31, but cross_entropy_loss:0 reads 0 to 23 (classes) and ignores -1",
         "",
         "",
         "",
@@ -68,8 +68,8 @@ def test_the_bad_batch_of_one_rank_is_refused_by_all(wish: dict[str, Any], two_r
         Case(name="labels", place=(2, 0), value=99, dp=1),
     ]
     first, second, third = run(two_ranks, wish, "packed documents", cases)
-    assert "'tokens': rank 0 got index 24" in first.message
-    assert "'labels': rank 1 got index 24" in second.message
+    assert "'tokens': rank 0 got the index 24" in first.message
+    assert "'labels': rank 1 got the index 24" in second.message
     assert third.num_checks == 1
 
 
@@ -85,7 +85,7 @@ def test_stages_that_do_not_read_an_input_refuse_it_too(method: str, two_ranks: 
         {"tp": 1, "pp": 2, "dp": 1, "micro_batches": 2} if method == "forward_backward" else {"tp": 1, "pp": 2, "dp": 1}
     )
     found = run(two_ranks, wish, "packed documents", cases)
-    assert all("ranks 0, 1 got index 24" in outcome.message for outcome in found[1:3])
+    assert all("ranks 0, 1 got the index 24" in outcome.message for outcome in found[1:3])
 
 
 def test_other_shapes_and_modes(two_ranks: Ranks) -> None:
@@ -115,9 +115,9 @@ def test_what_a_mask_hides_may_be_anything(four_ranks: Ranks) -> None:
     wish = {"tp": 2, "dp": 2, "zero": 1, "sequence_parallel": True}
     found = run(four_ranks, wish, "tagger", cases, splits=True)
     assert [outcome.message for outcome in found[:2]] == ["", ""]
-    assert "inputs 'mask', 'tags': ranks 2, 3 got index 6" in found[2].message
-    assert "inputs 'mask', 'words': ranks 0, 1 got index 24" in found[3].message
-    assert "input 'mask': ranks 2, 3 got index 21, but places:embedding:0 reads 0 to 19" in found[4].message
+    assert "inputs 'mask', 'tags': ranks 2, 3 got the index 6" in found[2].message
+    assert "inputs 'mask', 'words': ranks 0, 1 got the index 24" in found[3].message
+    assert "input 'mask': ranks 2, 3 got the index 21, but places:embedding:0 reads 0 to 19" in found[4].message
 
 
 def test_indices_that_are_computed(two_ranks: Ranks) -> None:
@@ -135,7 +135,7 @@ def test_indices_that_are_computed(two_ranks: Ranks) -> None:
         "input 'history': ranks 0",
         "input 'history': ranks 0",
     ]
-    assert "inputs 'country', 'device': ranks 0, 1 got index" in found[4].message
+    assert "inputs 'country', 'device': ranks 0, 1 got the index" in found[4].message
     assert "buckets:embedding:0 reads 0 to 5 (rows of buckets.weight)" in found[4].message
 
 
@@ -150,4 +150,4 @@ def test_rows_that_only_fill_a_batch_are_not_compared(four_ranks: Ranks) -> None
     ]
     found = run(four_ranks, {"tp": 2, "dp": 2, "zero": 0}, "corrected", cases, splits=True)
     assert [bool(outcome.message) for outcome in found] == [False, False, True, True, False]
-    assert "'tokens': ranks 2, 3 got index -1" in found[2].message
+    assert "'tokens': ranks 2, 3 got the index -1" in found[2].message

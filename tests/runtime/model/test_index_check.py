@@ -60,9 +60,9 @@ def test_random_batches_are_refused_if_one_device_refuses_them(name: str) -> Non
             expected = reference(**batch)["loss"].detach()
         except IndexError:
             num_refused += 1
-            with pytest.raises(RuntimeInputError, match="got index"):
+            with pytest.raises(RuntimeInputError, match="got the index"):
                 parallel.forward_backward(batch)
-            with pytest.raises(RuntimeInputError, match="got index"):
+            with pytest.raises(RuntimeInputError, match="got the index"):
                 parallel.evaluate(batch)
         else:
             torch.testing.assert_close(parallel.forward_backward(batch), expected)
@@ -110,7 +110,7 @@ def test_a_sequence_that_is_too_long_for_the_positions() -> None:
     parallel = on_one_rank(OwnPlaces(), batch(6))
     parallel.forward_backward(batch(6))
     with pytest.raises(
-        RuntimeInputError, match=r"an index that the model makes itself: rank 0 got index 6, .*places.weight"
+        RuntimeInputError, match=r"an index that the model makes itself: rank 0 got the index 6, .*places.weight"
     ):
         parallel.forward_backward(batch(8))
     parallel.forward_backward(batch(4))
@@ -136,10 +136,12 @@ def test_an_index_that_is_looked_up() -> None:
         parallel.forward_backward(batch)
         parallel.forward_backward(batch)
         assert checks.call_count == 1
-    with pytest.raises(RuntimeInputError, match=r"'word': rank 0 got index 30, but index:0 reads -30 to 29"):
+    with pytest.raises(RuntimeInputError, match=r"'word': rank 0 got the index 30, but index:0 reads -30 to 29"):
         parallel.forward_backward(corrupted(batch, "word", (3, 5), 30))
     parallel.buffer("class_of").copy_(torch.arange(30) % 5)
-    with pytest.raises(RuntimeInputError, match=r"'word': rank 0 got index 4, but classes:embedding:0 reads 0 to 3"):
+    with pytest.raises(
+        RuntimeInputError, match=r"'word': rank 0 got the index 4, but classes:embedding:0 reads 0 to 3"
+    ):
         parallel.forward_backward(batch)
     parallel.forward_backward({"word": batch["word"] % 4})
 
@@ -165,8 +167,8 @@ def test_the_message_names_ranks_input_index_and_bound() -> None:
     assert outside_text([(0, 0), (0, 0)], found) == ""
     assert (
         outside_text([(1, 24, 0), (0, 0, 0), (1, 24, 0), (3, -5, 0)], found)
-        == "input 'tokens': ranks 0, 2 got index 24, but wte:embedding:0 reads 0 to 23 (rows of wte.weight); "
-        "input 'labels': rank 3 got index -5, but cross_entropy_loss:0 reads 0 to 23 (classes) and ignores -1; "
+        == "input 'tokens': ranks 0, 2 got the index 24, but wte:embedding:0 reads 0 to 23 (rows of wte.weight); "
+        "input 'labels': rank 3 got the index -5, but cross_entropy_loss:0 reads 0 to 23 (classes) and ignores -1; "
         "correct the batch, or make the table larger"
     )
     assert "; and 2 more; correct" in outside_text([(1, 24 + rank) for rank in range(5)], found)
