@@ -5,6 +5,7 @@ torchrun starts spends 5 s of a core on imports: some tests of examples and of `
 what torchrun itself does, the others come here.
 """
 
+import faulthandler
 import multiprocessing as mp
 import os
 import runpy
@@ -49,13 +50,19 @@ def alone(script: Path, arguments: Sequence[str], folder: Path) -> str:
 
 def _succeeded(script: Path, arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], folder: Path) -> str:
     status, shown = _forked([(script, tuple(arguments), rank) for rank in ranks], folder)
-    assert not any(status), f"exit statuses {status} of {script.name}:\n{shown[-6000:]}"
-    return shown
+    assert not any(status), f"exit statuses {status} of {script.name}:\n{_failures(status, shown)}"
+    return "".join(shown)
+
+
+def _failures(status: Sequence[int | None], shown: Sequence[str]) -> str:
+    """The end of every failed rank's output. Ranks that a signal ended come first: they end the others."""
+    order = sorted((rank for rank, code in enumerate(status) if code), key=lambda rank: status[rank] or 0)
+    return "\n".join(f"--- rank {rank}, exit status {status[rank]}:\n{shown[rank][-3000:]}" for rank in order)
 
 
 def asked_for(script: Path, arguments: Sequence[str], folder: Path) -> tuple[int, tuple[str, ...]]:
     """How many ranks a script starts under torchrun when it is started alone, and with which arguments."""
-    status, shown = _forked([(script, tuple(arguments), None)], folder)
+    status, (shown,) = _forked([(script, tuple(arguments), None)], folder)
     lines = shown.splitlines()
     assert status == [0] and lines, shown
     command = lines[-1].split("\0")
@@ -67,13 +74,13 @@ def asked_for(script: Path, arguments: Sequence[str], folder: Path) -> tuple[int
 
 def _forked(
     jobs: Sequence[tuple[Path, tuple[str, ...], Mapping[str, str] | None]], folder: Path
-) -> tuple[list[int | None], str]:
-    """Exit statuses and output of processes that run together; the first that fails ends the others."""
+) -> tuple[list[int | None], list[str]]:
+    """Exit statuses and outputs of processes that run together; the first that fails ends the others."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    output = folder / "output of ranks"
-    output.write_bytes(b"")
-    processes: list[Any] = [context.Process(target=_script, args=(*job, folder, output), daemon=True) for job in jobs]
+    outputs = [folder / f"output of rank {rank}" for rank in range(len(jobs))]
+    arguments = [(*job, folder, output) for job, output in zip(jobs, outputs, strict=True)]
+    processes: list[Any] = [context.Process(target=_script, args=own, daemon=True) for own in arguments]
     for process in processes:
         process.start()
     try:
@@ -85,16 +92,18 @@ def _forked(
             if process.is_alive():
                 process.kill()
                 process.join()
-    shown = output.read_text()
-    output.unlink()
+    shown = [output.read_text() if output.exists() else "" for output in outputs]
+    for output in outputs:
+        output.unlink(missing_ok=True)
     return [process.exitcode for process in processes], shown
 
 
 def _script(script: Path, arguments: tuple[str, ...], rank: Mapping[str, str] | None, folder: Path, out: Path) -> None:
     """A process: run a script as its main module, as Python does; without `rank`, torchrun is not started."""
-    where = os.open(out, os.O_WRONLY | os.O_APPEND)
+    where = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(where, stream)
+    faulthandler.enable()  # a rank that aborts shows where
     os.chdir(folder)
     if rank is not None:
         os.environ.update(QUIET | dict(rank))
