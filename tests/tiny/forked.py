@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -55,9 +56,9 @@ def _succeeded(script: Path, arguments: Sequence[str], ranks: Sequence[Mapping[s
 
 
 def _failures(status: Sequence[int | None], shown: Sequence[str]) -> str:
-    """The end of every failed rank's output. Ranks that a signal ended come first: they end the others."""
-    order = sorted((rank for rank, code in enumerate(status) if code), key=lambda rank: status[rank] or 0)
-    return "\n".join(f"--- rank {rank}, exit status {status[rank]}:\n{shown[rank][-3000:]}" for rank in order)
+    """The end of every failed rank's output. Ranks that aborted come first, killed ranks last."""
+    failed = sorted((code == -signal.SIGKILL, code, rank) for rank, code in enumerate(status) if code)
+    return "\n".join(f"--- rank {rank}, exit status {code}:\n{shown[rank][-3000:]}" for _, code, rank in failed)
 
 
 def asked_for(script: Path, arguments: Sequence[str], folder: Path) -> tuple[int, tuple[str, ...]]:
