@@ -5,8 +5,8 @@ All values that are bound to the same port, or leave a block by the same result,
 
 A mesh dimension owns axes. `dp` owns the batch axes. Every other mesh dimension owns the other axes that no earlier one
 has split. It owns the sequence axes only if sequence parallelism is allowed. It owns the hidden axes of the residual
-stream only on request, because they tie with better choices and slow the proof. No axis is split twice, so conversions
-on different mesh dimensions commute.
+stream only if much work stays whole without them, because they tie with better choices and slow the proof. No axis is
+split twice, so conversions on different mesh dimensions commute.
 """
 
 from collections import Counter, defaultdict

@@ -9,7 +9,7 @@ A degree is refused if the true optimum splits no product and no table. It is al
 data-parallel batch or a required sequence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -127,6 +127,7 @@ class Verdict:
     problems: list[Problem]  # why nothing is split
     notes: list[str]  # the operators that are computed whole, and their price
     added_work: float  # of a rank, relative to its even share of the model's products
+    split_share: float  # of the FLOP of the model's products
 
 
 def judge(
@@ -145,10 +146,12 @@ def judge(
         paddable: the axes that padding makes divisible.
     """
     split_in_vain = indivisible(analysis, relaxed, paddable)
+    share = 1.0 - _flops(program, analysis, (key for key, v in true.variants.items() if not v.factor))
     if not any(variant.factor and weight_of(program, analysis, key) for key, variant in true.variants.items()):
         has_work = any(weight_of(program, analysis, key) for key in true.variants)
         problems = [_problem(program, analysis, boundary, axis, keys, true) for axis, keys in split_in_vain.items()]
-        return Verdict(splits_nothing=has_work, problems=problems if has_work else [], notes=[], added_work=0.0)
+        problems = problems if has_work else []
+        return Verdict(splits_nothing=has_work, problems=problems, notes=[], added_work=0.0, split_share=share)
     whole = [
         key
         for key, variant in relaxed.variants.items()
@@ -162,7 +165,7 @@ def judge(
     own_axis = {key for keys in split_in_vain.values() for key in keys}
     notes += _notes_on_neighbours(program, analysis, [key for key in whole if key not in own_axis], true)
     added_work = _more_work(program, analysis, whole, true.degree)
-    return Verdict(splits_nothing=False, problems=[], notes=notes, added_work=added_work)
+    return Verdict(splits_nothing=False, problems=[], notes=notes, added_work=added_work, split_share=share)
 
 
 def _notes_on_axis(
@@ -218,14 +221,18 @@ def _name(program: Program, key: NodeKey) -> str:
 
 def _more_work(program: Program, analysis: Analysis, whole: list[NodeKey], degree: int) -> float:
     """FLOP that a rank does more if these operators are whole, relative to its even share of the model's products."""
+    return (degree - 1) * _flops(program, analysis, whole)
+
+
+def _flops(program: Program, analysis: Analysis, keys: Iterable[NodeKey]) -> float:
+    """The share of some operators in the FLOP of the model's products."""
     calls = [len(program.uses_of_block(block)) for block in range(len(program.blocks))]
-    total = sum(
-        calls[block] * bound.rule.factor_flops()
-        for block, bounds in enumerate(analysis.bounds)
-        for bound in bounds.values()
-    )
-    lost = sum(calls[block] * analysis.bounds[block][node].rule.factor_flops() for block, node in whole)
-    return lost * (degree - 1) / total if total else 0.0
+
+    def flops(key: NodeKey) -> float:
+        return calls[key[0]] * analysis.bounds[key[0]][key[1]].rule.factor_flops()
+
+    total = sum(flops((block, node)) for block, bounds in enumerate(analysis.bounds) for node in bounds)
+    return sum(map(flops, keys)) / total if total else 0.0
 
 
 def _in_words(added_work: float) -> str:

@@ -38,6 +38,8 @@ from autopar.search.labels.prices import Prices, prices_of
 from autopar.search.labels.result import Labelling
 
 TIME_LIMIT_S = 60.0  # of HiGHS on a mesh dimension that needs it
+SPLIT_ENOUGH = 0.95  # of the products' FLOP: with less, splits of the residual stream are tried too
+TIE = 1e-3
 _Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
 
 
@@ -55,10 +57,10 @@ def label(
 ) -> Labelling:
     """The best labels on the mesh of `degrees`, or on `mesh`, for which `analysis` was refined.
 
-    With `regather` the backward pass gathers values again instead of keeping them. With `hidden_axes` the residual
-    stream's hidden axes may be split too. `pinned` gives the types of parameters that are held already, one per mesh
-    dimension. `memo` holds the results of earlier labellings. An operator that a degree does not
-    divide is computed whole, and noted.
+    With `regather` the backward pass gathers values again instead of keeping them. The residual stream's hidden axes
+    may be split with `hidden_axes`, and if much work stays whole without them. `pinned` gives the types of parameters
+    that are held already, one per mesh dimension. `memo` holds the results of earlier labellings. An operator that a
+    degree does not divide is computed whole, and noted.
 
     Raises `PlanError`, naming every axis, if nothing would be split, or if a batch or a required sequence cannot be
     split. Raises `InfeasibleError` if the solver finds no labels in time.
@@ -79,18 +81,23 @@ def label(
         if problems and mesh.names[index] == DATA:
             continue  # reported below, with the other indivisible axes
         prices = prices_of(program, analysis, boundary, cluster, mesh, index)
-        # a plain sequence of layers has a block for each layer, so every width is a hidden axis
-        for hidden in dict.fromkeys((hidden_axes, True)):
-            turn = _Turn(
+
+        def turn(hidden: bool, index: int = index, prices: Prices = prices) -> _Turn:
+            return _Turn(
                 program=program, analysis=analysis, boundary=boundary,
                 name=mesh.names[index], degree=mesh.degrees[index], index=index, solved=tuple(solved),
                 axes=owned_axes(analysis, boundary, mesh, index, solved, degrees.sequence_parallel, hidden),
                 prices=prices, requires_sequence=degrees.sequence_parallel is True,
                 accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned,
             )  # fmt: skip
-            found, solution, size_of, verdict = turn.settle(memo)
-            if not verdict.splits_nothing or mesh.names[index] == DATA:
-                break
+
+        found, solution, size_of, verdict = turn(hidden_axes).settle(memo)
+        is_short = verdict.splits_nothing or verdict.split_share < SPLIT_ENOUGH
+        if is_short and not hidden_axes and mesh.names[index] != DATA:
+            # a plain sequence of layers has a block for each layer, so every width is a hidden axis
+            other = turn(True).settle(memo)
+            if verdict.splits_nothing or other[1].objective < (1 - TIE) * solution.objective:
+                found, solution, size_of, verdict = other
         problems, notes, added_work = (
             problems + verdict.problems,
             notes + verdict.notes,
@@ -101,7 +108,7 @@ def label(
         name = mesh.names[index]
         objective[name], size[name] = solution.objective, size_of
         gap = max(gap, solution.gap)
-        notes += turn.notes()
+        notes += turn(hidden_axes).notes()
     legal.refuse(problems, mesh)
     return Labelling(
         mesh=mesh,

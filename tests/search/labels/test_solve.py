@@ -223,13 +223,32 @@ def test_a_batch_and_a_required_sequence_that_cannot_be_cut_are_named_at_once() 
 
 def test_operators_that_a_degree_does_not_divide_are_computed_whole_at_a_price() -> None:
     found = notes("llama", Degrees(tp=7), vocabulary=8)
-    assert [note for note in found if "heads" in note or "lm_head" in note] == [
-        "tp=7: self_attn.q_proj:linear:0, self_attn.k_proj:linear:0, self_attn.v_proj:linear:0 and 2 more are computed "
-        "whole on every rank, because 7 does not divide 4 heads; a rank then does 3.6 × its even share of the work; "
-        "nearest legal degree 4",
-        "tp=7: lm_head:linear:0 is computed whole on every rank, because 7 does not divide 8 rows; a rank then does "
-        "1.05 × its even share of the work",
+    assert [note for note in found if "heads" in note] == [
+        "tp=7: self_attn:scaled_dot_product_attention:0 is computed whole on every rank, because 7 does not divide 4 "
+        "heads; a rank then does 1.37 × its even share of the work; nearest legal degree 4",
     ]
+
+
+def test_layers_of_one_product_are_split_along_the_residual_stream() -> None:
+    """Every layer is a block of its own, so each width is an axis of a value between blocks."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(self.linear(x))
+
+    class Deep(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    program = capture_program(Deep(*(Layer() for _ in range(4))), (torch.randn(64, 512),))
+    found = label(program, analyse(program), Degrees(tp=2), ClusterSpec.preset("2xh100"))
+    labels = [label[1] for block in found.blocks for key, label in block.labels.items() if "linear:0" in key]
+    assert len(labels) >= 2  # the first layer has no gradient of its input
+    assert all(name not in ("I", "R") for name in labels)
 
 
 def test_a_tied_vocabulary_is_named_once() -> None:
