@@ -223,10 +223,14 @@ def fold(
     blocks: list[Block] = []
     index: dict[str, tuple[int, list[int]]] = {}
     calls: list[CallSite] = []
+    seen: Counter[str] = Counter()
     for number, segment in enumerate(segments):
         path = segment.path or (
             "prologue" if number == 0 else "epilogue" if number == len(segments) - 1 else f"between_{number}"
         )
+        seen[path] += 1
+        if seen[path] > 1:  # a module that is called again, with other modules between; paths name the results
+            path = f"{path}#{seen[path]}"
         if segment.skeleton not in index:
             lifted = lifted_floats(groups[segment.skeleton])
             block = build_block(segment, path, role_of, names, lifted)
