@@ -215,6 +215,9 @@ def capture_flat(
             exported = exported.run_decompositions({})
         placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     module = exported.graph_module
+    for node in module.graph.nodes:  # torch.export leaves dead nodes that are no users of their operands
+        for operand in node.all_input_nodes:
+            operand.users.setdefault(node)
     for node in list(module.graph.nodes):  # inputs other than tensors are constants of the capture
         if node.op == "placeholder" and node.name not in placeholders and not node.users:
             module.graph.erase_node(node)
