@@ -100,6 +100,7 @@ class Block:
 class CallSite:
     """One call of a block: where it stands in the model, what its ports are bound to, what its outputs are called.
 
+    `path` is the module's path. Later calls of a module that other modules interrupt have a number: ``layers.0#2``.
     `arguments` holds, per port, the name of a value, parameter, constant or input, or a number for scalars.
     """
 

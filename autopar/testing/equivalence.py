@@ -92,7 +92,8 @@ def run_model(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | 
 def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> SingleDeviceRun:
     """Run a captured float64 program on one device, with the weights of `model`.
 
-    Inputs that are no tensors, such as flags, are constants of the program and are left out.
+    Inputs that are no tensors, such as flags, are constants of the program and are left out. Raises `InputError` if the
+    loss depends on no parameter.
     """
     every = {name: p.detach().cpu().double().clone() for name, p in model.named_parameters()}
     whole = packed_source(program, lambda name: every[name])
@@ -100,6 +101,8 @@ def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -
     buffers = {name: _float64(buffer) for name, buffer in model.named_buffers()}
     own_inputs = {name: _float64(value) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     values = run_reference(program, parameters, own_inputs, buffers)
+    if not values[program.loss].requires_grad:
+        raise InputError("the loss depends on no parameter, so there is no gradient to compare; check what it returns")
     values[program.loss].backward()
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     return SingleDeviceRun(

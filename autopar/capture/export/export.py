@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from autopar._torch.private import as_exported, pytree, quick_export
 from autopar.capture.export.index_lists import ListsAsSlices
+from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.flat_graph import Flat
 from autopar.capture.passes.in_place import needs_decomposition
 from autopar.errors import CaptureError
@@ -202,6 +203,11 @@ def capture_flat(
     """
     exported = _exported(model, example_inputs, loss_fn, training)
     placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
+    refuse_unusable(
+        exported.graph_module.graph,
+        placeholders,
+        lambda: _exported(model, example_inputs, loss_fn, training, lines=True).graph_module.graph,
+    )
     changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
     if needs_decomposition(exported.graph_module, changeable):
         with warnings.catch_warnings():
@@ -209,6 +215,9 @@ def capture_flat(
             exported = exported.run_decompositions({})
         placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     module = exported.graph_module
+    for node in module.graph.nodes:  # torch.export leaves dead nodes that are no users of their operands
+        for operand in node.all_input_nodes:
+            operand.users.setdefault(node)
     for node in list(module.graph.nodes):  # inputs other than tensors are constants of the capture
         if node.op == "placeholder" and node.name not in placeholders and not node.users:
             module.graph.erase_node(node)
@@ -228,18 +237,21 @@ def capture_flat(
     return Flat(graph=module.graph, placeholders=placeholders, outputs=names, root=module, updates=updates)
 
 
-def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
+def _exported(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool, *, lines: bool = False
+) -> Any:
+    """The exported program. With `lines`, nodes have their stack traces, and the export takes twice as long."""
     if loss_fn is not None:
         check_loss_fn(model, example_inputs, loss_fn)
     try:
-        return _export(model, example_inputs, loss_fn, training)
+        return _export(model, example_inputs, loss_fn, training, lines)
     except CaptureError:
         raise
     except Exception as error:
         failed = error
     if all(parameter.is_meta for parameter in model.parameters()):  # meta activations cannot meet inputs on a device
         try:
-            return _export(model, _on_meta(example_inputs), loss_fn, training)
+            return _export(model, _on_meta(example_inputs), loss_fn, training, lines)
         except Exception as error:
             failed = error
     first = str(failed).strip().split("\n")[0][:300]
@@ -260,9 +272,10 @@ def run_on_meta(
         _Outputs(model, loss_fn)(*args, **kwargs)
 
 
-def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
+def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool, lines: bool) -> Any:
     args, kwargs = split_inputs(example_inputs)
-    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), quick_export(), _no_collection():
+    speed = contextlib.nullcontext() if lines else quick_export()
+    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), speed, _no_collection():
         warnings.simplefilter("ignore")
         return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
 

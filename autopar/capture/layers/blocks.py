@@ -4,7 +4,7 @@ import hashlib
 import keyword
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from autopar.capture.nodes import operator_name
 from autopar.ir.program import Block, CallSite, Role
 
 INDEXED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
+_NUMBER = re.compile(r"\.?(\d+)(?=\.|$)")
 
 
 def module_path(node: fx.Node) -> str:
@@ -38,22 +39,33 @@ class Segment:
 
 
 def repeated_prefixes(nodes: Sequence[fx.Node]) -> set[str]:
-    """The outermost prefixes, such as ``model.layers``, that have at least two numbered children."""
+    """The prefixes, such as ``model.layers``, that have at least two numbered children."""
     children: dict[str, set[str]] = defaultdict(set)
     for path in {module_path(n) for n in nodes}:
-        match = INDEXED.match(path)
-        if match:
-            children[match.group(1)].add(match.group(2))
+        for prefix, index in _numbered(path):
+            children[prefix].add(index)
     return {prefix for prefix, indices in children.items() if len(indices) > 1}
 
 
+def _numbered(path: str) -> Iterator[tuple[str, str]]:
+    """The prefixes of a path that end before a number, outermost first, and these numbers.
+
+    ``wav2vec2.layers.0`` has ``("wav2vec", "2")`` and ``("wav2vec2.layers", "0")``.
+    """
+    for match in _NUMBER.finditer(path):
+        yield path[: match.start()], match.group(1)
+
+
 def cut_into_segments(nodes: Sequence[fx.Node]) -> list[Segment]:
-    """Consecutive nodes of the same numbered module form a segment, and so do the nodes between such modules."""
+    """Consecutive nodes of the same numbered module form a segment, and so do the nodes between such modules.
+
+    Of nested numbered modules the outermost counts.
+    """
     prefixes = repeated_prefixes(nodes)
     segments: list[Segment] = []
     for node in nodes:
-        match = INDEXED.match(module_path(node))
-        path = f"{match.group(1)}.{match.group(2)}" if match and match.group(1) in prefixes else ""
+        numbered = ((prefix, index) for prefix, index in _numbered(module_path(node)) if prefix in prefixes)
+        path = next((f"{prefix}.{index}" for prefix, index in numbered), "")
         if not segments or segments[-1].path != path:
             segments.append(Segment(path, []))
         segments[-1].nodes.append(node)
@@ -223,10 +235,14 @@ def fold(
     blocks: list[Block] = []
     index: dict[str, tuple[int, list[int]]] = {}
     calls: list[CallSite] = []
+    seen: Counter[str] = Counter()
     for number, segment in enumerate(segments):
         path = segment.path or (
             "prologue" if number == 0 else "epilogue" if number == len(segments) - 1 else f"between_{number}"
         )
+        seen[path] += 1
+        if seen[path] > 1:  # a module that is called again, with other modules between; paths name the results
+            path = f"{path}#{seen[path]}"
         if segment.skeleton not in index:
             lifted = lifted_floats(groups[segment.skeleton])
             block = build_block(segment, path, role_of, names, lifted)

@@ -29,6 +29,7 @@ UNINITIALISED = {
     aten.empty_like.default: aten.zeros_like.default,
     aten.new_empty.default: aten.new_zeros.default,
 }
+SPARSE = ("sparse", "sparse_grad")  # arguments of lookups
 
 NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
 
@@ -93,6 +94,16 @@ def _is_no_op(node: fx.Node) -> bool:
     if node.target is aten.slice.Tensor:
         return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
     return node.target is aten.dropout.default and bool(node.args[1] == 0 or not node.args[2])
+
+
+def dense_gradients(graph: fx.Graph) -> None:
+    """Give lookups dense gradients. They have the same values as sparse ones, and ranks can sum and shard them."""
+    for node in graph.nodes:
+        for k, declared in enumerate(getattr(getattr(node.target, "_schema", None), "arguments", ())):
+            if declared.name in SPARSE and k < len(node.args):
+                node.update_arg(k, False)
+            elif declared.name in SPARSE and declared.name in node.kwargs:
+                node.update_kwarg(declared.name, False)
 
 
 def spell_plainly(graph: fx.Graph) -> None:
@@ -194,6 +205,7 @@ def remove_dead(graph: fx.Graph) -> None:
 
 GraphPass = Callable[[fx.Graph], None]
 PASSES: tuple[GraphPass, ...] = (
+    dense_gradients,
     drop_no_ops,
     one_output_each,
     drop_copies,

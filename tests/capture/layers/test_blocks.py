@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autopar.capture.program import capture_program
+from autopar.testing import check_equivalence
 
 
 def layers(program: Any) -> list[Any]:
@@ -86,3 +87,43 @@ def test_another_model_has_another_fingerprint() -> None:
         capture_program(*tiny_models.gpt2(2)).fingerprint,
     }
     assert len(prints) == 4
+
+
+class CalledAgain(nn.Module):
+    """A layer is called again after another one, and the results of both calls meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0](x)
+        second = self.layers[0](self.layers[1](first))
+        return (first - second).square().sum()
+
+
+def test_the_results_of_a_layer_that_is_called_again_have_names_of_their_own() -> None:
+    """The second call must not replace the results of the first one."""
+    program = capture_program(CalledAgain(), {"x": torch.zeros(2, 4)})
+    assert [c.path for c in layers(program)] == ["layers.0", "layers.1", "layers.0#2"]
+    results = [result for c in program.calls for result in c.results]
+    assert len(set(results)) == len(results)
+    assert check_equivalence(CalledAgain(), {"x": torch.randn(2, 4)}, tp=2).passed
+
+
+class NumberInName(nn.Module):
+    """A stack of layers inside of a module whose own name ends in a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wav2vec2 = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.wav2vec2["layers"]:
+            x = layer(x).tanh()
+        return x.square().sum()
+
+
+def test_a_number_in_the_name_of_the_model_hides_no_layers() -> None:
+    program = capture_program(NumberInName(), {"x": torch.zeros(2, 4)})
+    assert [c.path for c in program.calls if "layers" in c.path] == [f"wav2vec2.layers.{i}" for i in range(3)]
