@@ -72,9 +72,9 @@ def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     out = console()
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     out.print(f"{model}{f' ({words})' if words else ''}: {sizes_in_words(report.plan)}, in {report.seconds:.1f} s")
-    columns = ("compared with one device", "worst error", "tolerance", "", "place of the worst error")
+    columns = ("compared with one device", "worst error", "limit", "", "place of the worst error")
     rows = [
-        (q.name, f"{q.max_error:.1e}", f"{q.tolerance:.0e}", "ok" if q.passed else "DIFFERS", q.where)
+        (q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", "ok" if q.passed else "DIFFERS", q.where)
         for q in report.quantities
     ]
     out.print(table(columns, rows, right=columns[1:3]))
