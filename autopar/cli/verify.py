@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.next_step import next_after_difference, suggesting_next_step
 from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
@@ -44,9 +45,9 @@ def verify(
 
     Exit status: 0 equal, 1 different, 2 wrong input.
     """
-    check_numbers(world_size=world_size, steps=steps, batch=batch)
-    wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
-    with progress("importing torch") as on_progress:
+    with suggesting_next_step(model, world_size, options), progress("importing torch") as on_progress:
+        check_numbers(world_size=world_size, steps=steps, batch=batch)
+        wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
         from autopar.commands.verify import verify as run
 
         report = run(
@@ -65,6 +66,8 @@ def verify(
     else:
         _show(report, model, sizes)
     if not report.passed:
+        if not as_json:
+            console().print(f"next: {next_after_difference(report, model)}")
         raise typer.Exit(_FAILED)
 
 

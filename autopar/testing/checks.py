@@ -36,8 +36,8 @@ def check_equivalence(
 ) -> Equivalence:
     """Check that a model split over ranks computes the loss, outputs and gradients of one device.
 
-    All ranks run in this process, in float64. Both sides draw the same random numbers. Pipeline stages and ZeRO are not run; use
-    ``autopar verify`` for them.
+    All ranks run in this process, in float64. Both sides draw the same random numbers. Pipeline stages and ZeRO are
+    not run; use ``autopar verify`` for them.
 
     Args:
         model: The model with its weights on CPU or CUDA, small enough to run `tp` × `dp` times.

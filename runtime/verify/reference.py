@@ -89,6 +89,8 @@ class _Reference:
         for index, (piece, denominator) in enumerate(zip(pieces, self.denominators(pieces), strict=True)):
             values = self.run("main", {**piece, **denominator}, (step, index))
             loss = values[self.program.loss] / (len(pieces) if averages else 1)
+            if not loss.requires_grad:
+                raise _no_gradient(self.program)
             loss.backward()
             total = total + loss.detach()
             self.state = {name: values[update].detach() for name, update in self.program.updates.items()}
@@ -121,6 +123,17 @@ def reference_steps(program: Program, source: Source, data: Sequence[Batch], deg
     found.weights = join_packed(program, {n: p.detach() for n, p in one.parameters.items()})
     found.buffers = one.state
     return found
+
+
+def _no_gradient(program: Program) -> InputError:
+    """The error of a loss that no trained parameter changes."""
+    every = program.every_parameter
+    trained = [name for name, info in every.items() if info.requires_grad]
+    why = f"all {len(every)} parameters are frozen" if not trained else "the loss depends on no trained parameter"
+    which = f", such as {next(iter(every))!r}" if every and not trained else ""
+    return InputError(
+        f"{why}, so there is no gradient to compare; set requires_grad=True on the parameters to train{which}"
+    )
 
 
 def check_reference(reference: Steps) -> None:
