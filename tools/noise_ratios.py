@@ -67,7 +67,7 @@ MODELS: dict[str, Callable[[], Built]] = {
         name: of_timm(name)
         for name in (
             "resnet18", "resnet50", "efficientnet_b0", "mobilenetv3_small_100", "mobilenetv2_050", "regnety_002",
-            "ghostnet_050", "convnext_atto", "mnasnet_small", "repvgg_a0", "vgg11_bn", "vgg16_bn", "densenet121",
+            "ghostnet_050", "convnext_atto", "mnasnet_small", "repvgg_a0", "densenet121",
         )
     },
     "vit_tiny": of_timm("vit_tiny_patch16_224", img_size=48),
