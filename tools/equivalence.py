@@ -116,7 +116,7 @@ def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> flo
     # the comparison with the unmodified model is of float32 and has a tolerance of its own
     captured = [q for q in report.quantities if q.name.startswith("captured")]
     assert all(q.passed for q in captured), (model, captured)
-    return max(float(q.max_error) for q in report.quantities if q not in captured)
+    return max(float(q.scaled_error) for q in report.quantities if q not in captured)
 
 
 def cell(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> tuple[str, bool]:

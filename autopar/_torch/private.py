@@ -98,6 +98,18 @@ def map_ranks(tensor: torch.Tensor, function: Callable[[int, torch.Tensor], torc
         return LocalTensor({rank: function(rank, part).contiguous() for rank, part in tensor._local_tensors.items()})
 
 
+@contextmanager
+def without_ranks() -> Iterator[None]:
+    """Compute on plain tensors, also where all ranks live in this process."""
+    if not in_one_process():
+        yield
+        return
+    from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
+
+    with maybe_disable_local_tensor_mode():
+        yield
+
+
 def rank_values(world_size: int, function: Callable[[int], int]) -> torch.Tensor:
     """A scalar int64 tensor whose value on each rank is `function(rank)`."""
     from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode

@@ -103,6 +103,8 @@ class _Guard:
             traceback.print_exception(error)
         if isinstance(error, AutoparError):
             _say(str(error))
+            for note in getattr(error, "__notes__", ()):
+                _say(note)
             raise typer.Exit(next(status for kind, status in _STATUS if isinstance(error, kind))) from None
         first = (str(error).strip().splitlines() or [""])[0][:300]
         hint = "" if self.wants_traceback else "; this is a bug, --traceback shows where"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.next_step import next_after_difference, suggesting_next_step
 from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
@@ -44,9 +45,9 @@ def verify(
 
     Exit status: 0 equal, 1 different, 2 wrong input.
     """
-    check_numbers(world_size=world_size, steps=steps, batch=batch)
-    wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
-    with progress("importing torch") as on_progress:
+    with suggesting_next_step(model, world_size, options), progress("importing torch") as on_progress:
+        check_numbers(world_size=world_size, steps=steps, batch=batch)
+        wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
         from autopar.commands.verify import verify as run
 
         report = run(
@@ -65,6 +66,8 @@ def verify(
     else:
         _show(report, model, sizes)
     if not report.passed:
+        if not as_json:
+            console().print(f"next: {next_after_difference(report, model)}")
         raise typer.Exit(_FAILED)
 
 
@@ -72,9 +75,9 @@ def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     out = console()
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     out.print(f"{model}{f' ({words})' if words else ''}: {sizes_in_words(report.plan)}, in {report.seconds:.1f} s")
-    columns = ("compared with one device", "worst error", "tolerance", "", "place of the worst error")
+    columns = ("compared with one device", "worst error", "limit", "", "place of the worst error")
     rows = [
-        (q.name, f"{q.max_error:.1e}", f"{q.tolerance:.0e}", "ok" if q.passed else "DIFFERS", q.where)
+        (q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", "ok" if q.passed else "DIFFERS", q.where)
         for q in report.quantities
     ]
     out.print(table(columns, rows, right=columns[1:3]))

@@ -26,21 +26,24 @@ from autopar.ir.program import Program
 from autopar.models.load import ResolvedModel, resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for, check_plan, label_plan
-from autopar.runtime.codegen.passes.without_dropout import without_dropout
+from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.materialise import parameter_source
-from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity, error, rms, worst
+from autopar.runtime.verify.error_metrics import TOLERANCES, Measured, Quantity, Tensors, measured, worst
+from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches
+from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, reference_steps
+from autopar.runtime.verify.shared_draws import draws_anything
 from autopar.runtime.verify.verify import (
     Report,
-    Steps,
     check_dtype,
-    compare_steps,
+    compare_with_noise,
     in_dtype,
+    may_be_noise,
     merge_stages,
+    notes_on_noise,
     parallel_steps,
-    reference_steps,
 )
 
 _Progress = Callable[[str], None]
@@ -102,21 +105,28 @@ def verify(
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
     data = random_batches(checked, decided.degrees, steps, seed)
     reference = reference_steps(checked, source, data, decided.degrees)
-    _, has_dropout = without_dropout(program)
+    check_reference(reference)
+    _, was_quietened = without_attention_dropout(program)
+    draws = draws_anything(program)
     captured: tuple[Quantity, ...] = ()
+    captured_notes: tuple[str, ...] = ()
     count = decided.degrees.num_micro_batches
-    if not has_dropout and (count == 1 or decided.degrees.per_micro_batch):
-        captured = against_model(model, source, split_micro_batches(program, data[0], count), reference)
+    if not draws and (count == 1 or decided.degrees.per_micro_batch):
+        micro_batches = split_micro_batches(program, data[0], count)
+        captured, captured_notes = against_model(model, source, micro_batches, reference)
     on_progress(f"the same steps on {world_size} ranks")
     with nullcontext(ranks) if ranks is not None else Ranks(world_size) as world:
         describe = partial(rank_name, decided.degrees)
         target, arguments = "autopar.commands.verify:rank_steps", (job, decided, to_bytes(program))
         parts: list[Steps | None] = world.run(target, *arguments, describe=describe)
     found = merge_stages([part for part in parts if part is not None])
-    quantities, notes = compare_steps(reference, found, TOLERANCES[dtype], steps)
-    notes += notes_on_inputs(checked)
-    if has_dropout:
-        notes += ("dropout was off on both sides, and the unmodified model was not compared",)
+    noise = noise_of(checked, source, data, decided.degrees, reference)
+    quantities, notes = compare_with_noise(reference, found, TOLERANCES[dtype], noise)
+    notes += captured_notes + notes_on_inputs(checked)
+    if draws:
+        notes += ("both sides drew the same random numbers, and the unmodified model was not compared",)
+    if was_quietened:
+        notes += ("the dropout of scaled_dot_product_attention was off on both sides",)
     return Report(
         plan=decided,
         quantities=(*quantities, *captured),
@@ -189,18 +199,63 @@ def rank_steps(rank: int, job: Job, plan: Plan, program_bytes: bytes) -> Steps |
     return found if is_first else None
 
 
+def noise_of(program: Program, source: Source, data: Sequence[Batch], degrees: Degrees, reference: Steps) -> Noise:
+    """The noise of the reference's steps."""
+    dtype = torch.float64 if any(p.dtype is torch.float64 for p in program.every_parameter.values()) else None
+    count = degrees.num_micro_batches
+
+    def run(change: Change) -> Steps:
+        changed = [change.batch(program, batch, count) for batch in data]
+        return reference_steps(program, change.source(source, dtype), changed, degrees)
+
+    return Noise(run, reference, 0 if draws_anything(program) else samples_of(program, data[0], count))
+
+
 def against_model(
-    model: ResolvedModel,
-    source: Callable[[str], torch.Tensor],
-    micro_batches: Sequence[Mapping[str, torch.Tensor]],
-    reference: Steps,
-) -> tuple[Quantity, ...]:
-    """The promoted reference against the unmodified model in its own dtype, once: mean loss and gradients."""
-    plain = materialised(model.model, source)
+    model: ResolvedModel, source: Source, micro_batches: Sequence[Batch], reference: Steps
+) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
+    """The promoted reference against the unmodified model in its own dtype, once: mean loss and gradients, and notes.
+
+    The noise is that of the unmodified model in its own dtype.
+    """
+    plain = step_of_model(model, source, micro_batches)
+    missing = set(reference.gradients) ^ set(plain.gradients)
+    if missing:
+        raise VerificationError(
+            f"the captured program and the model disagree on which gradients exist: {sorted(missing)}"
+        )
+    tolerance = TOLERANCES[str(next(model.model.parameters()).dtype).removeprefix("torch.")]
+    noise = Noise(lambda change: step_of_model(model, source, micro_batches, change), plain, samples=0)
+
+    def compare(moved: Sequence[Steps]) -> tuple[Quantity, ...]:
+        losses = _against(reference, plain, moved, lambda steps: {"loss": steps.losses[0]})
+        gradients = _against(reference, plain, moved, lambda steps: steps.gradients)
+        return worst("captured loss", losses, tolerance), worst("captured gradients", gradients, tolerance)
+
+    quantities = noise.verdict(compare, may_be_noise)
+    return quantities, tuple(notes_on_noise(quantities))
+
+
+def _against(
+    reference: Steps, plain: Steps, moved: Sequence[Steps], values: Callable[[Steps], Tensors]
+) -> dict[str, Measured]:
+    """Errors of the unmodified model. Its runs are moved to the reference, because noise is a change."""
+    exact, own = values(reference), values(plain)
+    shifted = [{n: exact[n].double() + (v.double() - own[n].double()) for n, v in values(run).items()} for run in moved]
+    return measured(own, exact, shifted)
+
+
+def step_of_model(
+    model: ResolvedModel, source: Source, micro_batches: Sequence[Batch], change: Change | None = None
+) -> Steps:
+    """Loss and gradients of the unmodified model in its own dtype, perhaps with other rounding."""
+    plain = materialised(model.model, source if change is None else change.source(source))
     dtype = next(plain.parameters()).dtype
     loss = torch.zeros((), dtype=dtype)
     for batch in micro_batches:
         typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        if change is not None:
+            typed = {k: change.of(k, v) for k, v in typed.items()}
         inputs = model.example_inputs
         if isinstance(inputs, Mapping):
             out = plain(**{k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}, **typed)
@@ -208,18 +263,8 @@ def against_model(
             out = plain(*typed.values())
         loss = loss + named_outputs(out)["loss"] / len(micro_batches)
     loss.backward()
-    tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
-    scale = rms(reference.gradients.values())
-    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    missing = set(reference.gradients) ^ set(grads)
-    if missing:
-        raise VerificationError(
-            f"the captured program and the model disagree on which gradients exist: {sorted(missing)}"
-        )
-    return (
-        worst("captured loss", {"loss": error(loss.detach(), reference.losses[0], 0.0)}, tolerance),
-        worst("captured gradients", {n: error(g, reference.gradients[n], scale) for n, g in grads.items()}, tolerance),
-    )
+    gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    return Steps(losses=[loss.detach()], gradients=gradients)
 
 
 def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:

@@ -91,6 +91,11 @@ class Dims:
     sizes: tuple[tuple[int, ...], ...]
     axes: tuple[tuple[int, ...], ...]
 
+    @staticmethod
+    def plain(shape: Sequence[int]) -> "Dims":
+        """The dimensions of a value on one device: each is one axis without an identity."""
+        return Dims(tuple((size,) for size in shape), tuple((0,) for _ in shape))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(prod(sizes) for sizes in self.sizes)

@@ -27,7 +27,7 @@ from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, Type, chunk, same, steps
 from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
-from autopar.lowering.randomness import bind_streams
+from autopar.lowering.randomness import StreamUse, bind_streams
 from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.rule import Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
@@ -48,7 +48,7 @@ class LocalGraph:
 
     graph: fx.Graph
     mesh_dims: tuple[str, ...]  # attributes: the mesh dimensions that it sends over
-    streams: Mapping[str, tuple[str, ...]]  # attributes: random streams, each with the mesh dimensions that it is of
+    streams: Mapping[str, StreamUse]  # attributes: random streams
     ports: Mapping[str, _Types]
     results: Mapping[str, _Types]
     operands: Mapping[tuple[str, str], fx.Node]  # before gathers are fused, by names of captured operator and operand
@@ -187,6 +187,7 @@ class _Writer:
             previous = self.graph.create_node(
                 "call_function", target, args, kwargs, node.name if step is steps[-1] else None
             )
+            previous.meta["key"] = node.meta["key"]
             previous.meta["operand_types"] = tuple(types) if step is steps[0] else ()
             previous.meta["types"], previous.meta["rewritten"] = out_types, len(steps) > 1
         assert previous is not None
@@ -291,7 +292,7 @@ def local_graph(
     writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
     if regather or fuse:
         fuse_gathers(writer.graph, gather_linear if regather else kept_gather_linear)
-    streams = bind_streams(writer.graph, mesh)
+    streams = bind_streams(writer.graph, mesh, writer.dims)
     writer.graph.lint()
     return LocalGraph(
         graph=writer.graph,

@@ -5,13 +5,14 @@ The runtime's streams are `autopar.runtime.codegen.randomness.RandomStream`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.ir.sharding import Mesh
+from autopar.ir.sharding import Dims, Mesh, Type
 from autopar.lowering.communicator import RandomNumbers
 
 _SDPA = aten.scaled_dot_product_attention.default
@@ -54,25 +55,49 @@ def attention_with_dropout(stream: RandomNumbers, *args: Any, **kwargs: Any) -> 
     return out
 
 
-def bind_streams(graph: fx.Graph, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
-    """Rewrite random operators in place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A value that an operator draws: the operator's key, the axes of the whole value, and its type on the mesh.
+
+    Dropout draws nothing in evaluation.
+    """
+
+    key: str
+    is_dropout: bool
+    dims: Dims
+    types: tuple[Type, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamUse:
+    """The mesh dimensions that split the values of a random stream, and these values in the order of their draws."""
+
+    mesh_dims: tuple[str, ...]
+    draws: tuple[Draw, ...]
+
+
+def bind_streams(graph: fx.Graph, mesh: Mesh, dims: Mapping[str, Dims]) -> Mapping[str, StreamUse]:
+    """Rewrite random operators in place. `dims` are the axes of the graph's values by name.
 
     Returns:
-        The attributes of the streams that the graph reads, with the mesh dimensions of each stream.
+        The attributes of the streams that the graph reads, with the use of each stream.
     """
-    streams: dict[str, tuple[str, ...]] = {}
+    streams: dict[str, StreamUse] = {}
     attributes: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or not _draws(node):
+        if node.op != "call_function" or not draws(node):
             continue
         types = node.meta["types"]
         split = tuple(n for n, t in zip(mesh.names, types, strict=True) if t.kind == "S")
         name = "_".join(("random", *split))
         if name not in streams:
-            streams[name] = split
             first = next(n for n in graph.nodes if n.op != "placeholder")
             with graph.inserting_before(first):
                 attributes[name] = graph.get_attr(name)
+        is_dropout = node.target in (aten.dropout.default, _SDPA)
+        draw = Draw(key=node.meta["key"], is_dropout=is_dropout, dims=dims[node.name], types=types)
+        before = streams[name].draws if name in streams else ()
+        streams[name] = StreamUse(mesh_dims=split, draws=(*before, draw))
         if node.target is aten.dropout.default:
             node.args, node.target = (node.args[0], node.args[1], attributes[name]), dropout
         elif node.target is _SDPA:
@@ -82,7 +107,8 @@ def bind_streams(graph: fx.Graph, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
     return streams
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
+    """Whether a node of a captured graph draws random numbers."""
     if node.target is aten.dropout.default:
         return bool(node.args[2])
     if node.target is _SDPA:

@@ -36,8 +36,8 @@ def check_equivalence(
 ) -> Equivalence:
     """Check that a model split over ranks computes the loss, outputs and gradients of one device.
 
-    All ranks run in this process, in float64 and without dropout. Pipeline stages and ZeRO are not run; use
-    ``autopar verify`` for them.
+    All ranks run in this process, in float64. Both sides draw the same random numbers. Pipeline stages and ZeRO are
+    not run; use ``autopar verify`` for them.
 
     Args:
         model: The model with its weights on CPU or CUDA, small enough to run `tp` × `dp` times.
@@ -54,7 +54,7 @@ def check_equivalence(
 
     Raises:
         VerificationError: An error is above 1e-9. The message names the worst tensor.
-        InputError: The model is on meta, or draws random numbers.
+        InputError: The model is on meta.
         CaptureError: The model cannot be captured.
         PlanError: A degree does not divide the model.
 
@@ -100,7 +100,7 @@ def check_random_labels(
 
     Raises:
         VerificationError: An error is above 1e-9. The message names the seed and the worst tensor.
-        InputError: The model is on meta, or draws random numbers.
+        InputError: The model is on meta.
         CaptureError: The model cannot be captured.
 
     Example:

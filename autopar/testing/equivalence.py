@@ -5,6 +5,8 @@ All ranks run in this process, so a check needs neither a GPU nor a process grou
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
@@ -19,11 +21,14 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen.execute import run_reference
 from autopar.runtime.parameters.packed import packed_source
-from autopar.runtime.verify.error_metrics import error, rms
+from autopar.runtime.verify.error_metrics import Measured, Tensors, is_open, measured
+from autopar.runtime.verify.noise import Change, Noise, samples_of
+from autopar.runtime.verify.reference import Steps, no_gradient
+from autopar.runtime.verify.shared_draws import draws_anything, on_one_device
 from autopar.runtime.verify.verify import in_dtype
 from autopar.testing.one_process import Outcome, run_in_one_process
 
-# Correct labels have errors of 1e-15 in float64, and of 1e-10 if a gradient is zero except for rounding.
+# Correct labels have errors of 1e-15 in float64. A gradient that is zero except for rounding has its measured noise.
 TOLERANCE = 1e-9
 
 
@@ -38,6 +43,7 @@ class SingleDeviceRun:
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
+    updates: Mapping[str, torch.Tensor]
     analyses: dict[Mesh, Analysis] = field(default_factory=dict)
 
     def analysis(self, mesh: Mesh) -> Analysis:
@@ -46,23 +52,44 @@ class SingleDeviceRun:
             self.analyses[mesh] = analyse(self.program, mesh)
         return self.analyses[mesh]
 
+    @cached_property
+    def noise(self) -> Noise:
+        """What loss, outputs and gradients move by if only rounding changes."""
+        steps = Steps(losses=[self.loss], outputs=dict(self.outputs))
+        samples = 0 if draws_anything(self.program) else samples_of(self.program, self.inputs, 1)
+        return Noise(self._moved_by, steps, samples)
+
+    def _moved_by(self, change: Change) -> Steps:
+        inputs = change.batch(self.program, self.inputs, 1)
+        parameters = {n: change.of(n, p).requires_grad_() for n, p in self.parameters.items()}
+        return values_of(self.program, parameters, inputs, {n: change.of(n, b) for n, b in self.buffers.items()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalence:
     """The relative error of every compared tensor, and the largest error that passes.
 
-    The names are ``loss``, ``output NAME``, ``gradient NAME`` and ``equal copies``. The last one is the largest
-    difference between ranks whose values must be equal.
+    The names are ``loss``, ``output NAME``, ``gradient NAME``, ``buffer NAME`` and ``equal copies``. The last one is
+    the largest difference between ranks whose values must be equal. `limits` has the tensors whose measured noise on
+    one device allows more than the tolerance.
     """
 
     mesh: Mapping[str, int]
     errors: Mapping[str, float]
     tolerance: float
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst_error(self) -> float:
-        """The largest error. A value that is not a number counts as infinite."""
-        return max(self.errors.values())
+        """The largest error. A value that is not a number counts as infinite.
+
+        The error of a tensor with a limit of its own counts as the same part of the tolerance.
+        """
+        return max(self._scaled(name) for name in self.errors)
+
+    def _scaled(self, name: str) -> float:
+        own = self.errors[name]
+        return own if own <= self.tolerance else own * self.tolerance / self.limits.get(name, self.tolerance)
 
     @property
     def passed(self) -> bool:
@@ -70,7 +97,7 @@ class Equivalence:
         return self.worst_error <= self.tolerance
 
     def __str__(self) -> str:
-        name = max(self.errors, key=lambda key: self.errors[key])
+        name = max(self.errors, key=self._scaled)
         mesh = ", ".join(f"{dim} {degree}" for dim, degree in self.mesh.items())
         return (
             f"{len(self.errors)} values compared on {mesh}: "
@@ -79,9 +106,9 @@ class Equivalence:
 
 
 def run_model(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> SingleDeviceRun:
-    """Capture a model without dropout, and run it in float64 on one device.
+    """Capture a model, and run it in float64 on one device. Dropout of fused attention is off.
 
-    Raises `InputError` if the model is on meta or draws random numbers, and `CaptureError` if it cannot be captured.
+    Raises `InputError` if the model is on meta, and `CaptureError` if it cannot be captured.
     """
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise InputError("the model is on meta, so it has no weights to compute with; build it on CPU")
@@ -93,26 +120,37 @@ def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -
     """Run a captured float64 program on one device, with the weights of `model`.
 
     Inputs that are no tensors, such as flags, are constants of the program and are left out. Raises `InputError` if the
-    loss depends on no parameter.
+    loss depends on no trained parameter.
     """
     every = {name: p.detach().cpu().double().clone() for name, p in model.named_parameters()}
     whole = packed_source(program, lambda name: every[name])
     parameters = {name: whole(name).detach().clone().requires_grad_() for name in program.parameters}
     buffers = {name: _float64(buffer) for name, buffer in model.named_buffers()}
     own_inputs = {name: _float64(value) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    values = run_reference(program, parameters, own_inputs, buffers)
-    if not values[program.loss].requires_grad:
-        raise InputError("the loss depends on no parameter, so there is no gradient to compare; check what it returns")
-    values[program.loss].backward()
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    found = values_of(program, parameters, own_inputs, buffers)
     return SingleDeviceRun(
         program=program,
         parameters=parameters,
         inputs=own_inputs,
         buffers=buffers,
-        loss=values[program.loss].detach(),
-        gradients=gradients,
+        loss=found.losses[0],
+        gradients=found.gradients,
+        outputs=found.outputs,
+        updates=found.buffers,
+    )
+
+
+def values_of(program: Program, parameters: Tensors, inputs: Tensors, buffers: Tensors) -> Steps:
+    """Loss, gradients, outputs and new values of buffers on one device."""
+    values = run_reference(program, parameters, inputs, buffers, streams=on_one_device())
+    if not values[program.loss].requires_grad:
+        raise no_gradient(program)
+    values[program.loss].backward()
+    return Steps(
+        losses=[values[program.loss].detach()],
+        gradients={name: p.grad for name, p in parameters.items() if p.grad is not None},
         outputs={key: values[name].detach() for key, name in program.outputs.items()},
+        buffers={buffer: values[name].detach() for buffer, name in program.updates.items()},
     )
 
 
@@ -129,13 +167,33 @@ def run_labels(run: SingleDeviceRun, labels: Sequence[BlockLabels], mesh: Mesh, 
 
 
 def compare_runs(run: SingleDeviceRun, outcome: Outcome, mesh: Mesh, tolerance: float = TOLERANCE) -> Equivalence:
-    """The errors of loss, outputs, every gradient, and copies that must be equal."""
-    scale, missing = rms(run.gradients.values()), torch.full((), float("nan"))
-    errors = {"loss": error(outcome.loss, run.loss, 0.0), "equal copies": outcome.disagreement}
-    for name, reference in run.outputs.items():
-        errors[f"output {name}"] = error(outcome.outputs.get(name, missing), reference, 0.0)
-    for name in {**run.gradients, **outcome.gradients}:
-        found, reference = outcome.gradients.get(name, missing), run.gradients.get(name, missing)
-        errors[f"gradient {name}"] = error(found, reference, scale)
-    finite = {name: float("inf") if value != value else value for name, value in errors.items()}
-    return Equivalence(mesh=mesh.as_dict(), errors=finite, tolerance=tolerance)
+    """The errors of loss, outputs, every gradient, new values of buffers, and copies that must be equal.
+
+    Noise is measured only if a tensor is above the tolerance.
+    """
+    reference = _by_label(run.loss, run.outputs, run.gradients, run.updates)
+    found = _by_label(outcome.loss, outcome.outputs, outcome.gradients, outcome.updates)
+
+    def compare(moved: Sequence[Steps]) -> dict[str, Measured]:
+        errors = measured(found, reference, [_by_label(m.losses[0], m.outputs, m.gradients, m.buffers) for m in moved])
+        return errors | {name: Measured(error=inf) for name in found if name not in reference}
+
+    def may_change(errors: Mapping[str, Measured], num_runs: int) -> bool:
+        failed = [(m.error, m.limit(tolerance)) for m in errors.values() if not m.passes(tolerance)]
+        return is_open(failed, num_runs)
+
+    errors = run.noise.verdict(compare, may_change)
+    values = {name: inf if m.error != m.error else m.error for name, m in errors.items()}
+    return Equivalence(
+        mesh=mesh.as_dict(),
+        errors={"loss": values.pop("loss"), "equal copies": outcome.disagreement, **values},
+        tolerance=tolerance,
+        limits={name: m.limit(tolerance) for name, m in errors.items() if m.limit(tolerance) > tolerance},
+    )
+
+
+def _by_label(loss: torch.Tensor, outputs: Tensors, gradients: Tensors, updates: Tensors) -> dict[str, torch.Tensor]:
+    """The values of a run by their names in an `Equivalence`."""
+    found = {"loss": loss} | {f"output {name}": value for name, value in outputs.items()}
+    found |= {f"gradient {name}": value for name, value in gradients.items()}
+    return found | {f"buffer {name}": value for name, value in updates.items()}

@@ -23,9 +23,9 @@ from autopar.runtime.codegen.execute import (
     module_attributes,
     run_calls,
 )
-from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import make_mesh
 from autopar.runtime.parameters.shards import all_shards, assemble
+from autopar.runtime.verify.shared_draws import SharedDraws
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,7 +67,7 @@ def run_in_one_process(
     blocks = generated or generate_all(program, analysis, labels, mesh, **options)
     with private.one_process_ranks(mesh.size):
         ranks = make_mesh(mesh)
-        streams = Streams(ranks.dims, seed=0, device=torch.device("cpu"))
+        streams = SharedDraws(mesh, ranks.dims)
         modules = [graph_module(g.graph, "Generated", module_attributes(g, ranks, streams)) for g in blocks]
         values: dict[str, Any] = {}
         for name, kinds in types.items():

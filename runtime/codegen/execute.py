@@ -8,7 +8,9 @@ from torch import fx
 
 from autopar.capture.passes.constants import on_device
 from autopar.ir.program import CallSite, Constants, Program
+from autopar.ir.sharding import Dims, Mesh
 from autopar.lowering.local_graph import LocalGraph
+from autopar.lowering.randomness import bind_streams, draws
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 
@@ -26,12 +28,27 @@ def graph_module(graph: fx.Graph, name: str, attributes: Mapping[str, Any] | Non
 def module_attributes(generated: LocalGraph, ranks: RankMesh, streams: Streams) -> dict[str, Any]:
     """What a generated graph reads from its module: mesh dimensions and random streams."""
     dims: dict[str, Any] = {name: ranks.dims[name] for name in generated.mesh_dims}
-    return dims | {name: streams.of(names) for name, names in generated.streams.items()}
+    return dims | {name: streams.of(use) for name, use in generated.streams.items()}
 
 
-def captured_modules(program: Program, device: str = "cpu") -> tuple[fx.GraphModule, ...]:
-    """The captured blocks as they are: the single-device reference."""
-    return tuple(graph_module(_with_device(block.graph, device), "Captured") for block in program.blocks)
+def captured_modules(
+    program: Program, device: str = "cpu", streams: Streams | None = None
+) -> tuple[fx.GraphModule, ...]:
+    """The captured blocks as they are: the single-device reference. Random operators draw from `streams`, if given."""
+    return tuple(_captured(block.graph, device, streams) for block in program.blocks)
+
+
+def _captured(captured: fx.Graph, device: str, streams: Streams | None) -> fx.GraphModule:
+    graph = _with_device(captured, device)
+    if streams is None:
+        return graph_module(graph, "Captured")
+    dims = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and draws(node):
+            node.meta["types"] = ()
+            dims[node.name] = Dims.plain(node.meta["info"].shape)
+    uses = bind_streams(graph, Mesh.of(), dims)
+    return graph_module(graph, "Captured", {name: streams.of(use) for name, use in uses.items()})
 
 
 def _with_device(graph: fx.Graph, device: str) -> fx.Graph:
@@ -82,13 +99,20 @@ def run_reference(
     inputs: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     device: str = "cpu",
+    streams: Streams | None = None,
 ) -> dict[str, Any]:
     """All values of the captured program on one device; the loss is `values[program.loss]`.
 
-    New values of buffers are under the names in `program.updates`.
+    New values of buffers are under the names in `program.updates`. Random operators draw from `streams`, if given.
     """
-    modules = captured_modules(program, device)
+    modules = captured_modules(program, device, streams)
     state = {name: buffers[name] for name in program.updates}
     values: dict[str, Any] = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, device)}
-    run_calls(program.calls, lambda _, call: modules[call.block], values, lambda call: call.results)
+
+    def function_of(index: int, call: CallSite) -> BlockFunction:
+        if streams is not None:
+            streams.begin(0, 0, index)
+        return modules[call.block]
+
+    run_calls(program.calls, function_of, values, lambda call: call.results)
     return values

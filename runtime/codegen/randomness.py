@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autopar._torch import private
+from autopar.lowering.randomness import StreamUse
 from autopar.runtime.distributed.mesh import MeshDim
 
 
@@ -71,9 +72,9 @@ class Streams:
         self._made: dict[tuple[str, ...], RandomStream] = {}
         self.training = True
 
-    def of(self, names: Sequence[str]) -> RandomStream:
-        """The stream of values that the named mesh dimensions split."""
-        key = tuple(names)
+    def of(self, use: StreamUse) -> RandomStream:
+        """The stream of values that the same mesh dimensions split."""
+        key = use.mesh_dims
         if key not in self._made:
             self._made[key] = RandomStream([self._dims[n] for n in key], self._seed, self._device)
         return self._made[key]

@@ -39,6 +39,8 @@ class ParallelModel(RunningModel):
         seed: The seed of dropout and other random operators.
         replan: A function that captures the model for another shape or mode. Without it only the plan's shapes run.
         buffers: A function from a buffer's name to its whole tensor; `source` by default.
+        streams: A function from this rank's mesh to the streams of random numbers. Verification draws the same numbers
+            under every plan.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))

@@ -14,7 +14,7 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place
-from autopar.runtime.distributed.mesh import training_mesh
+from autopar.runtime.distributed.mesh import RankMesh, training_mesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.inputs import (
@@ -46,9 +46,11 @@ class RunningModel(ShardedModel):
         seed: int = 0,
         replan: Replan | None = None,
         buffers: Callable[[str], torch.Tensor] | None = None,
+        streams: Callable[[RankMesh], Streams] | None = None,
     ) -> None:
         mesh = training_mesh(plan.degrees, device.type)
-        super().__init__(program, plan, mesh, source, device, Streams(mesh.dims, seed, device), buffers or source)
+        drawing = Streams(mesh.dims, seed, device) if streams is None else streams(mesh)
+        super().__init__(program, plan, mesh, source, device, drawing, buffers or source)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
         self._step = 0

@@ -1,28 +1,34 @@
 """`verify`: the same seeded steps on one device and in parallel, compared tensor by tensor."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError, VerificationError
-from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
-from autopar.runtime.codegen.passes.evaluation import use_running_statistics
-from autopar.runtime.codegen.passes.without_dropout import without_dropout
+from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.checkpoint_state import FlatShards
-from autopar.runtime.parameters.packed import by_model_parameter, complete_gradients, join_packed, packed_source
-from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity, error, rms, weight_error, worst
+from autopar.runtime.parameters.packed import by_model_parameter
+from autopar.runtime.verify.error_metrics import (
+    NOISE_FACTOR,
+    TOLERANCES,
+    Quantity,
+    Tensors,
+    is_open,
+    measured,
+    measured_weights,
+    worst,
+)
 from autopar.runtime.verify.float64_program import promoted
-
-LEARNING_RATE = 1e-3
-MAX_NORM = 1.0
+from autopar.runtime.verify.noise import Noise
+from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Steps
+from autopar.runtime.verify.shared_draws import SharedDraws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,84 +50,8 @@ class Report:
             "world_size": self.plan.degrees.world_size,
             "plan": self.plan.to_dict(),
             "quantities": [q.to_dict() for q in self.quantities],
+            "notes": list(self.notes),
         }
-
-
-@dataclass(slots=True)
-class Steps:
-    """The results of several steps: all compared values."""
-
-    losses: list[torch.Tensor] = field(default_factory=list)
-    norms: list[torch.Tensor] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def reference_steps(
-    program: Program, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]], degrees: Degrees
-) -> Steps:
-    """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
-    averages = program.loss_reduction == "mean" or degrees.per_micro_batch
-    source = packed_source(program, source)
-    parameters = {
-        name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
-        for name, info in program.every_parameter.items()
-    }
-    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
-    literal = [n.meta.get("literal") for n in program.constants.graph.nodes if n.op == "placeholder"]
-    buffers = {
-        name: source(name).to(infos[i].dtype) for i, name in enumerate(program.constants.buffers) if literal[i] is None
-    }
-    state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
-    constants = constant_values(program.constants, buffers, "cpu")
-    modules, evaluating = captured_modules(program), captured_modules(program)
-    for module in evaluating:
-        use_running_statistics(module.graph)
-        module.recompile()
-    main = [c for c in program.calls if c.phase == "main"]
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LEARNING_RATE)
-    found = Steps()
-    for step, batch in enumerate(data):
-        pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
-        denominators = []
-        for piece in pieces:
-            values: dict[str, Any] = {**parameters, **state, **constants, **piece}
-            run_calls(
-                [c for c in program.calls if c.phase == "denominator"],
-                lambda _, c: modules[c.block],
-                values,
-                lambda c: c.results,
-            )
-            denominators.append(values[program.denominator] if program.denominator else None)
-        total, before = torch.zeros((), dtype=torch.float64), state
-        for piece, own in zip(pieces, denominators, strict=True):
-            values = {**parameters, **state, **constants, **piece}
-            if program.denominator:
-                every = torch.stack([d for d in denominators if d is not None])
-                values[program.denominator] = own if degrees.per_micro_batch else every.sum(0)
-            run_calls(main, lambda _, c: modules[c.block], values, lambda c: c.results)
-            loss = values[program.loss] / (len(pieces) if averages else 1)
-            loss.backward()
-            total = total + loss.detach()
-            state = {name: values[update].detach() for name, update in program.updates.items()}
-        complete_gradients(program, parameters)
-        if step == 0:
-            if program.updates:  # the outputs are computed in evaluation mode
-                given = {program.denominator: values[program.denominator]} if program.denominator else {}
-                values = {**parameters, **before, **constants, **pieces[-1], **given}
-                run_calls(main, lambda _, c: evaluating[c.block], values, lambda c: c.results)
-            found.outputs = {k: values[n].detach() for k, n in program.outputs.items()}
-            gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
-            found.gradients = join_packed(program, gradients)
-        found.losses.append(total)
-        found.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
-    found.weights = join_packed(program, {n: p.detach() for n, p in parameters.items()})
-    found.buffers = state
-    return found
 
 
 def this_ranks_part(
@@ -151,7 +81,8 @@ def parallel_steps(
     program: Program, plan: Plan, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]]
 ) -> Steps:
     """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors."""
-    model = ParallelModel(program, plan, source, torch.device("cpu"))
+    streams = lambda mesh: SharedDraws(plan.mesh, mesh.dims)  # noqa: E731
+    model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     coordinate = model.rank_mesh.dims["dp"].coordinate
     found = Steps()
@@ -189,35 +120,65 @@ def merge_stages(parts: Sequence[Steps]) -> Steps:
 
 
 def compare_steps(
-    reference: Steps, found: Steps, tolerance: float, steps: int
+    reference: Steps, found: Steps, tolerance: float, moved: Sequence[Steps] = ()
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """Quantities by the error measure, and notes on the weights that were compared by reach."""
-    scale = rms(reference.gradients.values())
-    losses = {
-        f"step {i}": error(b, a, 0.0) for i, (a, b) in enumerate(zip(reference.losses, found.losses, strict=True))
-    }
-    norms = {f"step {i}": error(b, a, 0.0) for i, (a, b) in enumerate(zip(reference.norms, found.norms, strict=True))}
-    missing = torch.full((), float("nan"))
-    outputs = {k: error(found.outputs.get(k, missing), v, 0.0) for k, v in reference.outputs.items()}
-    gradients = {k: error(found.gradients.get(k, missing), v, scale) for k, v in reference.gradients.items()}
-    weights, by_reach = {}, 0
-    for name, value in reference.weights.items():
-        grad = reference.gradients.get(name)
-        reach = 2 * LEARNING_RATE * steps
-        weights[name], count = weight_error(found.weights.get(name, missing), value, grad, scale, reach)
-        by_reach += count
-    notes = (f"{by_reach} weights whose gradient is zero up to rounding were compared by lr·steps",) if by_reach else ()
-    buffers = {n: error(found.buffers[n], v, 0.0) for n, v in reference.buffers.items() if n in found.buffers}
+    """Quantities by the error measure, and notes. `moved` are runs in which only rounding is different."""
+    weights, by_reach = measured_weights(
+        found.weights,
+        reference.weights,
+        [run.weights for run in moved],
+        reference.gradients,
+        [run.gradients for run in moved],
+        reach=2 * LEARNING_RATE * len(reference.losses),
+    )
+
+    def compared(name: str, values: Callable[[Steps], Tensors]) -> Quantity:
+        return worst(name, measured(values(found), values(reference), [values(run) for run in moved]), tolerance)
+
     quantities = [
-        worst("loss", losses, tolerance),
-        worst("outputs", outputs, tolerance),
-        worst("gradients", gradients, tolerance),
-        worst("clip norm", norms, tolerance),
+        compared("loss", lambda steps: _numbered(steps.losses)),
+        compared("outputs", lambda steps: steps.outputs),
+        compared("gradients", lambda steps: steps.gradients),
+        compared("clip norm", lambda steps: _numbered(steps.norms)),
         worst("parameters after AdamW", weights, tolerance),
     ]
-    if buffers:
-        quantities.append(worst("buffers changed in forward", buffers, tolerance))
+    if found.buffers:  # buffers of the state dict
+        held = found.buffers.keys()
+        changed = lambda steps: {name: value for name, value in steps.buffers.items() if name in held}  # noqa: E731
+        quantities.append(compared("buffers changed in forward", changed))
+    notes = tuple(notes_on_noise(quantities))
+    if by_reach:
+        notes += (f"{by_reach} weights have a gradient that is only rounding, and were compared by lr·steps",)
     return tuple(quantities), notes
+
+
+def compare_with_noise(
+    reference: Steps, found: Steps, tolerance: float, noise: Noise
+) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
+    """`compare_steps` with measured noise. Noise is measured only if a tensor is above the tolerance."""
+    return noise.verdict(
+        lambda moved: compare_steps(reference, found, tolerance, moved),
+        lambda found, runs: may_be_noise(found[0], runs),
+    )
+
+
+def may_be_noise(quantities: Iterable[Quantity], num_runs: int) -> bool:
+    """Whether another noise run can change the verdict."""
+    return is_open([(q.max_error, q.limit) for q in quantities if not q.passed], num_runs)
+
+
+def notes_on_noise(quantities: Iterable[Quantity]) -> Iterator[str]:
+    """One sentence for each quantity with tensors that passed because of their measured noise."""
+    for q in quantities:
+        if q.num_noisy:
+            yield (
+                f"{q.name}: {q.num_noisy} above the tolerance, within {NOISE_FACTOR} × their measured noise on one "
+                f"device (largest {q.largest_noise:.1e}, of {q.noisiest})"
+            )
+
+
+def _numbered(values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"step {i}": value for i, value in enumerate(values)}
 
 
 def check_dtype(dtype: str) -> torch.dtype:
@@ -229,6 +190,6 @@ def check_dtype(dtype: str) -> torch.dtype:
 
 
 def in_dtype(program: Program, dtype: str) -> Program:
-    """The program to verify: promoted for float64, as captured otherwise; dropout is off."""
-    quiet, _ = without_dropout(program)
+    """The program to verify: promoted for float64, as captured otherwise; dropout of attention is off."""
+    quiet, _ = without_attention_dropout(program)
     return promoted(quiet) if dtype == "float64" else quiet

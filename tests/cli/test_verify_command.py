@@ -35,14 +35,14 @@ def test_verify_passes_and_says_where_the_worst_is(plan_of_two: Path) -> None:
     result = run("verify", "llama3-8b", "--world-size", "2", "--plan", str(plan_of_two), *sizes)
     assert result.returncode == 0, result.stderr
     report: dict[str, Any] = json.loads(result.stdout)
-    assert set(report) == {"passed", "world_size", "plan", "quantities"}
+    assert set(report) == {"passed", "world_size", "plan", "quantities", "notes"}
     assert (report["passed"], report["world_size"]) == (True, 2)
     assert report["plan"] == json.loads(plan_of_two.read_text())
     names = {quantity["name"] for quantity in report["quantities"]}
     assert {"loss", "outputs", "gradients", "clip norm", "parameters after AdamW"} <= names
     for quantity in report["quantities"]:
-        assert set(quantity) == {"name", "max_error", "where", "tolerance", "passed"}
-        assert quantity["passed"] and 0 <= quantity["max_error"] <= quantity["tolerance"]
+        assert set(quantity) >= {"name", "max_error", "where", "tolerance", "limit", "passed"}
+        assert quantity["passed"] and 0 <= quantity["max_error"] <= quantity["limit"]
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -52,7 +52,8 @@ def test_table_and_exit_status(monkeypatch: pytest.MonkeyPatch, plan_of_two: Pat
     from autopar.runtime.verify.verify import Report
 
     def instead(spec: str, **options: Any) -> Report:
-        worst = Quantity(name="gradients", max_error=1e-12 if passed else 0.5, where="lm_head.weight", tolerance=1e-9)
+        found = 1e-12 if passed else 0.5
+        worst = Quantity(name="gradients", max_error=found, where="lm_head.weight", tolerance=1e-9, limit=1e-9)
         return Report(plan=Plan.load(plan_of_two), quantities=(worst,))
 
     monkeypatch.setattr(autopar.commands.verify, "verify", instead)

@@ -29,7 +29,9 @@ def verified(spec: str, worlds: Worlds, batch: int, *, layers: int = 4, **wish: 
             spec, world_size=size, degrees=wish, layers=layers, hidden=64, seq_len=16, batch=batch, ranks=worlds(size)
         )
     errors = {q.name: (q.max_error, q.where) for q in report.quantities}
-    assert report.passed and max(q.max_error for q in report.quantities if "captured" not in q.name) < TOLERANCE, errors
+    assert report.passed and max(q.scaled_error for q in report.quantities if "captured" not in q.name) < TOLERANCE, (
+        errors
+    )
     return report
 
 

@@ -16,7 +16,7 @@ QUANTITIES = ("loss", "outputs", "gradients", "clip norm", "parameters after Ada
 
 
 def errors(report: Report) -> dict[str, float]:
-    return {q.name: q.max_error for q in report.quantities}
+    return {q.name: q.scaled_error for q in report.quantities}
 
 
 def check(spec: str, ranks: Ranks, tolerance: float = 1e-9, dtype: str = "float64", **wish: Any) -> Report:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from equivalence import TOLERANCE, Case, case_of, run, worst
+from floored_error import floored_error, rms
 from program_source import Source
 
 from autopar.capture.export.export import named_outputs
@@ -15,7 +16,6 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.packed import join_packed
-from autopar.runtime.verify.error_metrics import error, rms
 from autopar.search.labels.solve import label
 from autopar.testing.random_labels import random_labels
 
@@ -42,8 +42,8 @@ def check_program(source: Source, rng: random.Random) -> Checked:
     scale = rms(gradients.values())
     captured = join_packed(case.program, case.gradients)  # a packed linear is captured in pieces
     assert gradients.keys() == captured.keys(), source
-    apart = [error(captured[name], grad, scale) for name, grad in gradients.items()]
-    assert max(error(case.loss, loss, 0.0), *apart) < TOLERANCE, f"the captured program differs\n{source!r}"
+    apart = [floored_error(captured[name], grad, scale) for name, grad in gradients.items()]
+    assert max(floored_error(case.loss, loss, 0.0), *apart) < TOLERANCE, f"the captured program differs\n{source!r}"
     equal = refused = 0
     meshes = rng.choice((LINES, PLANES))
     mesh = rng.choice([m for m in meshes if source.batch % m.as_dict().get("dp", 1) == 0])
@@ -79,7 +79,7 @@ def ill_conditioned(source: Source) -> bool:
     _, gradients = unmodified(source)
     _, moved = unmodified(source, relative=torch.finfo(torch.float64).eps)
     scale = rms(gradients.values())
-    return max(error(moved[name], grad, scale) for name, grad in gradients.items()) > TOLERANCE / 10
+    return max(floored_error(moved[name], grad, scale) for name, grad in gradients.items()) > TOLERANCE / 10
 
 
 def labellings(case: Case, mesh: Mesh, seed: int) -> Iterator[tuple[str, tuple[BlockLabels, ...] | None]]:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from floored_error import floored_error, rms
 from program_draws import KINDS, draw_source
 from program_source import Source
 from random_meshes import ill_conditioned, unmodified
@@ -19,7 +20,6 @@ from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import label_plan
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.verify.error_metrics import error, rms
 
 TOLERANCE = 1e-9
 WISHES = (
@@ -74,8 +74,8 @@ def test_gloo_ranks_equal_the_unmodified_module(
 def compare(step: Step, source: Source, what: str) -> None:
     loss, gradients = unmodified(source)
     found_loss, found = step
-    assert error(found_loss, loss, 0.0) <= TOLERANCE, f"{what}: loss {found_loss}, expected {loss}\n{source!r}"
+    assert floored_error(found_loss, loss, 0.0) <= TOLERANCE, f"{what}: loss {found_loss}, expected {loss}\n{source!r}"
     scale = rms(gradients.values())
     assert found.keys() == gradients.keys(), f"{what}\n{source!r}"
-    errors = {name: error(found[name], grad, scale) for name, grad in gradients.items()}
+    errors = {name: floored_error(found[name], grad, scale) for name, grad in gradients.items()}
     assert max(errors.values()) <= TOLERANCE, f"{what}: {errors}\n{source!r}"

@@ -103,5 +103,5 @@ def test_sparse_gradients_of_a_table_are_dense(bag: bool) -> None:
 
 def test_a_loss_without_parameters_has_no_gradient_to_compare() -> None:
     model = nn.Sequential(nn.Tanh())
-    with pytest.raises(InputError, match="depends on no parameter"):
+    with pytest.raises(InputError, match="depends on no trained parameter"):
         check_equivalence(model, (X, X), loss_fn=nn.functional.mse_loss, tp=2)

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from data_models import Tokens, rows, tokens
+from floored_error import floored_error, rms
 from shared_captures import captured_by_first_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from autopar.api import parallelize
 from autopar.errors import AutoparError
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.shape_cache import MAX_SHAPES
-from autopar.runtime.verify.error_metrics import error, rms
 
 LENGTH = 8
 Batch = dict[str, torch.Tensor]
@@ -52,7 +52,7 @@ def gradient_error(parallel: ParallelModel, reference: nn.Module) -> float:
     if not any(g.numel() for g in expected.values()):
         return 0.0  # this rank's stages train nothing
     scale = rms(g for g in expected.values() if g.numel())
-    return largest(error(found[n], g, scale) for n, g in expected.items() if g.numel())
+    return largest(floored_error(found[n], g, scale) for n, g in expected.items() if g.numel())
 
 
 def on_any_rank(names: Iterable[str]) -> set[str]:
@@ -89,7 +89,7 @@ def training(
         loss = reference(**every)["loss"]
         loss.backward()
         found = parallel.forward_backward(own)
-        worst["loss"] = largest((worst["loss"], error(found, loss.detach(), 0.0)))
+        worst["loss"] = largest((worst["loss"], floored_error(found, loss.detach(), 0.0)))
         worst["gradients"] = largest((worst["gradients"], gradient_error(parallel, reference)))
         for optimizer, model in ((ours, parallel), (theirs, reference)):
             optimizer.step()
@@ -98,7 +98,7 @@ def training(
     assert on_any_rank(weights) == reference.state_dict().keys()
     pairs = [(weights[n], v) for n, v in reference.state_dict().items() if n in weights]
     assert all(a.shape == b.shape for a, b in pairs)
-    worst["weights"] = largest(error(a, b, 0.0) for a, b in pairs if b.numel())
+    worst["weights"] = largest(floored_error(a, b, 0.0) for a, b in pairs if b.numel())
     return worst
 
 
@@ -168,7 +168,7 @@ def per_micro_batch(rank: int, world_size: int, wish: Mapping[str, Any]) -> tupl
         loss = torch.stack(losses).mean()
         assert abs(loss.item() - reference(**every)["loss"].item()) > 1e-4
         loss.backward()
-        worst["loss"] = largest((worst["loss"], error(parallel.forward_backward(own), loss.detach(), 0.0)))
+        worst["loss"] = largest((worst["loss"], floored_error(parallel.forward_backward(own), loss.detach(), 0.0)))
         worst["gradients"] = largest((worst["gradients"], gradient_error(parallel, reference)))
         parallel.zero_grad()
         reference.zero_grad()
@@ -215,13 +215,13 @@ def evaluations(rank: int, world_size: int, wish: Mapping[str, Any], **options: 
         counts = counts[: parallel.plan.degrees.dp]
         own, every = own_rows(parallel, counts, length, 3)
         found, expected = parallel.evaluate(own), reference(**every)
-        errors = [error(found["loss"], expected["loss"].detach(), 0.0)]
+        errors = [floored_error(found["loss"], expected["loss"].detach(), 0.0)]
         if len(set(counts)) == 1 and "logits" not in found:
             assert parallel.plan.degrees.pp > 1  # another stage's
         elif len(set(counts)) == 1:
             logits: Any = found["logits"]
             logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-            errors.append(error(logits, expected["logits"].detach(), 0.0))
+            errors.append(floored_error(logits, expected["logits"].detach(), 0.0))
         else:
             assert found.keys() == {"loss"}
         worst[name] = largest(errors)
@@ -237,7 +237,7 @@ def evaluations(rank: int, world_size: int, wish: Mapping[str, Any], **options: 
     parallel.eval()
     own, every = own_rows(parallel, (2, 2)[: parallel.plan.degrees.dp], LENGTH, 5)
     reference(**every)["loss"].backward()
-    worst["step in eval mode"] = error(parallel.forward_backward(own), reference(**every)["loss"].detach(), 0.0)
+    worst["step in eval mode"] = floored_error(parallel.forward_backward(own), reference(**every)["loss"].detach(), 0.0)
     worst["gradients in eval mode"] = gradient_error(parallel, reference)
     return worst
 

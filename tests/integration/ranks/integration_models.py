@@ -185,6 +185,36 @@ class Noisy(torch.nn.Module):
         return (y + torch.randn_like(y)).square().mean()
 
 
+class DrawingLayer(torch.nn.Module):
+    """Dropout, stochastic depth and noise."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.dropout(torch.tanh(self.up(x)), 0.2, self.training)
+        keep = x.new_empty((x.shape[0], 1)).bernoulli_(0.8) / 0.8
+        return x + keep * self.down(inner + 0.1 * torch.randn_like(inner))
+
+
+class Drawing(torch.nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(DrawingLayer(width) for _ in range(4))
+        self.head = torch.nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out.square().mean()
+
+
+def drawing() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return Drawing(), {"x": torch.zeros(4, 12)}
+
+
 def noisy() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return Noisy(), {"x": torch.zeros(4, 12)}
 

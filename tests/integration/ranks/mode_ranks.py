@@ -48,7 +48,7 @@ def step(parallel: ParallelModel, reference: nn.Module, batch: Batch) -> float:
     loss.backward()
     worst = largest(
         (
-            error(parallel.forward_backward(own_part(parallel, batch)), loss.detach(), 0.0),
+            error(parallel.forward_backward(own_part(parallel, batch)), loss.detach()),
             gradient_error(parallel, reference),
         )
     )
@@ -68,10 +68,10 @@ def evaluation(parallel: ParallelModel, reference: nn.Module, batch: Batch, outp
     parallel.train()
     reference.train()
     if output not in found and parallel.plan.degrees.pp > 1:  # another stage's
-        return error(found["loss"], expected["loss"], 0.0)
+        return error(found["loss"], expected["loss"])
     value: Any = found[output]
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return largest((error(found["loss"], expected["loss"], 0.0), error(value, expected[output], 0.0)))
+    return largest((error(found["loss"], expected["loss"]), error(value, expected[output])))
 
 
 def with_batch_norm(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, float]:
@@ -84,7 +84,7 @@ def with_batch_norm(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict
     found["step after it"] = step(parallel, model, pictures(8, 5))
     state, expected = whole(parallel), model.state_dict()
     assert on_any_rank(state) == expected.keys()
-    found["state"] = largest(error(value, expected[name], 0.0) for name, value in state.items())
+    found["state"] = largest(error(value, expected[name]) for name, value in state.items())
     return found
 
 

@@ -7,7 +7,7 @@ from equivalence import case_of, labelled, run
 from tiny_models import randomise
 from torch import fx, nn
 
-from autopar.ir.sharding import I, Mesh, S
+from autopar.ir.sharding import Dims, I, Mesh, S
 from autopar.lowering.randomness import attention_with_dropout, bind_streams, drawn, dropout
 from autopar.runtime.codegen.randomness import RandomStream
 
@@ -136,7 +136,11 @@ def test_every_random_operator_of_a_graph_is_bound_to_the_dimensions_that_split_
     ]
     graph.output(tuple(calls))
     for node, types in zip(calls, [(I, S(1)), (S(0), S(1)), (I, I), (I, I)], strict=True):
-        node.meta["types"] = types
-    streams = bind_streams(graph, Mesh.of(dp=2, tp=2))
-    assert streams == {"random_tp": ("tp",), "random_dp_tp": ("dp", "tp"), "random": ()}
+        node.meta |= {"types": types, "key": f"key of {node.name}"}
+    dims = {node.name: Dims.plain((4, 4)) for node in calls}
+    streams = bind_streams(graph, Mesh.of(dp=2, tp=2), dims)
+    split = {name: use.mesh_dims for name, use in streams.items()}
+    assert split == {"random_tp": ("tp",), "random_dp_tp": ("dp", "tp"), "random": ()}
+    (draw,) = streams["random_tp"].draws
+    assert (draw.key, draw.types, draw.dims.shape) == ("key of dropout_default", (I, S(1)), (4, 4))
     assert [n.target for n in calls] == [dropout, drawn, drawn, aten.dropout.default]

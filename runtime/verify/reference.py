@@ -1,0 +1,154 @@
+"""The reference of `verify`: seeded steps of the captured program on one device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import InputError
+from autopar.ir.degrees import Degrees
+from autopar.ir.program import CallSite, Program
+from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
+from autopar.runtime.codegen.passes.evaluation import use_running_statistics
+from autopar.runtime.model.inputs import split_micro_batches
+from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
+from autopar.runtime.verify.shared_draws import on_one_device
+
+LEARNING_RATE = 1e-3
+MAX_NORM = 1.0
+Source = Callable[[str], torch.Tensor]
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Steps:
+    """The results of several steps: all compared values."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    norms: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Reference:
+    """The captured program on one device: its blocks, weights and state."""
+
+    def __init__(self, program: Program, source: Source, degrees: Degrees) -> None:
+        self.program, self.degrees = program, degrees
+        source = packed_source(program, source)
+        self.parameters = {
+            name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
+            for name, info in program.every_parameter.items()
+        }
+        infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
+        literal = [n.meta.get("literal") for n in program.constants.graph.nodes if n.op == "placeholder"]
+        held = enumerate(program.constants.buffers)
+        buffers = {name: source(name).to(infos[i].dtype) for i, name in held if literal[i] is None}
+        self.state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
+        self.constants = constant_values(program.constants, buffers, "cpu")
+        self.streams = on_one_device()
+        self.training = captured_modules(program, streams=self.streams)
+        self.evaluating = captured_modules(program, streams=self.streams)
+        for module in self.evaluating:
+            use_running_statistics(module.graph)
+            module.recompile()
+
+    def run(
+        self, phase: str, given: Mapping[str, Any], when: tuple[int, int], *, trains: bool = True
+    ) -> dict[str, Any]:
+        """All values after the calls of one phase, in a step and micro-batch."""
+        values = {**self.parameters, **self.state, **self.constants, **given}
+        modules = self.training if trains else self.evaluating
+        places = [i for i, call in enumerate(self.program.calls) if call.phase == phase]
+
+        def function_of(index: int, call: CallSite) -> fx.GraphModule:
+            self.streams.begin(*when, places[index], training=trains)
+            return modules[call.block]
+
+        run_calls([self.program.calls[i] for i in places], function_of, values, lambda c: c.results)
+        return values
+
+    def denominators(self, pieces: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
+        """The denominator of each micro-batch's loss, by name: the sum over micro-batches, or its own."""
+        name = self.program.denominator
+        if name is None:
+            return [{} for _ in pieces]
+        own = [self.run("denominator", piece, (0, 0))[name] for piece in pieces]
+        if not self.degrees.per_micro_batch:
+            own = [torch.stack(own).sum(0)] * len(own)
+        return [{name: one} for one in own]
+
+    def forward_backward(self, pieces: Sequence[Batch], step: int) -> torch.Tensor:
+        """The loss of a step. Gradients and new values of buffers are kept."""
+        averages = self.program.loss_reduction == "mean" or self.degrees.per_micro_batch
+        total = torch.zeros((), dtype=torch.float64)
+        for index, (piece, denominator) in enumerate(zip(pieces, self.denominators(pieces), strict=True)):
+            values = self.run("main", {**piece, **denominator}, (step, index))
+            loss = values[self.program.loss] / (len(pieces) if averages else 1)
+            if not loss.requires_grad:
+                raise no_gradient(self.program)
+            loss.backward()
+            total = total + loss.detach()
+            self.state = {name: values[update].detach() for name, update in self.program.updates.items()}
+        complete_gradients(self.program, self.parameters)
+        return total
+
+    @torch.no_grad()
+    def outputs(self, pieces: Sequence[Batch]) -> dict[str, torch.Tensor]:
+        """The outputs of the last micro-batch in evaluation mode."""
+        values = self.run("main", {**pieces[-1], **self.denominators(pieces)[-1]}, (0, 0), trains=False)
+        return {key: values[name].detach() for key, name in self.program.outputs.items()}
+
+
+def reference_steps(program: Program, source: Source, data: Sequence[Batch], degrees: Degrees) -> Steps:
+    """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
+    one = _Reference(program, source, degrees)
+    optimizer = torch.optim.AdamW(one.parameters.values(), lr=LEARNING_RATE)
+    found = Steps()
+    for step, batch in enumerate(data):
+        pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
+        if step == 0:
+            found.outputs = one.outputs(pieces)
+        found.losses.append(one.forward_backward(pieces, step))
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in one.parameters.items() if p.grad is not None}
+            found.gradients = join_packed(program, gradients)
+        found.norms.append(torch.nn.utils.clip_grad_norm_(one.parameters.values(), MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = join_packed(program, {n: p.detach() for n, p in one.parameters.items()})
+    found.buffers = one.state
+    return found
+
+
+def no_gradient(program: Program) -> InputError:
+    """The error of a loss that no trained parameter changes."""
+    every = program.every_parameter
+    trained = [name for name, info in every.items() if info.requires_grad]
+    why = f"all {len(every)} parameters are frozen" if not trained else "the loss depends on no trained parameter"
+    which = f", such as {next(iter(every))!r}" if every and not trained else ""
+    return InputError(
+        f"{why}, so there is no gradient to compare; set requires_grad=True on the parameters to train{which}"
+    )
+
+
+def check_reference(reference: Steps) -> None:
+    """Raise `InputError` if the model gives no numbers on one device: then a comparison shows nothing."""
+    for step, (loss, norm) in enumerate(zip(reference.losses, reference.norms, strict=True)):
+        kind = "NaN" if bool(loss.isnan()) else "infinite"
+        if not bool(loss.isfinite()):
+            raise InputError(
+                f"the loss is {kind} on one device too, from step {step} on, so the check would show nothing; run the "
+                "model on one device with inputs and weights that give a finite loss, or verify fewer steps"
+            )
+        if not bool(norm.isfinite()):
+            bad = next((n for n, g in reference.gradients.items() if not bool(g.isfinite().all())), None)
+            whose = f", first of {bad!r}," if bad and step == 0 else ""
+            raise InputError(
+                f"gradients{whose} are NaN or infinite on one device too, in step {step}, so the check would show "
+                "nothing; find the operator with torch.autograd.detect_anomaly() on one device"
+            )

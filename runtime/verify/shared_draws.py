@@ -1,0 +1,126 @@
+"""Random numbers that do not depend on the split, for verification: the same draws on one device and on all ranks.
+
+Every draw makes the whole value, on every rank alike, and a rank keeps its part. A draw is seeded by (seed, step,
+micro-batch, call of a block, key of the operator). Training does not draw so: it would make whole values on every rank.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopar._torch import private
+from autopar._torch.operators import aten
+from autopar.ir.program import Program
+from autopar.ir.sharding import Mesh
+from autopar.lowering.randomness import Draw, StreamUse, draws
+from autopar.rules.families.random import RANDOM
+from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.distributed.mesh import MeshDim
+from autopar.runtime.parameters.shards import coordinates, local_shard
+
+_BERNOULLI = aten.bernoulli.default
+
+
+class SharedStream:
+    """The draws of one block from one stream."""
+
+    def __init__(self, use: StreamUse, mesh: Mesh, dims: Mapping[str, MeshDim], seed: int) -> None:
+        self.use, self.mesh, self.dims, self.seed = use, mesh, dims, seed
+        self.training = True
+        self._when = (0, 0, 0)
+        self._count = 0
+        self._draws = list(use.draws)
+
+    def begin(self, step: int, micro_batch: int, call: int, training: bool) -> None:
+        """What is drawn next is the first draw of a call of a block, in a micro-batch of a step."""
+        self._when, self._count, self.training = (step, micro_batch, call), 0, training
+        self._draws = [draw for draw in self.use.draws if training or not draw.is_dropout]
+
+    def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
+        """This rank's part of a boolean mask, True with probability 1 - `probability`."""
+        draw = self._next()
+        return self._part(draw, x, self._uniform(draw, torch.float64) >= probability)
+
+    def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """This rank's part of what an operator draws."""
+        draw = self._next()
+        if operator is _BERNOULLI:
+            return (self._part(draw, args[0], self._uniform(draw, args[0].dtype)) < args[0]).to(args[0].dtype)
+        if operator in RANDOM:  # draws element by element, whatever its first argument holds
+            like = args[0]
+            whole = torch.empty(draw.dims.shape, dtype=like.dtype, device=like.device)
+            return self._part(draw, like, self._drawn(draw, operator, whole, *args[1:], **kwargs))
+        return self._on_every_rank(draw, operator, args, kwargs)
+
+    def _next(self) -> Draw:
+        self._count += 1
+        return self._draws[self._count - 1]
+
+    def _uniform(self, draw: Draw, dtype: torch.dtype) -> torch.Tensor:
+        return self._drawn(draw, torch.rand, draw.dims.shape, dtype=dtype)
+
+    def _drawn(self, draw: Draw, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A function of torch's default generator, seeded for a draw."""
+        digest = hashlib.sha256(repr((self.seed, self._when, draw.key)).encode()).digest()
+        with torch.random.fork_rng(devices=[]), private.without_ranks():
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            return function(*args, **kwargs)
+
+    def _part(self, draw: Draw, like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a whole value that this rank holds, or that each rank in this process holds."""
+        if private.is_rank_tensor(like):
+            at = list(coordinates(self.mesh))
+            return private.map_ranks(like, lambda rank, _: self._at(draw, whole, at[rank]))
+        if private.in_one_process():
+            parts = [self._at(draw, whole, at) for at in coordinates(self.mesh)]
+            return private.from_ranks(parts)
+        return self._at(draw, whole, tuple(self.dims[name].coordinate for name in self.mesh.names))
+
+    def _at(self, draw: Draw, whole: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
+        return local_shard(whole, draw.dims, draw.types, self.mesh, at)
+
+    def _on_every_rank(
+        self, draw: Draw, operator: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """An operator without a rule: its operands and its result are whole on every rank."""
+        held = next((a for a in args if private.is_rank_tensor(a)), None)
+        if held is None:
+            value = self._drawn(draw, operator, *args, **kwargs)
+            return private.from_ranks([value] * self.mesh.size) if private.in_one_process() else value
+
+        def on_rank(rank: int, _: torch.Tensor) -> torch.Tensor:
+            own = [private.to_ranks(a, self.mesh.size)[rank] if isinstance(a, torch.Tensor) else a for a in args]
+            return self._drawn(draw, operator, *own, **kwargs)
+
+        return private.map_ranks(held, on_rank)
+
+
+class SharedDraws(Streams):
+    """Streams whose numbers do not depend on the split. `mesh` is the mesh of the types of generated code."""
+
+    def __init__(self, mesh: Mesh, dims: Mapping[str, MeshDim], seed: int = 0) -> None:
+        super().__init__(dims, seed, torch.device("cpu"))
+        self.mesh = mesh
+        self._of_blocks: list[SharedStream] = []
+
+    def of(self, use: StreamUse) -> SharedStream:
+        """The draws of one block from one stream."""
+        self._of_blocks.append(SharedStream(use, self.mesh, self._dims, self._seed))
+        return self._of_blocks[-1]
+
+    def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:
+        """Restart every stream for a call of a block in a micro-batch of a step."""
+        for stream in self._of_blocks:
+            stream.begin(step, micro_batch, call, training)
+
+
+def on_one_device(seed: int = 0) -> SharedDraws:
+    """The draws of the reference."""
+    return SharedDraws(Mesh.of(), {}, seed)
+
+
+def draws_anything(program: Program) -> bool:
+    """Whether a program has random operators, dropout included."""
+    return any(node.op == "call_function" and draws(node) for block in program.blocks for node in block.graph.nodes)

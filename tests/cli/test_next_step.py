@@ -1,0 +1,32 @@
+"""`autopar verify` ends every refusal and every difference with one command to try, and the command parses."""
+
+import pytest
+from run import refused
+
+from autopar.cli.next_step import next_after_refusal
+from autopar.errors import AutoparError, CaptureError, InputError, PlanError, RankError
+
+
+@pytest.mark.parametrize(
+    ("error", "wish", "says"),
+    [
+        (PlanError("x"), {"tp": 3}, "autopar verify gpt2 --world-size 4 --dp 4 --batch 1"),
+        (
+            PlanError("x"),
+            {"accumulate": 3, "dp": 4},
+            "autopar verify gpt2 --world-size 4 --dp 4  # without micro-batches",
+        ),
+        (PlanError("x"), {"dp": 4}, "autopar verify gpt2 --world-size 1 --batch 4"),
+        (CaptureError("x"), {"tp": 4, "sequence_parallel": False}, "--tp 4 --no-sequence-parallel --traceback"),
+        (RankError("x"), {"tp": 4}, "autopar verify gpt2 --world-size 1  #"),
+        (InputError("x"), {}, "autopar verify --help"),
+    ],
+)
+def test_a_command_for_each_refusal(error: AutoparError, wish: dict[str, int], says: str) -> None:
+    assert says in next_after_refusal(error, "gpt2", 4, wish)
+
+
+def test_a_refusal_ends_with_the_next_command() -> None:
+    pytest.importorskip("transformers")
+    message = refused("verify", "gpt2", "-n", "4", "--tp", "3")
+    assert "autopar: next: autopar verify gpt2 --world-size 4 --dp 4" in message
