@@ -9,31 +9,71 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar._torch.private import as_exported, pytree, quick_export
+from autopar.capture.export.data_reads import DataReads, Reading
+from autopar.capture.export.failure import capture_error
 from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.flat_graph import Flat
 from autopar.capture.passes.in_place import needs_decomposition
 from autopar.errors import CaptureError
+from autopar.ir.program import Decision
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]  # of (output, target), as torch's losses are
 TARGET = "target"
+DECISION = "decision "  # an output with this prefix is a value that the model read
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """How a trace reads values: the names and values of its tensor inputs, and the order of its keywords."""
+
+    reading: Reading
+    names: tuple[str, ...]
+    values: tuple[torch.Tensor, ...]
+    keywords: tuple[str, ...]
+    decided: list[Decision] = field(default_factory=list)  # an export restores the attributes of a module, but no list
 
 
 class _Outputs(nn.Module):
-    """The model with its output reduced to named tensors. Caches and other objects are dropped."""
+    """The model with its output reduced to named tensors. Caches and other objects are dropped.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+    If it is traced, the values that the model reads are decisions (`DataReads`).
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, *, traced: _Traced | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self._traced = traced
+        self._values = {name: tensor for name, _, tensor in self._own_state()}
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        if self._traced is None:
+            return self._outputs(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, [kwargs[name] for name in self._traced.keywords]))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs = zip(self._traced.names, tensors, self._traced.values, strict=True)
+        given = [(name, "input", tensor, value) for name, tensor, value in inputs]
+        given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
+        with DataReads(self.model, given, self._traced.reading) as reads:
+            found = self._outputs(*args, **kwargs)
+        self._traced.decided[:] = [decision for decision, _ in reads.decided]
+        return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}
+
+    def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            yield name, "parameter", parameter
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            yield name, "buffer", buffer
+
+    def _outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
             return named_outputs(self.model(*args, **kwargs))
         if TARGET in kwargs:
@@ -158,49 +198,42 @@ def input_names(
 def inputs_of_shapes(
     model: nn.Module, example_inputs: Inputs, sizes: Mapping[str, tuple[int, ...]], loss_fn: LossFunction | None = None
 ) -> Inputs:
-    """The example inputs with every tensor replaced by zeros of the shape given for its name."""
+    """The example inputs with every tensor in the shape given for its name."""
     names = iter(input_names(model, example_inputs, loss_fn))  # in the order of the tensors
     return resize_inputs(example_inputs, lambda _: sizes[next(names)])
 
 
-def resize_inputs(example_inputs: Inputs, resize: Any) -> Inputs:
-    """The example inputs with every tensor replaced by a new tensor of zeros of shape `resize(tensor)`."""
-
-    def fresh(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return torch.zeros(resize(leaf), dtype=leaf.dtype, device=leaf.device)
-
-    leaves, spec = pytree.tree_flatten(example_inputs)
-    inputs: Inputs = pytree.tree_unflatten([fresh(leaf) for leaf in leaves], spec)
+def resize_inputs(example_inputs: Inputs, resize: Callable[[torch.Tensor], tuple[int, ...]]) -> Inputs:
+    """The example inputs with every tensor in the shape `resize(tensor)`: its elements are cut, or repeat."""
+    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: _resized(leaf, resize(leaf)), example_inputs)
     return inputs
 
 
-def _where_it_failed(error: BaseException, model: nn.Module) -> str:
-    """The module path and source line of the deepest frame of the user's model in a failed export."""
-    paths = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-    seen: BaseException | None = error
-    best = ""
-    while seen is not None:
-        trace = seen.__traceback__
-        while trace is not None:
-            owner = trace.tb_frame.f_locals.get("self")
-            if id(owner) in paths:
-                code = trace.tb_frame.f_code
-                best = f"module {paths[id(owner)]!r} ({type(owner).__name__}), {code.co_filename}:{trace.tb_lineno}"
-            trace = trace.tb_next
-        seen = seen.__cause__ or seen.__context__
-    return best or f"module {type(model).__name__}"
+def _resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if not tensor.numel():
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    found = tensor.detach()
+    for dim, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if new > old:
+            found = torch.cat([found] * -(-new // old), dim)
+        found = found.narrow(dim, 0, new)
+    return found.clone(memory_format=torch.contiguous_format)
 
 
 def capture_flat(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, training: bool = True
+    model: nn.Module,
+    example_inputs: Inputs,
+    loss_fn: LossFunction | None = None,
+    *,
+    training: bool = True,
+    reading: Reading | None = None,
 ) -> Flat:
     """Trace a model in training or evaluation mode at the given input shapes.
 
     Raises `CaptureError` with the module and source line if the model cannot be exported.
     """
-    exported = _exported(model, example_inputs, loss_fn, training)
+    reading = reading or Reading()
+    exported, decided = _exported(model, example_inputs, loss_fn, training, reading)
     placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
     if needs_decomposition(exported.graph_module, changeable):
@@ -225,29 +258,45 @@ def capture_flat(
             "(transformers models do when `labels` are among the inputs), or pass loss_fn=..., a function of "
             "(output, target)."
         )
-    return Flat(graph=module.graph, placeholders=placeholders, outputs=names, root=module, updates=updates)
+    return Flat(
+        graph=module.graph,
+        placeholders=placeholders,
+        outputs=names,
+        root=module,
+        updates=updates,
+        decisions=tuple(decided),
+    )
 
 
-def _exported(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
+def _exported(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool, reading: Reading
+) -> tuple[Any, list[Decision]]:
     if loss_fn is not None:
         check_loss_fn(model, example_inputs, loss_fn)
     try:
-        return _export(model, example_inputs, loss_fn, training)
+        return _export(model, example_inputs, example_inputs, loss_fn, training, reading)
     except CaptureError:
         raise
     except Exception as error:
         failed = error
-    if all(parameter.is_meta for parameter in model.parameters()):  # meta activations cannot meet inputs on a device
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    if on_meta:  # meta activations cannot meet inputs on a device
         try:
-            return _export(model, _on_meta(example_inputs), loss_fn, training)
+            return _export(model, _on_meta(example_inputs), example_inputs, loss_fn, training, reading)
+        except CaptureError:
+            raise
         except Exception as error:
             failed = error
-    first = str(failed).strip().split("\n")[0][:300]
-    raise CaptureError(
-        f"the model cannot be captured: {_where_it_failed(failed, model)}: {type(failed).__name__}: {first}\n"
-        "Remove data-dependent control flow from this code: use torch.where, or fixed shapes. Give custom operators "
-        "a fake kernel (torch.library.register_fake)."
-    ) from failed
+    if not reading.explains:
+        raise CaptureError("the model cannot be captured at other sizes") from failed
+    given = example_inputs if reading.given is None else reading.given
+    args, kwargs = split_inputs(pytree.tree_map_only(torch.Tensor, torch.clone, _on_meta(given) if on_meta else given))
+
+    def run() -> None:
+        with _without_cache(model, training):
+            _Outputs(model, loss_fn)(*args, **kwargs)
+
+    raise capture_error(failed, model, run, on_meta=on_meta) from failed
 
 
 def run_on_meta(
@@ -260,11 +309,23 @@ def run_on_meta(
         _Outputs(model, loss_fn)(*args, **kwargs)
 
 
-def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
+def _export(
+    model: nn.Module,
+    example_inputs: Inputs,
+    values: Inputs,
+    loss_fn: LossFunction | None,
+    training: bool,
+    reading: Reading,
+) -> tuple[Any, list[Decision]]:
+    """The exported program, and the decisions of the model."""
     args, kwargs = split_inputs(example_inputs)
+    named = tuple(input_names(model, values, loss_fn))
+    tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
+    traced = _Traced(reading, named, tensors, tuple(kwargs))
     with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), quick_export(), _no_collection():
         warnings.simplefilter("ignore")
-        return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
+        exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+    return exported, traced.decided
 
 
 def _on_meta(example_inputs: Inputs) -> Inputs:
