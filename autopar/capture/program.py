@@ -11,8 +11,15 @@ from torch import fx, nn
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
-from autopar.capture.export.data_reads import REMEDY, Reading
-from autopar.capture.export.export import DECISION, Inputs, LossFunction, capture_flat, input_names, resize_inputs
+from autopar.capture.export.data_reads import Reading, refuse_changing
+from autopar.capture.export.export import (
+    DECISION,
+    Inputs,
+    LossFunction,
+    capture_flat,
+    input_names,
+    resize_inputs,
+)
 from autopar.capture.flat_graph import Flat
 from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
@@ -160,13 +167,17 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
     found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
-    program = fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found)
+    fixed = fixed_inputs(asked.model, asked.inputs, asked.loss_fn)
+    program = replace(
+        fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found), fixed=fixed
+    )
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
     else:
         at = wanted[0], others.sequence or first[1]
         twin = fold_program(asked.model, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        twin = replace(twin, fixed=fixed)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
     return Twice(
         program=program,
@@ -189,7 +200,9 @@ def with_same_sequence(twice: Twice, asked: CaptureRequest) -> Twice:
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
     third = fold_program(asked.model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
-    return replace(twice, small=third, small_sizes=others)
+    return replace(
+        twice, small=replace(third, fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn)), small_sizes=others
+    )
 
 
 def _inputs_at(
@@ -285,19 +298,8 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
     split_packings(flat, frozenset(n for n, p in _parameters(model, {}).items() if p.aliases))
     found = replace(flat, updates=(*flat.updates, *updates))
-    _refuse_changing(found)
+    refuse_changing(found.decisions, found.updates)
     return found
-
-
-def _refuse_changing(flat: Flat) -> None:
-    """Raise `CaptureError` if the model read a value of a buffer that its forward pass changes."""
-    for decision in flat.decisions:
-        changed = sorted({*decision.buffers}.intersection(flat.updates))
-        if changed:
-            raise CaptureError(
-                f"the model cannot be captured: {decision.line}: `{decision.code}` reads the buffer {changed[0]!r}, "
-                f"which the forward pass changes; {REMEDY}"
-            )
 
 
 def _small_capture(

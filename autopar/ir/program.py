@@ -149,7 +149,8 @@ class Program:
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` says why they cannot.
     `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
     are constants. `unused` are the model's parameters that no block takes. `decisions` are the values that the model
-    read during capture. `analysis` is the result of `autopar.capture.analysis`; the blocks hold its axes.
+    read during capture. `fixed` are the inputs that are no tensors, as text: constants. `analysis` is the result of
+    `autopar.capture.analysis`; the blocks hold its axes.
     """
 
     blocks: tuple[Block, ...]
@@ -171,6 +172,7 @@ class Program:
     buffers: Mapping[str, StateInfo] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    fixed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     analysis: object = field(default=None, repr=False, compare=False)
 

@@ -187,3 +187,14 @@ def _type_of(device: Any) -> str | None:
     if isinstance(device, Tensor):
         return device.device.type
     return None
+
+
+def refuse_changing(decisions: Iterable[Decision], updates: Iterable[str]) -> None:
+    """Raise `CaptureError` if the model read a value of a buffer that its forward pass changes."""
+    for decision in decisions:
+        changed = sorted({*decision.buffers}.intersection(updates))
+        if changed:
+            raise CaptureError(
+                f"the model cannot be captured: {decision.line}: `{decision.code}` reads the buffer {changed[0]!r}, "
+                f"which the forward pass changes; {REMEDY}"
+            )

@@ -9,7 +9,7 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -19,14 +19,20 @@ from autopar._torch.private import as_exported, pytree, quick_export
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.failure import capture_error
 from autopar.capture.export.index_lists import ListsAsSlices
+from autopar.capture.export.loss_arguments import (
+    arguments_of_loss,
+    check_loss_fn,
+    names_of_loss,
+    num_of_loss,
+)
 from autopar.capture.flat_graph import Flat
+from autopar.capture.input_leaves import fixed_leaves, named_leaves
 from autopar.capture.passes.in_place import needs_decomposition
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision
 
 Inputs = Mapping[str, Any] | Sequence[Any]
-LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]  # of (output, target), as torch's losses are
-TARGET = "target"
+LossFunction = Callable[..., torch.Tensor]  # of (output, target), as torch's losses are, or of other arguments
 DECISION = "decision "  # an output with this prefix is a value that the model read
 
 
@@ -75,13 +81,14 @@ class _Outputs(nn.Module):
 
     def _outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
-            return named_outputs(self.model(*args, **kwargs))
-        if TARGET in kwargs:
-            target = kwargs.pop(TARGET)
-        else:
-            *args, target = args  # type: ignore[assignment]
-        out = self.model(*args, **kwargs)
-        return with_loss(out, self.loss_fn(out, target))
+            before = getattr(self.model, "loss", None)
+            found = named_outputs(self.model(*args, **kwargs))
+            kept: Any = getattr(self.model, "loss", None)  # some models keep their loss as an attribute
+            is_new = isinstance(kept, torch.Tensor) and kept is not before and _is_loss(kept)
+            return {"loss": kept, **found} if is_new and "loss" not in found else found
+        given = arguments_of_loss(self.model, self.loss_fn, args, kwargs)
+        out = self.model(*given.args, **given.kwargs)
+        return with_loss(out, self.loss_fn(out, *given.loss_args, **given.loss_kwargs))
 
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
@@ -94,7 +101,13 @@ def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype.is_floating_point
+
+
 def _tensors(out: Any) -> dict[str, torch.Tensor]:
+    if is_dataclass(out) and not isinstance(out, Mapping):
+        out = {each.name: getattr(out, each.name, None) for each in fields(out)}
     if isinstance(out, Mapping):
         return {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
     leaves = out if isinstance(out, (tuple, list)) else [out]
@@ -109,27 +122,6 @@ def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
             f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean"
         )
     return {**_tensors(out), "loss": loss}
-
-
-def check_loss_fn(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction) -> None:
-    """Raise `CaptureError` if a loss function has parameters, or if the target is missing or ambiguous."""
-    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
-        raise CaptureError(
-            f"loss_fn {type(loss_fn).__name__} has parameters, which no optimizer would see; make it part of the model"
-        )
-    args, kwargs = split_inputs(example_inputs)
-    signature = inspect.signature(model.forward).parameters
-    if kwargs and TARGET in signature:
-        raise CaptureError(f"the model has an input {TARGET!r} itself; pass example_inputs as a tuple, its target last")
-    if (kwargs and TARGET not in kwargs) or not (args or kwargs):
-        raise CaptureError(
-            f"loss_fn needs a target: the last element of a tuple, or the key {TARGET!r} beside the model's inputs "
-            f"{list(signature)}"
-        )
-    positional = [p for p in signature.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in positional if p.default is p.empty]
-    if args and len(args) - 1 < len(required):
-        raise CaptureError(f"loss_fn needs a target after the model's inputs {required}; {len(args)} values were given")
 
 
 @contextlib.contextmanager
@@ -178,21 +170,26 @@ def input_names(
 ) -> dict[str, torch.Tensor]:
     """The tensor inputs by name: their keywords, or the argument names of `forward` for positional inputs.
 
-    With a `loss_fn`, the last positional input is the target.
+    A tensor in a nested input has its path as name. With a `loss_fn`, the last positional input is the target.
     """
+    leaves = input_leaves(model, example_inputs, loss_fn)
+    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+def input_leaves(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, Any]:
+    """The tensor inputs as in `input_names`, and the inputs that are no tensors."""
     args, kwargs = split_inputs(example_inputs)
     signature = list(inspect.signature(model.forward).parameters)
-    own = args[:-1] if loss_fn is not None else args
+    own = args[: len(args) - num_of_loss(loss_fn)]
     named = {signature[i] if i < len(signature) else f"args_{i}": value for i, value in enumerate(own)} | kwargs
-    if loss_fn is not None and args:
-        named[TARGET if TARGET not in named else "loss_target"] = args[-1]
-    found: dict[str, torch.Tensor] = {}
-    for name, value in named.items():
-        leaves, _ = pytree.tree_flatten(value)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                found[name if len(leaves) == 1 else f"{name}_{i}"] = leaf
-    return found
+    for name, value in zip(names_of_loss(loss_fn), args[len(own) :], strict=False):
+        named[name if name not in named else f"loss_{name}"] = value
+    return named_leaves(named)
+
+
+def fixed_inputs(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, str]:
+    """The inputs that are no tensors, as text."""
+    return fixed_leaves(input_leaves(model, example_inputs, loss_fn))
 
 
 def inputs_of_shapes(
@@ -256,7 +253,7 @@ def capture_flat(
         raise CaptureError(
             f"the model returns no loss: its outputs are {list(names)}. Return a scalar, name one output 'loss' "
             "(transformers models do when `labels` are among the inputs), or pass loss_fn=..., a function of "
-            "(output, target)."
+            "(output, target). If it returns several losses, their sum is loss_fn=lambda output: sum(output.values())."
         )
     return Flat(
         graph=module.graph,
@@ -272,7 +269,7 @@ def _exported(
     model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool, reading: Reading
 ) -> tuple[Any, list[Decision]]:
     if loss_fn is not None:
-        check_loss_fn(model, example_inputs, loss_fn)
+        check_loss_fn(model, loss_fn, *split_inputs(example_inputs))
     try:
         return _export(model, example_inputs, example_inputs, loss_fn, training, reading)
     except CaptureError:

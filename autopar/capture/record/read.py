@@ -81,6 +81,7 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         sequence=sizes.sequence,
         buffers={buffer.name: _state(buffer) for buffer in record.buffers},
         updates=record.updates,
+        fixed=record.fixed,
         decisions=tuple(Decision(**dict(decision)) for decision in record.decisions),
     )
     analysis = analyse(program)

@@ -150,4 +150,5 @@ class ProgramRecord(StrictModel):
     outputs: dict[str, str]
     updates: dict[str, str]
     decisions: tuple[DecisionRecord, ...]
+    fixed: dict[str, str]
     notes: tuple[str, ...]
