@@ -57,6 +57,7 @@ def parallelize(
     state: Mapping[str, torch.Tensor] | str | Path | None = None,
     loss_fn: LossFunction | None = None,
     seed: int = 0,
+    specialise: bool = False,
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
@@ -75,6 +76,8 @@ def parallelize(
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
         seed: The seed of initialisation on meta, and of dropout.
+        specialise: Whether branches on inputs are captured as the example inputs of rank 0 take them. A batch
+            that decides otherwise is refused on all ranks.
 
     Returns:
         The model to train.
@@ -99,7 +102,11 @@ def parallelize(
     _refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
-    program, decided = _decide(model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None)
+    if specialise:
+        inputs = broadcast_object(inputs)  # what one rank decides, all ranks decide
+    program, decided = _decide(
+        model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
+    )
     again = _replan(model, cluster, inputs, program, decided, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -184,27 +191,34 @@ def _decide(
     loss_fn: LossFunction | None,
     *,
     derived: bool,
+    specialise: bool,
 ) -> tuple[Program, Plan]:
     """The program and the plan; rank 0 searches or solves, the others receive its plan."""
     loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     local_batch, _ = batch_and_sequence(input_names(model, inputs, loss_fn))
     if loaded is None:
-        return _searched(model, cluster, inputs, loss_fn, local_batch)
+        return _searched(model, cluster, inputs, loss_fn, local_batch, specialise=specialise)
     if isinstance(loaded, Plan):
-        program = capture_for(model, inputs, loaded.degrees, loss_fn)
+        program = capture_for(model, inputs, loaded.degrees, loss_fn, specialise=specialise)
         check_plan(loaded, program, world_size, None if derived else local_batch)
         _warn_torch_version(loaded)
         return program, loaded
     degrees = resolve_degrees(loaded, world_size, local_batch)
-    program = capture_for(model, inputs, degrees, loss_fn)
+    program = capture_for(model, inputs, degrees, loss_fn, specialise=specialise)
     return program, _labelled(program, lambda: label_plan(program, cluster, degrees, type(model).__name__))
 
 
 def _searched(
-    model: nn.Module, cluster: ClusterSpec, inputs: Inputs, loss_fn: LossFunction | None, local_batch: int
+    model: nn.Module,
+    cluster: ClusterSpec,
+    inputs: Inputs,
+    loss_fn: LossFunction | None,
+    local_batch: int,
+    *,
+    specialise: bool,
 ) -> tuple[Program, Plan]:
     """What rank 0 finds to be the fastest for `local_batch` sequences of every data-parallel rank. Collective."""
-    captured = capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn)
+    captured = capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise)
 
     def search() -> Plan:
         asked = PlanOptions(local_batch=local_batch, timeout_s=_TIMEOUT_S / 2)  # the other ranks wait in a collective
@@ -257,7 +271,7 @@ def _replan(
         example = inputs_of_shapes(model, inputs, sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
         own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)
-        again = capture_for(model, example, own, loss_fn, training=training)
+        again = capture_for(model, example, own, loss_fn, training=training, decided_as=program)
         name = type(model).__name__
         return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
 

@@ -55,6 +55,7 @@ def programs(world_size: int, data: str) -> dict[str, Step]:
     from autopar.capture.analysis import analyse
     from autopar.runtime.model.index_check import IndexCheck
     from autopar.runtime.model.inputs import read_batch
+    from autopar.runtime.model.known_code import KnownCode
     from autopar.runtime.model.preflight_check import STEP
     from autopar.runtime.model.shape_cache import ShapeCache
 
@@ -68,7 +69,8 @@ def programs(world_size: int, data: str) -> dict[str, Step]:
     agreement = PreflightCheck(parallel.rank_mesh, parallel.program.inputs)
     read = read_batch(parallel.program, batch, shape[0], any_shape=False)
     analysis, constants = analyse(parallel.program, parallel.plan.mesh), dict[str, torch.Tensor]()
-    indices = IndexCheck(parallel.program, analysis, parallel.plan, parallel.rank_mesh, torch.device("cpu"))
+    code = KnownCode(parallel.program, analysis, parallel.plan, parallel.rank_mesh, torch.device("cpu"))
+    indices = IndexCheck(parallel.program, code)
 
     def ranks() -> torch.Tensor:
         return torch.tensor(agreement.check(STEP, True, 0, read, False)[0])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +21,7 @@ from torch.fx import config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import schedules
@@ -220,6 +220,32 @@ def as_exported() -> Iterator[None]:
     from torch._export.utils import _compiling_state_context
 
     with _compiling_state_context():
+        yield
+
+
+def traced_node(tensor: torch.Tensor) -> fx.Node | None:
+    """The node of a tensor in the graph that is being traced. None if no graph is traced, or it lacks the tensor."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    node: fx.Node | None = get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy.node)
+    return node
+
+
+def traced_constant(name: str) -> Any:
+    """The value of an attribute of the module that is being traced. None without one."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else getattr(getattr(mode.tracer, "root", None), name, None)
+
+
+@contextmanager
+def without_tracing() -> Iterator[None]:
+    """A context inside of a trace in which operators run on real tensors, and no graph records them."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 

@@ -11,6 +11,7 @@ import contextlib
 
 from torch import nn
 
+from autopar.capture.export.data_reads import Reading
 from autopar.capture.export.export import Inputs, LossFunction
 from autopar.capture.program import NO_SECOND_CAPTURE, CaptureRequest, Twice, capture_twice, with_same_sequence
 from autopar.capture.record.captured import Capture
@@ -28,12 +29,19 @@ def capture(
     batch: int | None = None,
     loss_fn: LossFunction | None = None,
     training: bool = True,
+    specialise: bool = False,
 ) -> Capture:
     """Capture a model for any batch size, with the arguments and errors of `capture_program`.
 
     The result keeps the model and its inputs, because some sizes need another capture.
     """
-    asked = CaptureRequest(model=model, inputs=example_inputs, loss_fn=loss_fn, training=training)
+    asked = CaptureRequest(
+        model=model,
+        inputs=example_inputs,
+        loss_fn=loss_fn,
+        training=training,
+        reading=Reading(specialise=specialise),
+    )
     found = capture_twice(asked, batch)
     record, unknown = _recorded(found)
     if record is None and found.small is not None and found.sizes.sequence is not None:

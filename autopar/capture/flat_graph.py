@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.ir.program import PartOf
+from autopar.ir.program import Decision, PartOf
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -12,7 +12,8 @@ class Flat:
     """A captured graph. `placeholders` maps node names to ("parameter"|"buffer"|"input"|"lifted", name).
 
     The graph returns the outputs, then the new values of the buffers in `updates`. `parts` describes the parameters
-    that are pieces of a parameter of the model (`autopar.capture.passes.packings`).
+    that are pieces of a parameter of the model (`autopar.capture.passes.packings`). `decisions` name the outputs that
+    are values which the model read.
     """
 
     graph: fx.Graph
@@ -21,6 +22,7 @@ class Flat:
     root: fx.GraphModule
     updates: tuple[str, ...] = ()
     parts: dict[str, PartOf] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
 
     def of_kind(self, kind: str) -> dict[str, str]:
         """The placeholders of one kind, with the model's names for them."""

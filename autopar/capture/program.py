@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,15 @@ from torch import fx, nn
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
-from autopar.capture.export.export import Inputs, LossFunction, capture_flat, input_names, resize_inputs
+from autopar.capture.export.data_reads import Reading, refuse_changing
+from autopar.capture.export.export import (
+    DECISION,
+    Inputs,
+    LossFunction,
+    capture_flat,
+    input_names,
+    resize_inputs,
+)
 from autopar.capture.flat_graph import Flat
 from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
@@ -52,6 +60,7 @@ def capture_program(
     batch: int | None = None,
     loss_fn: LossFunction | None = None,
     training: bool = True,
+    specialise: bool = False,
 ) -> Program:
     """Capture a model's training step as one graph, cut into distinct blocks.
 
@@ -64,6 +73,8 @@ def capture_program(
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
         training: Whether to capture in training mode. Otherwise the model is captured in eval mode.
+        specialise: Whether branches on inputs are captured as the example inputs take them. The program's `decisions`
+            say what a later batch must decide alike.
 
     Returns:
         The captured program. `autopar.estimate` prices it without another capture.
@@ -76,7 +87,13 @@ def capture_program(
         >>> [info.name for info in program.inputs]
         ['input', 'target']
     """
-    asked = CaptureRequest(model=model, inputs=example_inputs, loss_fn=loss_fn, training=training)
+    asked = CaptureRequest(
+        model=model,
+        inputs=example_inputs,
+        loss_fn=loss_fn,
+        training=training,
+        reading=Reading(specialise=specialise),
+    )
     return capture_twice(asked, batch).program
 
 
@@ -88,6 +105,7 @@ class CaptureRequest:
     inputs: Inputs
     loss_fn: LossFunction | None = None
     training: bool = True
+    reading: Reading = field(default_factory=Reading)
 
     @property
     def named_inputs(self) -> Mapping[str, torch.Tensor]:
@@ -95,7 +113,18 @@ class CaptureRequest:
 
     def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "CaptureRequest":
         """The request with inputs of `sizes` resized."""
-        return replace(self, inputs=resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence)))
+        given = self.inputs if self.reading.given is None else self.reading.given
+        inputs = resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence))
+        return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
+
+    def deciding_as(self, captured: Flat | Program) -> "CaptureRequest":
+        """The request of a capture that takes the decisions of another capture again, and that may fail."""
+        answers = {decision.key: decision for decision in captured.decisions}
+        return replace(self, reading=replace(self.reading, answers=answers, explains=False))
+
+    def flat(self) -> Flat:
+        """The graph that `torch.export` returns."""
+        return capture_flat(self.model, self.inputs, self.loss_fn, training=self.training, reading=self.reading)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -138,13 +167,17 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
     found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
-    program = fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found)
+    fixed = fixed_inputs(asked.model, asked.inputs, asked.loss_fn)
+    program = replace(
+        fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found), fixed=fixed
+    )
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
     else:
         at = wanted[0], others.sequence or first[1]
         twin = fold_program(asked.model, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        twin = replace(twin, fixed=fixed)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
     return Twice(
         program=program,
@@ -162,12 +195,14 @@ def with_same_sequence(twice: Twice, asked: CaptureRequest) -> Twice:
     named = asked.named_inputs
     sizes = batch_and_sequence(named)
     at = twice.small_sizes.batch, twice.sizes.sequence
-    flat, _ = _first_capture(asked.at(sizes, *at))
+    flat, _ = _first_capture(asked.at(sizes, *at).deciding_as(twice.program))
     make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
     third = fold_program(asked.model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
-    return replace(twice, small=third, small_sizes=others)
+    return replace(
+        twice, small=replace(third, fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn)), small_sizes=others
+    )
 
 
 def _inputs_at(
@@ -247,15 +282,14 @@ def _first_capture(asked: CaptureRequest) -> tuple[Flat, tuple[Stack, ...]]:
     if stacks:
         flat = None
         with contextlib.suppress(CaptureError), without_layers(model, stacks):
-            flat = with_all_layers(capture_flat(model, asked.inputs, asked.loss_fn, training=asked.training), stacks)
+            flat = with_all_layers(asked.flat(), stacks)
         if flat is not None:
             return _normalised(model, flat), stacks
     return _captured(asked), ()
 
 
 def _captured(asked: CaptureRequest) -> Flat:
-    flat = capture_flat(asked.model, asked.inputs, asked.loss_fn, training=asked.training)
-    return _normalised(asked.model, flat)
+    return _normalised(asked.model, asked.flat())
 
 
 def _normalised(model: nn.Module, flat: Flat) -> Flat:
@@ -263,7 +297,9 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
     names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
     split_packings(flat, frozenset(n for n, p in _parameters(model, {}).items() if p.aliases))
-    return replace(flat, updates=(*flat.updates, *updates))
+    found = replace(flat, updates=(*flat.updates, *updates))
+    refuse_changing(found.decisions, found.updates)
+    return found
 
 
 def _small_capture(
@@ -275,6 +311,7 @@ def _small_capture(
     big: CaptureRequest,
 ) -> tuple[Flat | None, bool]:
     """The second capture at small sizes, and whether the sequence length may vary. None if the graph differs."""
+    asked, big = asked.deciding_as(flat), big.deciding_as(flat)
     stacks = stacks or layers_to_take_out(asked.model, flat, lambda: _captured(big))
     for sequence in (small[1], sizes[1]):
         again = functools.partial(_captured, asked.at(sizes, small[0], sequence))
@@ -282,7 +319,8 @@ def _small_capture(
             other = with_fewer_layers(asked.model, flat, stacks, again) or again()
         except CaptureError:
             continue
-        if [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]:
+        same_graph = [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]
+        if same_graph and other.decisions == flat.decisions:
             return other, sequence != sizes[1]
     return None, False
 
@@ -311,7 +349,8 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
     if den_nodes:
         segments.insert(0, folding.Segment("denominator", den_nodes))
     in_main = set(main)
-    leaves = [n for n in constants if n in updates.values() or not in_main.isdisjoint(n.users)]
+    kept = {*updates.values(), *(results[name] for name in results if name.startswith(DECISION))}
+    leaves = [n for n in constants if n in kept or not in_main.isdisjoint(n.users)]
     for i, node in enumerate(leaves):
         names[node] = f"constant_{i}"
     used_later = set(every) | ({denominator} if denominator is not None else set())
@@ -329,7 +368,14 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
         constants=constant_graph,
         loss=names[loss],
         denominator=names[denominator] if den_nodes and denominator is not None else None,
-        outputs={name: names[node] for name, node in results.items() if name != "loss" and node in names},
+        outputs={
+            name: names[node]
+            for name, node in results.items()
+            if name != "loss" and node in names and not name.startswith(DECISION)
+        },
+        decisions=tuple(
+            replace(decision, name=names[results[f"{DECISION}{k}"]]) for k, decision in enumerate(flat.decisions)
+        ),
         batch=sizes.batch,
         sequence=sizes.sequence,
         buffers=_buffers(model),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.ir.sharding import Dims
 
@@ -78,6 +78,29 @@ class InputInfo:
     sequence_dim: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A value that the model read while it was captured, and that a batch or a buffer can change.
+
+    `line` names the module, file and line that read it. `occurrence` counts the reads of this line. `value` is the
+    number that was read, or a list of numbers. `inputs` and `buffers` are what it was computed of. `name` is the
+    program's name of the tensor.
+    """
+
+    name: str
+    value: Any
+    line: str
+    code: str
+    occurrence: int
+    inputs: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What identifies the decision in every capture of a model."""
+        return self.line, self.occurrence
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Block:
     """A distinct block: its graph, the role of each port, output node names, and axes once analysed."""
@@ -126,7 +149,8 @@ class Program:
 
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` says why they cannot.
     `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
-    are constants. `unused` are the model's parameters that no block takes. `analysis` is the result of
+    are constants. `unused` are the model's parameters that no block takes. `decisions` are the values that the model
+    read during capture. `fixed` are the inputs that are no tensors, as text: constants. `analysis` is the result of
     `autopar.capture.analysis`; the blocks hold its axes.
     """
 
@@ -148,6 +172,8 @@ class Program:
     unused: Mapping[str, StateInfo] = field(default_factory=dict)
     buffers: Mapping[str, StateInfo] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
+    fixed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     analysis: object = field(default=None, repr=False, compare=False)
 
@@ -173,8 +199,10 @@ class Program:
 
     @property
     def invariant(self) -> frozenset[str]:
-        """Values that every rank holds whole: the loss, its denominator, and new values of buffers."""
-        return frozenset({self.loss, *self.updates.values(), *([self.denominator] if self.denominator else [])})
+        """Values that every rank holds whole: the loss, its denominator, new values of buffers, and decisions."""
+        decided = (decision.name for decision in self.decisions)
+        denominators = [self.denominator] if self.denominator else []
+        return frozenset({self.loss, *self.updates.values(), *denominators, *decided})
 
     def uses_of_block(self, index: int) -> tuple[CallSite, ...]:
         return tuple(call for call in self.calls if call.block == index)

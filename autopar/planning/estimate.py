@@ -67,6 +67,7 @@ def estimate(
     exact_memory: bool = False,
     name: str = "",
     on_progress: Callable[[str], None] | None = None,
+    specialise: bool = False,
 ) -> Estimate:
     """Predict the step time and memory of a model under a plan, without any device.
 
@@ -89,6 +90,7 @@ def estimate(
         exact_memory: Whether to count the tensors of a rank one by one, which takes seconds for a large model.
         name: The model's name in the result.
         on_progress: A function that receives a text before each part of the work.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
         Seconds, bytes and FLOP/s of one step, and their parts. `assumptions` lists everything that nobody measured.
@@ -108,7 +110,7 @@ def estimate(
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     report = on_progress or (lambda _: None)
     chosen = _checked_engine(engine, spec, cp, ep, exact_memory)
-    asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, report)
+    asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, report, specialise)
     program, degrees = _program_and_degrees(model_or_program, asked)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
@@ -136,6 +138,7 @@ class _Asked(NamedTuple):
     num_ranks: int  # without context parallelism
     global_batch: int | None
     on_progress: Callable[[str], None]
+    specialise: bool
 
 
 def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -> tuple[Program, Degrees]:
@@ -153,7 +156,9 @@ def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -
         else:
             degrees = resolve_degrees(given, world, local_batch, global_batch=asked.global_batch)
         asked.on_progress("capturing")
-        program = capture_for(model_or_program, asked.example_inputs, degrees, asked.loss_fn)
+        program = capture_for(
+            model_or_program, asked.example_inputs, degrees, asked.loss_fn, specialise=asked.specialise
+        )
     if isinstance(given, Plan):
         check_plan(given, program, world)
     return program, degrees

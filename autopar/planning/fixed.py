@@ -62,9 +62,10 @@ def make_plan(
     *,
     name: str = "",
     loss_fn: "LossFunction | None" = None,
+    specialise: bool = False,
 ) -> tuple[Program, Plan]:
     """Capture the model at the global micro-batch and choose labels."""
-    program = capture_for(model, example_inputs, degrees, loss_fn)
+    program = capture_for(model, example_inputs, degrees, loss_fn, specialise=specialise)
     return program, label_plan(program, cluster, degrees, name or type(model).__name__)
 
 
@@ -75,20 +76,29 @@ def capture_for(
     loss_fn: "LossFunction | None" = None,
     *,
     training: bool = True,
+    specialise: bool = False,
+    decided_as: Program | None = None,
 ) -> Program:
     """The program at the global micro-batch of `degrees`.
 
+    With `decided_as` the model takes the decisions of another program of it, and none of its own.
+
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
-    from autopar.capture.export.export import input_names
-    from autopar.capture.program import batch_and_sequence, capture_program
+    from autopar.capture.export.data_reads import Reading
+    from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
 
-    local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
-    micro_batch = degrees.micro_batch or local_batch
-    return _splittable(
-        capture_program(model, example_inputs, batch=micro_batch * degrees.dp, loss_fn=loss_fn, training=training),
-        degrees,
+    answers = None if decided_as is None else {decision.key: decision for decision in decided_as.decisions}
+    asked = CaptureRequest(
+        model=model,
+        inputs=example_inputs,
+        loss_fn=loss_fn,
+        training=training,
+        reading=Reading(specialise=specialise or bool(answers), answers=answers),
     )
+    local_batch, _ = batch_and_sequence(asked.named_inputs)
+    micro_batch = degrees.micro_batch or local_batch
+    return _splittable(capture_twice(asked, micro_batch * degrees.dp).program, degrees)
 
 
 def program_for(captured: "Capture", degrees: Degrees) -> Program:

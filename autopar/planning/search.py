@@ -73,13 +73,14 @@ def plan(
     precision: str | None = None,
     name: str = "",
     on_progress: Callable[[str], None] | None = None,
+    specialise: bool = False,
 ) -> SearchResult:
     """Search the best plan of a model on a cluster, without any device.
 
     Args:
         model: A module, on meta or with weights.
         cluster: A `ClusterSpec`, or its name or file: ``"64xh100"``, ``"cluster.yaml"``.
-        example_inputs: A dict or tuple of tensors; their shapes count, but not their batch.
+        example_inputs: A dict or tuple of tensors. Their shapes count, but not their batch.
         global_batch: Sequences of one step on all ranks.
         local_batch: Sequences on each data-parallel rank instead. Time, cost and energy are then per sequence.
         objective: "time", "memory", "cost" or "energy". The last two may use fewer devices.
@@ -97,6 +98,7 @@ def plan(
         precision: Of products: "bf16", "fp16", "fp8" or "fp32"; by default the module's dtype.
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
         The best plan, the plans next to it, and the proof. `SearchResult.plan` is None if no plan fits.
@@ -108,13 +110,10 @@ def plan(
         CaptureError: The model cannot be captured.
 
     >>> import torch, autopar
-    >>> class Model(torch.nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.layer = torch.nn.Linear(8, 8)
+    >>> class Model(torch.nn.Linear):
     ...     def forward(self, x):
-    ...         return self.layer(x).square().mean()
-    >>> result = autopar.plan(Model(), "4xcpu", example_inputs={"x": torch.zeros(4, 8)}, global_batch=8)
+    ...         return super().forward(x).square().mean()
+    >>> result = autopar.plan(Model(8, 8), "4xcpu", example_inputs={"x": torch.zeros(4, 8)}, global_batch=8)
     >>> result.is_proven, result.plan.degrees.world_size
     (True, 4)
     """
@@ -130,7 +129,7 @@ def plan(
     report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
     report("capturing")
-    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn)
+    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise)
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
 
 

@@ -33,6 +33,7 @@ def check_equivalence(
     dp: int = 1,
     sequence_parallel: bool | None = None,
     loss_fn: LossFunction | None = None,
+    specialise: bool = False,
 ) -> Equivalence:
     """Check that a model split over ranks computes the loss, outputs and gradients of one device.
 
@@ -48,6 +49,7 @@ def check_equivalence(
             lets the labeller decide.
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
         The relative error of every compared tensor.
@@ -67,7 +69,7 @@ def check_equivalence(
         >>> report.worst_error < 1e-9
         True
     """
-    run = run_model(model, example_inputs, loss_fn)
+    run = run_model(model, example_inputs, loss_fn, specialise=specialise)
     chosen = _labelled(run.program, tp, dp, sequence_parallel)
     outcome = run_labels(run, chosen.labels, chosen.mesh, regather=True)
     return _passed(compare_runs(run, outcome, chosen.mesh), "")
@@ -81,6 +83,7 @@ def check_random_labels(
     dp: int = 1,
     seeds: Iterable[int] = range(4),
     loss_fn: LossFunction | None = None,
+    specialise: bool = False,
 ) -> tuple[Equivalence, ...]:
     """Run a model with randomly drawn legal labels on every operator, and compare with one device.
 
@@ -94,6 +97,7 @@ def check_random_labels(
         dp: Ranks on the second mesh dimension. Here both may split any axis.
         seeds: The seeds of the drawn labels.
         loss_fn: A function of (output, target), if the model returns no loss.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
         The relative errors, one entry for each seed.
@@ -112,7 +116,7 @@ def check_random_labels(
         2
     """
     _check_degrees(tp=tp, dp=dp)
-    run = run_model(model, example_inputs, loss_fn)
+    run = run_model(model, example_inputs, loss_fn, specialise=specialise)
     # an axis belongs to one mesh dimension, so a dimension of one rank would leave axes whole
     mesh = Mesh.of(**{name: degree for name, degree in (("dp", dp), ("tp", tp)) if degree > 1})
     return tuple(_passed(_random_run(run, mesh, seed), f"with random labels of seed {seed}, ") for seed in seeds)
@@ -126,6 +130,7 @@ def check_types(
     dp: int = 1,
     sequence_parallel: bool | None = None,
     loss_fn: LossFunction | None = None,
+    specialise: bool = False,
 ) -> TypeReport:
     """Check the labels and collectives of a model with the independent type checker ``spmd_types``.
 
@@ -140,6 +145,7 @@ def check_types(
         sequence_parallel: Whether activations are split along the sequence between tensor-parallel products. `None`
             lets the labeller decide.
         loss_fn: A function of (output, target), if the model returns no loss.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
         The counts of checked operators and conversions, and the calls whose types the checker took as declared.
@@ -159,7 +165,7 @@ def check_types(
         True
     """
     import_spmd_types()
-    program = capture_program(model, example_inputs, loss_fn=loss_fn)
+    program = capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise)
     chosen = _labelled(program, tp, dp, sequence_parallel)
     report = type_report(program, chosen.analysis, chosen.labels, chosen.mesh, regather=True)
     if not report.passed:
@@ -176,6 +182,7 @@ def check_gradients(
     zero: int = 3,
     sequence_parallel: bool | None = None,
     loss_fn: LossFunction | None = None,
+    specialise: bool = False,
 ) -> tuple[GradientRow, ...]:
     """Check that every gradient is summed exactly once over each mesh dimension, and say who sums it.
 
@@ -190,6 +197,7 @@ def check_gradients(
         sequence_parallel: Whether activations are split along the sequence between tensor-parallel products. `None`
             lets the labeller decide.
         loss_fn: A function of (output, target), if the model returns no loss.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
         One row for each parameter and each mesh dimension of more than one rank.
@@ -208,7 +216,7 @@ def check_gradients(
         >>> print(rows[0])
         0.weight on dp: stored as R, summed by ZeRO (every use is replicated, so each rank has a part of the sum)
     """
-    program = capture_program(model, example_inputs, loss_fn=loss_fn)
+    program = capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise)
     chosen = _labelled(program, tp, dp, sequence_parallel)
     generated = generate_all(program, chosen.analysis, chosen.labels, chosen.mesh, regather=True)
     return gradient_table(program, generated, chosen.mesh, zero=zero)

@@ -105,14 +105,16 @@ class Equivalence:
         )
 
 
-def run_model(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> SingleDeviceRun:
+def run_model(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, specialise: bool = False
+) -> SingleDeviceRun:
     """Capture a model, and run it in float64 on one device. Dropout of fused attention is off.
 
     Raises `InputError` if the model is on meta, and `CaptureError` if it cannot be captured.
     """
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise InputError("the model is on meta, so it has no weights to compute with; build it on CPU")
-    program = in_dtype(capture_program(model, example_inputs, loss_fn=loss_fn), "float64")
+    program = in_dtype(capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise), "float64")
     return run_program(program, model, input_names(model, example_inputs, loss_fn))
 
 

@@ -20,8 +20,10 @@ from autopar.runtime.codegen.execute import constant_values, graph_module, modul
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.model.decision_check import DecisionCheck
 from autopar.runtime.model.index_check import IndexCheck
 from autopar.runtime.model.inputs import with_sequences
+from autopar.runtime.model.known_code import KnownCode
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,6 +44,7 @@ class CompiledProgram:
     streams: Streams
     device: torch.device
     indices: IndexCheck
+    decisions: DecisionCheck
     used: Mapping[str, Storage] = field(default_factory=dict)
     _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
     _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
@@ -127,6 +130,7 @@ def compile_program(
 ) -> CompiledProgram:
     """Analyse a program under its plan; `buffers` gives whole values by name, the same tensor each time."""
     analysis = analyse(program, plan.mesh)
+    code = KnownCode(program, analysis, plan, mesh, device)
     return CompiledProgram(
         program=program,
         plan=plan,
@@ -137,7 +141,8 @@ def compile_program(
         mesh=mesh,
         streams=streams,
         device=device,
-        indices=IndexCheck(program, analysis, plan, mesh, device),
+        indices=IndexCheck(program, code),
+        decisions=DecisionCheck(program, code),
     )
 
 

@@ -17,51 +17,31 @@ ones. The second check took 0.8 ms (least of 15 rounds, torch 2.13, 2026-11-23, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
 
 import torch
-from torch import fx
 
-from autopar.capture.analysis import Analysis
 from autopar.capture.input_ranges import SafeRanges, safe_ranges
 from autopar.capture.lookups import Lookup, lookups
-from autopar.capture.nodes import closure
 from autopar.capture.value_range import ValueRange
 from autopar.errors import RuntimeInputError
-from autopar.ir.plan import Plan
-from autopar.ir.program import CallSite, Program
-from autopar.lowering.local_graph import LocalGraph, local_graph
-from autopar.runtime.codegen.execute import graph_module
-from autopar.runtime.distributed.mesh import RankMesh, named_ranks
+from autopar.ir.program import Program
+from autopar.runtime.distributed.mesh import named_ranks
+from autopar.runtime.model.known_code import KnownCode, Part, Values
 
 MAX_NAMED = 3  # indices that a message names
-_Values = Mapping[str, torch.Tensor]
 Exchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's numbers to those of every rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A call of a block, cut to the values that later parts take, and to the indices of some lookups."""
-
-    call: CallSite
-    module: fx.GraphModule
-    results: tuple[str, ...]
-    lookups: tuple[Lookup, ...]
 
 
 class IndexCheck:
     """Compares the indices of one program's lookups with their tables."""
 
-    def __init__(self, program: Program, analysis: Analysis, plan: Plan, mesh: RankMesh, device: torch.device) -> None:
-        self._program, self._analysis, self._plan = program, analysis, plan
-        self._mesh, self._device = mesh, device
-        self._checked: _Values | None = None  # the constants of the last check
+    def __init__(self, program: Program, code: KnownCode) -> None:
+        self._program, self._code = program, code
+        self._checked: Values | None = None  # the constants of the last check
         self._is_sufficient = False
-        self._generated: dict[int, LocalGraph] = {}
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[Part]] = {}
 
     @cached_property
     def _lookups(self) -> tuple[Lookup, ...]:
@@ -76,14 +56,14 @@ class IndexCheck:
         """A number for every bounded input that its lookups allow, for the rows that a short batch is padded with."""
         return {name: int(max(found.low, min(0, found.high - 1))) for name, found in self._safe.ranges.items()}
 
-    def is_unsure(self, batch: _Values, constants: _Values) -> bool:
+    def is_unsure(self, batch: Values, constants: Values) -> bool:
         """Whether an index of this rank's batch could be outside of its table."""
         if constants is not self._checked or not self._is_sufficient:
             return True
         return _any_outside(self._safe.ranges, batch)
 
     @torch.no_grad()
-    def check(self, micro_batches: Sequence[_Values], constants: _Values, exchange: Exchange) -> None:
+    def check(self, micro_batches: Sequence[Values], constants: Values, exchange: Exchange) -> None:
         """Raise `RuntimeInputError` on all ranks if an index of any rank is outside of its table. Collective.
 
         Lookups whose index is looked up itself come after the lookups that it depends on.
@@ -96,18 +76,16 @@ class IndexCheck:
         self._checked = constants
         self._is_sufficient = self._safe.is_complete and not _any_outside(self._safe.ranges, constants)
 
-    def _first_outside(self, depth: int, micro_batches: Sequence[_Values], constants: _Values) -> tuple[int, int]:
+    def _first_outside(self, depth: int, micro_batches: Sequence[Values], constants: Values) -> tuple[int, int]:
         """The number of the lookup from 1 on, and its first index outside. Zeros if there is none.
 
         All parts run in any case: their code may have collectives.
         """
         found = (0, 0)
         for micro_batch in micro_batches:
-            values = {**constants, **{name: micro_batch[name].to(self._device) for name in self._inputs(depth)}}
+            values = {**constants, **{name: micro_batch[name].to(self._code.device) for name in self._inputs(depth)}}
             for part in self._parts_of(depth):
-                made = part.module(*(values.get(a) if isinstance(a, str) else a for a in part.call.arguments))
-                values.update(zip(part.results, made, strict=False))
-                for lookup, index in zip(part.lookups, made[len(part.results) :], strict=True):
+                for lookup, index in zip(part.lookups, part.run(values), strict=True):
                     value = first_outside(index, lookup.allowed)
                     if value is not None and not found[0]:
                         found = (self._lookups.index(lookup) + 1, value)
@@ -116,55 +94,14 @@ class IndexCheck:
     def _inputs(self, depth: int) -> set[str]:
         return {name for lookup in self._lookups if lookup.depth == depth for name in lookup.inputs}
 
-    def _parts_of(self, depth: int) -> list[_Part]:
+    def _parts_of(self, depth: int) -> list[Part]:
         """The code that computes all indices of one depth, call by call."""
         if depth not in self._parts:
-            wanted: set[str] = set()
-            parts = []
-            for index, call in reversed(list(enumerate(self._program.calls))):
-                own = tuple(found for found in self._lookups if found.call == index and found.depth == depth)
-                results = tuple(result for result in call.results if result in wanted)
-                if own or results:
-                    parts.append(self._part(call, own, results))
-                    wanted |= {a for a in _arguments(parts[-1]) if isinstance(a, str)}
-            self._parts[depth] = parts[::-1]
+            self._parts[depth] = self._code.parts([lookup for lookup in self._lookups if lookup.depth == depth])
         return self._parts[depth]
 
-    def _part(self, call: CallSite, own: tuple[Lookup, ...], results: tuple[str, ...]) -> _Part:
-        block = self._program.blocks[call.block]
-        if call.block not in self._generated:
-            labels, plan = self._plan.blocks[call.block], self._plan
-            self._generated[call.block] = local_graph(
-                self._analysis, block, call.block, labels, plan.mesh, device=str(self._device)
-            )
-        generated = self._generated[call.block]
-        outputs: Any = generated.graph.output_node().args[0]
-        by_result = dict(zip(call.results, outputs, strict=True))
-        nodes = [by_result[name] for name in results]
-        nodes += [generated.operands[lookup.node.name, lookup.index.name] for lookup in own]
-        dims = {name: self._mesh.dims[name] for name in generated.mesh_dims}
-        module = graph_module(_cut(generated.graph, nodes), f"Indices{call.block}", dims)
-        return _Part(call=call, module=module, results=results, lookups=own)
 
-
-def _cut(graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.Graph:
-    """The part of a graph that computes the outputs. It has all placeholders."""
-    kept = set(closure(outputs))
-    cut, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        if node.op == "placeholder" or node in kept:
-            made[node] = cut.node_copy(node, made.__getitem__)
-    cut.output(tuple(made[node] for node in outputs))
-    return cut
-
-
-def _arguments(part: _Part) -> list[Any]:
-    """The arguments of the call that the part reads."""
-    ports = [node for node in part.module.graph.nodes if node.op == "placeholder"]
-    return [argument for port, argument in zip(ports, part.call.arguments, strict=True) if port.users]
-
-
-def _any_outside(ranges: Mapping[str, ValueRange], values: _Values) -> bool:
+def _any_outside(ranges: Mapping[str, ValueRange], values: Values) -> bool:
     return any(first_outside(values[name], allowed) is not None for name, allowed in ranges.items() if name in values)
 
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
-from autopar.errors import RuntimeInputError, did_you_mean
+from autopar.capture.input_leaves import map_leaves, named_leaves
+from autopar.errors import RuntimeInputError, did_you_mean, short_repr
 from autopar.ir.program import InputInfo, Program
 
+_MISSING = object()
+_MAX_CHARS = 80  # of a value in a message
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -27,11 +30,17 @@ def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], seque
     `sequences` is the expected number of sequences, for messages.
     """
     infos = {info.name: info for info in program.inputs}
-    is_mapping = isinstance(batch, Mapping)
-    given = dict(batch) if isinstance(batch, Mapping) else dict(zip(infos, batch, strict=False))
     problems: list[str] = []
-    if not is_mapping and len(batch) != len(infos):
-        problems.append(f"expected {len(infos)} tensors {tuple(infos)}, got {len(batch)}")
+    given = _given(program, batch, problems)
+    for name, text in program.fixed.items():
+        value = given.pop(name, _MISSING)
+        if value is _MISSING:
+            problems.append(f"input {name!r} is missing; it was {text[:_MAX_CHARS]} during capture")
+        elif repr(value) != text:
+            problems.append(
+                f"input {name!r} is no tensor, so it is a constant of the captured model: {text[:_MAX_CHARS]} during "
+                f"capture, now {short_repr(value)}; pass a tensor, or call parallelize again"
+            )
     for name in given:
         if name not in infos:
             problems.append(f"unknown input {name!r}; {did_you_mean(name, list(infos))}")
@@ -56,6 +65,19 @@ def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], seque
     if len(set(counts.values())) > 1:
         problems.append(f"inputs hold different numbers of sequences: {counts}")
     return Batch(tensors=found, sequences=next(iter(counts.values()), 0), problems=tuple(problems))
+
+
+def _given(program: Program, batch: Mapping[str, Any] | Sequence[Any], problems: list[str]) -> dict[str, Any]:
+    """The leaves of a batch by name. The leaves of a sequence have the names of the example inputs, in order."""
+    if isinstance(batch, Mapping):
+        return named_leaves(batch)
+    leaves = list(named_leaves({"": list(batch)}).values())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    names = [info.name for info in program.inputs]
+    if len(tensors) != len(names):
+        problems.append(f"expected {len(names)} tensors {tuple(names)}, got {len(tensors)}")
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return dict(zip(names, tensors, strict=False)) | dict(zip(program.fixed, others, strict=False))
 
 
 def batch_error(problems: Sequence[str]) -> RuntimeInputError:
@@ -179,6 +201,15 @@ def split_micro_batches(
     return [{name: piece[k] for name, piece in pieces.items()} for k in range(count)]
 
 
+def as_batch(program: Program, args: Sequence[Any]) -> Mapping[str, Any] | Sequence[Any]:
+    """The batch of a call with positional arguments: one dict of inputs by name, or the inputs in order."""
+    if len(args) != 1 or not isinstance(args[0], Mapping):
+        return args
+    names = {name.partition(".")[0] for name in (*(info.name for info in program.inputs), *program.fixed)}
+    is_input = len(names) == 1 and names.isdisjoint(args[0])  # the only input of the model is a dict
+    return args if is_input else args[0]
+
+
 def rows_of_rank(program: Program, batch: Mapping[str, Any] | Sequence[Any], index: int, count: int) -> Any:
     """The rows of one of `count` data-parallel ranks in a global batch, as a dict or a tuple.
 
@@ -199,5 +230,9 @@ def rows_of_rank(program: Program, batch: Mapping[str, Any] | Sequence[Any], ind
         return value.narrow(info.batch_dim, index * (rows // count), rows // count)
 
     if isinstance(batch, Mapping):
-        return {name: part(by_name.get(name), value) for name, value in batch.items()}
-    return tuple(part(info, value) for info, value in zip(infos, batch, strict=True))
+        return map_leaves(batch, lambda name, value: part(by_name.get(name), value))
+    tensors = iter(infos)
+    changed = map_leaves(
+        {"": list(batch)}, lambda _, value: part(next(tensors) if isinstance(value, torch.Tensor) else None, value)
+    )
+    return tuple(changed[""])

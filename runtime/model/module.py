@@ -14,7 +14,7 @@ from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
 from autopar.runtime.model.compiled import readable
-from autopar.runtime.model.inputs import rows_of_rank
+from autopar.runtime.model.inputs import as_batch, rows_of_rank
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import EVALUATION, STEP
@@ -95,7 +95,7 @@ class ParallelModel(RunningModel):
             >>> loss = parallel(*batch)
             >>> loss.backward()
         """
-        batch = inputs or (args[0] if len(args) == 1 and isinstance(args[0], Mapping) else args)
+        batch = inputs or as_batch(self.program, args)
         degrees = self.plan.degrees
         if degrees.pp > 1:
             raise RuntimeInputError(

@@ -148,6 +148,7 @@ class RunningModel(ShardedModel):
         if is_unsure:
             checked = padded_micro_batches(*given, compiled.indices.legal)
             compiled.indices.check(checked, compiled.constants(), self._preflight.exchange)
+        compiled.decisions.check(pieces, compiled.constants(), self._preflight.exchange)
         if own.sequences:
             self._fillers = first_rows(self.program, own)
         read = self._inputs_read(compiled)

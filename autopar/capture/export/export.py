@@ -9,40 +9,87 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar._torch.private import as_exported, pytree, quick_export
+from autopar.capture.export.data_reads import DataReads, Reading
+from autopar.capture.export.failure import capture_error
 from autopar.capture.export.index_lists import ListsAsSlices
+from autopar.capture.export.loss_arguments import (
+    arguments_of_loss,
+    check_loss_fn,
+    names_of_loss,
+    num_of_loss,
+)
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.flat_graph import Flat
+from autopar.capture.input_leaves import fixed_leaves, named_leaves
 from autopar.capture.passes.in_place import needs_decomposition
 from autopar.errors import CaptureError
+from autopar.ir.program import Decision
 
 Inputs = Mapping[str, Any] | Sequence[Any]
-LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]  # of (output, target), as torch's losses are
-TARGET = "target"
+LossFunction = Callable[..., torch.Tensor]  # of (output, target), as torch's losses are, or of other arguments
+DECISION = "decision "  # an output with this prefix is a value that the model read
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """How a trace reads values: the names and values of its tensor inputs, and the order of its keywords."""
+
+    reading: Reading
+    names: tuple[str, ...]
+    values: tuple[torch.Tensor, ...]
+    keywords: tuple[str, ...]
+    decided: list[Decision] = field(default_factory=list)  # an export restores the attributes of a module, but no list
 
 
 class _Outputs(nn.Module):
-    """The model with its output reduced to named tensors. Caches and other objects are dropped."""
+    """The model with its output reduced to named tensors. Caches and other objects are dropped.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None) -> None:
+    If it is traced, the values that the model reads are decisions (`DataReads`).
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, *, traced: _Traced | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self._traced = traced
+        self._values = {name: tensor for name, _, tensor in self._own_state()}
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        if self._traced is None:
+            return self._outputs(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, [kwargs[name] for name in self._traced.keywords]))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs = zip(self._traced.names, tensors, self._traced.values, strict=True)
+        given = [(name, "input", tensor, value) for name, tensor, value in inputs]
+        given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
+        with DataReads(self.model, given, self._traced.reading) as reads:
+            found = self._outputs(*args, **kwargs)
+        self._traced.decided[:] = [decision for decision, _ in reads.decided]
+        return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}
+
+    def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            yield name, "parameter", parameter
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            yield name, "buffer", buffer
+
+    def _outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
-            return named_outputs(self.model(*args, **kwargs))
-        if TARGET in kwargs:
-            target = kwargs.pop(TARGET)
-        else:
-            *args, target = args  # type: ignore[assignment]
-        out = self.model(*args, **kwargs)
-        return with_loss(out, self.loss_fn(out, target))
+            before = getattr(self.model, "loss", None)
+            found = named_outputs(self.model(*args, **kwargs))
+            kept: Any = getattr(self.model, "loss", None)  # some models keep their loss as an attribute
+            is_new = isinstance(kept, torch.Tensor) and kept is not before and _is_loss(kept)
+            return {"loss": kept, **found} if is_new and "loss" not in found else found
+        given = arguments_of_loss(self.model, self.loss_fn, args, kwargs)
+        out = self.model(*given.args, **given.kwargs)
+        return with_loss(out, self.loss_fn(out, *given.loss_args, **given.loss_kwargs))
 
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
@@ -55,7 +102,13 @@ def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype.is_floating_point
+
+
 def _tensors(out: Any) -> dict[str, torch.Tensor]:
+    if is_dataclass(out) and not isinstance(out, Mapping):
+        out = {each.name: getattr(out, each.name, None) for each in fields(out)}
     if isinstance(out, Mapping):
         return {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
     leaves = out if isinstance(out, (tuple, list)) else [out]
@@ -70,27 +123,6 @@ def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
             f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean"
         )
     return {**_tensors(out), "loss": loss}
-
-
-def check_loss_fn(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction) -> None:
-    """Raise `CaptureError` if a loss function has parameters, or if the target is missing or ambiguous."""
-    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
-        raise CaptureError(
-            f"loss_fn {type(loss_fn).__name__} has parameters, which no optimizer would see; make it part of the model"
-        )
-    args, kwargs = split_inputs(example_inputs)
-    signature = inspect.signature(model.forward).parameters
-    if kwargs and TARGET in signature:
-        raise CaptureError(f"the model has an input {TARGET!r} itself; pass example_inputs as a tuple, its target last")
-    if (kwargs and TARGET not in kwargs) or not (args or kwargs):
-        raise CaptureError(
-            f"loss_fn needs a target: the last element of a tuple, or the key {TARGET!r} beside the model's inputs "
-            f"{list(signature)}"
-        )
-    positional = [p for p in signature.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in positional if p.default is p.empty]
-    if args and len(args) - 1 < len(required):
-        raise CaptureError(f"loss_fn needs a target after the model's inputs {required}; {len(args)} values were given")
 
 
 @contextlib.contextmanager
@@ -139,74 +171,72 @@ def input_names(
 ) -> dict[str, torch.Tensor]:
     """The tensor inputs by name: their keywords, or the argument names of `forward` for positional inputs.
 
-    With a `loss_fn`, the last positional input is the target.
+    A tensor in a nested input has its path as name. With a `loss_fn`, the last positional input is the target.
     """
+    leaves = input_leaves(model, example_inputs, loss_fn)
+    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+def input_leaves(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, Any]:
+    """The tensor inputs as in `input_names`, and the inputs that are no tensors."""
     args, kwargs = split_inputs(example_inputs)
     signature = list(inspect.signature(model.forward).parameters)
-    own = args[:-1] if loss_fn is not None else args
+    own = args[: len(args) - num_of_loss(loss_fn)]
     named = {signature[i] if i < len(signature) else f"args_{i}": value for i, value in enumerate(own)} | kwargs
-    if loss_fn is not None and args:
-        named[TARGET if TARGET not in named else "loss_target"] = args[-1]
-    found: dict[str, torch.Tensor] = {}
-    for name, value in named.items():
-        leaves, _ = pytree.tree_flatten(value)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                found[name if len(leaves) == 1 else f"{name}_{i}"] = leaf
-    return found
+    for name, value in zip(names_of_loss(loss_fn), args[len(own) :], strict=False):
+        named[name if name not in named else f"loss_{name}"] = value
+    return named_leaves(named)
+
+
+def fixed_inputs(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, str]:
+    """The inputs that are no tensors, as text."""
+    return fixed_leaves(input_leaves(model, example_inputs, loss_fn))
 
 
 def inputs_of_shapes(
     model: nn.Module, example_inputs: Inputs, sizes: Mapping[str, tuple[int, ...]], loss_fn: LossFunction | None = None
 ) -> Inputs:
-    """The example inputs with every tensor replaced by zeros of the shape given for its name."""
+    """The example inputs with every tensor in the shape given for its name."""
     names = iter(input_names(model, example_inputs, loss_fn))  # in the order of the tensors
     return resize_inputs(example_inputs, lambda _: sizes[next(names)])
 
 
-def resize_inputs(example_inputs: Inputs, resize: Any) -> Inputs:
-    """The example inputs with every tensor replaced by a new tensor of zeros of shape `resize(tensor)`."""
-
-    def fresh(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return torch.zeros(resize(leaf), dtype=leaf.dtype, device=leaf.device)
-
-    leaves, spec = pytree.tree_flatten(example_inputs)
-    inputs: Inputs = pytree.tree_unflatten([fresh(leaf) for leaf in leaves], spec)
+def resize_inputs(example_inputs: Inputs, resize: Callable[[torch.Tensor], tuple[int, ...]]) -> Inputs:
+    """The example inputs with every tensor in the shape `resize(tensor)`: its elements are cut, or repeat."""
+    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: _resized(leaf, resize(leaf)), example_inputs)
     return inputs
 
 
-def _where_it_failed(error: BaseException, model: nn.Module) -> str:
-    """The module path and source line of the deepest frame of the user's model in a failed export."""
-    paths = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-    seen: BaseException | None = error
-    best = ""
-    while seen is not None:
-        trace = seen.__traceback__
-        while trace is not None:
-            owner = trace.tb_frame.f_locals.get("self")
-            if id(owner) in paths:
-                code = trace.tb_frame.f_code
-                best = f"module {paths[id(owner)]!r} ({type(owner).__name__}), {code.co_filename}:{trace.tb_lineno}"
-            trace = trace.tb_next
-        seen = seen.__cause__ or seen.__context__
-    return best or f"module {type(model).__name__}"
+def _resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if not tensor.numel():
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    found = tensor.detach()
+    for dim, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if new > old:
+            found = torch.cat([found] * -(-new // old), dim)
+        found = found.narrow(dim, 0, new)
+    return found.clone(memory_format=torch.contiguous_format)
 
 
 def capture_flat(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, training: bool = True
+    model: nn.Module,
+    example_inputs: Inputs,
+    loss_fn: LossFunction | None = None,
+    *,
+    training: bool = True,
+    reading: Reading | None = None,
 ) -> Flat:
     """Trace a model in training or evaluation mode at the given input shapes.
 
     Raises `CaptureError` with the module and source line if the model cannot be exported.
     """
-    exported = _exported(model, example_inputs, loss_fn, training)
+    reading = reading or Reading()
+    exported, decided = _exported(model, example_inputs, loss_fn, training, reading)
     placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     refuse_unusable(
         exported.graph_module.graph,
         placeholders,
-        lambda: _exported(model, example_inputs, loss_fn, training, lines=True).graph_module.graph,
+        lambda: _exported(model, example_inputs, loss_fn, training, reading, lines=True)[0].graph_module.graph,
     )
     changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
     if needs_decomposition(exported.graph_module, changeable):
@@ -232,34 +262,57 @@ def capture_flat(
         raise CaptureError(
             f"the model returns no loss: its outputs are {list(names)}. Return a scalar, name one output 'loss' "
             "(transformers models do when `labels` are among the inputs), or pass loss_fn=..., a function of "
-            "(output, target)."
+            "(output, target). If it returns several losses, their sum is loss_fn=lambda output: sum(output.values())."
         )
-    return Flat(graph=module.graph, placeholders=placeholders, outputs=names, root=module, updates=updates)
+    return Flat(
+        graph=module.graph,
+        placeholders=placeholders,
+        outputs=names,
+        root=module,
+        updates=updates,
+        decisions=tuple(decided),
+    )
 
 
 def _exported(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool, *, lines: bool = False
-) -> Any:
-    """The exported program. With `lines`, nodes have their stack traces, and the export takes twice as long."""
+    model: nn.Module,
+    example_inputs: Inputs,
+    loss_fn: LossFunction | None,
+    training: bool,
+    reading: Reading,
+    *,
+    lines: bool = False,
+) -> tuple[Any, list[Decision]]:
+    """The exported program, and the decisions of the model.
+
+    With `lines`, nodes have their stack traces, and the export takes twice as long.
+    """
     if loss_fn is not None:
-        check_loss_fn(model, example_inputs, loss_fn)
+        check_loss_fn(model, loss_fn, *split_inputs(example_inputs))
     try:
-        return _export(model, example_inputs, loss_fn, training, lines)
+        return _export(model, example_inputs, example_inputs, loss_fn, training, reading, lines)
     except CaptureError:
         raise
     except Exception as error:
         failed = error
-    if all(parameter.is_meta for parameter in model.parameters()):  # meta activations cannot meet inputs on a device
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    if on_meta:  # meta activations cannot meet inputs on a device
         try:
-            return _export(model, _on_meta(example_inputs), loss_fn, training, lines)
+            return _export(model, _on_meta(example_inputs), example_inputs, loss_fn, training, reading, lines)
+        except CaptureError:
+            raise
         except Exception as error:
             failed = error
-    first = str(failed).strip().split("\n")[0][:300]
-    raise CaptureError(
-        f"the model cannot be captured: {_where_it_failed(failed, model)}: {type(failed).__name__}: {first}\n"
-        "Remove data-dependent control flow from this code: use torch.where, or fixed shapes. Give custom operators "
-        "a fake kernel (torch.library.register_fake)."
-    ) from failed
+    if not reading.explains:
+        raise CaptureError("the model cannot be captured at other sizes") from failed
+    given = example_inputs if reading.given is None else reading.given
+    args, kwargs = split_inputs(pytree.tree_map_only(torch.Tensor, torch.clone, _on_meta(given) if on_meta else given))
+
+    def run() -> None:
+        with _without_cache(model, training):
+            _Outputs(model, loss_fn)(*args, **kwargs)
+
+    raise capture_error(failed, model, run, on_meta=on_meta) from failed
 
 
 def run_on_meta(
@@ -272,12 +325,25 @@ def run_on_meta(
         _Outputs(model, loss_fn)(*args, **kwargs)
 
 
-def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool, lines: bool) -> Any:
+def _export(
+    model: nn.Module,
+    example_inputs: Inputs,
+    values: Inputs,
+    loss_fn: LossFunction | None,
+    training: bool,
+    reading: Reading,
+    lines: bool,
+) -> tuple[Any, list[Decision]]:
+    """The exported program, and the decisions of the model."""
     args, kwargs = split_inputs(example_inputs)
+    named = tuple(input_names(model, values, loss_fn))
+    tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
+    traced = _Traced(reading, named, tensors, tuple(kwargs))
     speed = contextlib.nullcontext() if lines else quick_export()
     with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), speed, _no_collection():
         warnings.simplefilter("ignore")
-        return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
+        exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+    return exported, traced.decided
 
 
 def _on_meta(example_inputs: Inputs) -> Inputs:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autopar.capture.record.captured import Capture
     from autopar.capture.record.schema import ProgramRecord
 
-_VERSION = 1
+_VERSION = 2
 _MAX_BYTES = 64 * 1024 * 1024
 
 

@@ -33,6 +33,7 @@ from autopar.ir.program import (
     Block,
     CallSite,
     Constants,
+    Decision,
     InputInfo,
     PartOf,
     Program,
@@ -80,6 +81,8 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         sequence=sizes.sequence,
         buffers={buffer.name: _state(buffer) for buffer in record.buffers},
         updates=record.updates,
+        fixed=record.fixed,
+        decisions=tuple(Decision(**dict(decision)) for decision in record.decisions),
     )
     analysis = analyse(program)
     reduction, mixes = loss_over_micro_batches(program, analysis)

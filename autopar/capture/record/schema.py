@@ -110,6 +110,18 @@ class InputRecord(StrictModel):
     sequence_dim: int | None
 
 
+class DecisionRecord(StrictModel):
+    """A `Decision`."""
+
+    name: str
+    value: Any
+    line: str
+    code: str
+    occurrence: int
+    inputs: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
 class SizesRecord(StrictModel):
     batch: int
     sequence: int | None
@@ -137,4 +149,6 @@ class ProgramRecord(StrictModel):
     denominator: str | None
     outputs: dict[str, str]
     updates: dict[str, str]
+    decisions: tuple[DecisionRecord, ...]
+    fixed: dict[str, str]
     notes: tuple[str, ...]

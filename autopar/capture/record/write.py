@@ -16,6 +16,7 @@ from autopar.capture.record.schema import (
     BlockRecord,
     CallRecord,
     ConstantsRecord,
+    DecisionRecord,
     InfoRecord,
     InputRecord,
     LeafRecord,
@@ -46,7 +47,7 @@ def record_of(twice: Twice) -> ProgramRecord:
     write = _Writer(sizes, others)
     _same("blocks", len(program.blocks), len(small.blocks))
     _same("calls", [_of_call(c) for c in program.calls], [_of_call(c) for c in small.calls])
-    for name in ("loss", "denominator", "outputs", "updates", "parameters", "unused", "buffers"):
+    for name in ("loss", "denominator", "outputs", "updates", "parameters", "unused", "buffers", "decisions", "fixed"):
         _same(name, getattr(program, name), getattr(small, name))
     return ProgramRecord(
         sizes=SizesRecord(batch=sizes.batch, sequence=sizes.sequence),
@@ -66,6 +67,8 @@ def record_of(twice: Twice) -> ProgramRecord:
         denominator=program.denominator,
         outputs=dict(program.outputs),
         updates=dict(program.updates),
+        decisions=tuple(DecisionRecord(**asdict(decision)) for decision in program.decisions),
+        fixed=dict(program.fixed),
         notes=twice.notes,
     )
 

@@ -1,0 +1,200 @@
+"""Reads of a tensor's value while a model is traced: ``if mask.any()``, ``lengths.max().item()``, ``x.numpy()``.
+
+A trace has no values. A value that depends on no parameter and no random number is computed (`known_values`), and the
+model reads it. If an input decides the value, only ``specialise=True`` permits the read. A value that an input or a
+buffer decides becomes a `Decision`, an output of the graph that later batches are compared with. Every other read is
+refused, with the line of the model.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import private
+from autopar.capture.export.known_values import Known, KnownValues, Unknown, leaf
+from autopar.capture.export.source_lines import SourceLine, line_that_runs
+from autopar.errors import CaptureError, short_repr
+from autopar.ir.program import Decision
+
+Tensor = torch.Tensor
+_AS_NUMBERS: Mapping[Any, Callable[[Tensor], Any]] = {
+    Tensor.__bool__: bool,
+    Tensor.__int__: int,
+    Tensor.__float__: float,
+    Tensor.__complex__: complex,
+    Tensor.__index__: operator.index,
+    Tensor.is_nonzero: bool,
+    torch.is_nonzero: bool,
+    Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+}
+_AS_ARRAYS: Mapping[Any, Callable[[Tensor], Any]] = {
+    Tensor.numpy: lambda value: value.numpy(),
+    Tensor.__array__: lambda value: value.numpy(),
+}
+# functions of tensors that return a number: the tensor whose truth they return
+_AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
+    torch.equal: lambda a, b: a.shape == b.shape and (a == b).all(),
+    Tensor.equal: lambda a, b: a.shape == b.shape and (a == b).all(),
+    torch.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
+    Tensor.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
+    Tensor.__contains__: lambda a, element: (a == element).any(),
+}
+REMEDY = "use torch.where, or fixed shapes, at this line"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reading:
+    """What a model may read while it is captured.
+
+    `specialise` permits reads of values that inputs decide. `answers` are the decisions of an earlier capture, which
+    are taken again. `given` are the user's own inputs, if the capture runs at other sizes. `explains` says whether the
+    cause of a failure is searched for.
+    """
+
+    specialise: bool = False
+    answers: Mapping[tuple[str, int], Decision] | None = None
+    given: Any = None
+    explains: bool = True
+
+
+class DataReads(TorchFunctionMode):
+    """Gives a model that is traced the values that it reads, or refuses.
+
+    `given` are the tensors of the model and their values, by name and kind ("parameter", "buffer" or "input").
+    `decided` gets the decisions and the traced tensors.
+    """
+
+    def __init__(self, model: nn.Module, given: Iterable[tuple[str, str, Tensor, Tensor]], reading: Reading) -> None:
+        super().__init__()
+        self._model, self._given, self._reading = model, list(given), reading
+        self.decided: list[tuple[Decision, Tensor]] = []
+        self._occurrences: Counter[str] = Counter()
+        self._devices = {value.device.type for *_, value in self._given}
+        self._values: KnownValues | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _AS_NUMBERS:
+            return self._read(args[0], _AS_NUMBERS[func], lambda: func(*args, **kwargs))
+        if func in _AS_ARRAYS:
+            return self._array(args[0], _AS_ARRAYS[func], getattr(func, "__name__", "numpy"))
+        if func in _AS_TRUTH:
+            truth = _AS_TRUTH[func](*args, **kwargs)
+            return self._read(truth, bool, lambda: bool(truth)) if isinstance(truth, Tensor) else truth
+        if func is Tensor.__format__ or func is Tensor.__repr__:
+            return f"<tensor of shape {tuple(args[0].shape)}>"
+        self._check_device(func, args, kwargs)
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor) and not all(isinstance(size, int) for size in made.shape):
+            raise self._refusal(line_that_runs(self._model), "makes a tensor whose shape depends on data")
+        return made
+
+    def _read(self, tensor: Tensor, read: Callable[[Tensor], Any], otherwise: Callable[[], Any]) -> Any:
+        """What the model reads of a tensor."""
+        node = private.traced_node(tensor)
+        if node is None:  # a tensor of no graph has a value
+            return otherwise()
+        line, found = line_that_runs(self._model), self._of(node)
+        key = str(line), self._occurrences[str(line)]
+        answers = self._reading.answers or {}
+        if isinstance(found, Known):
+            with private.without_tracing():
+                value = read(found.value)
+            inputs, buffers = found.inputs, found.buffers
+            if inputs and self._reading.answers is not None:
+                if key not in answers:
+                    raise self._refusal(line, "reads a value that was not read at the sizes of the plan")
+                value = answers[key].value
+        elif key in answers:
+            value = answers[key].value
+            inputs, buffers = frozenset(answers[key].inputs), frozenset(answers[key].buffers)
+        else:
+            raise self._refusal(line, f"reads a value that depends on {found.reason}")
+        if inputs and not self._reading.specialise:
+            names = " and ".join(map(repr, sorted(inputs)))
+            raise self._refusal(
+                line,
+                f"reads {short_repr(value)}, which is computed of input {names}",
+                "or pass specialise=True: a batch with another value is then refused",
+            )
+        if inputs or buffers:
+            self._occurrences[str(line)] += 1
+            decision = Decision(
+                name="",
+                value=value,
+                line=key[0],
+                code=line.code,
+                occurrence=key[1],
+                inputs=tuple(sorted(inputs)),
+                buffers=tuple(sorted(buffers)),
+            )
+            # a value of its own, which is no input: every rank holds it whole
+            self.decided.append((decision, tensor.detach().clone().unsqueeze(0)))
+        return value
+
+    def _array(self, tensor: Tensor, read: Callable[[Tensor], Any], name: str) -> Any:
+        """The array of a constant."""
+        node = private.traced_node(tensor)
+        found = None if node is None else self._of(node)
+        if found is None or isinstance(found, Unknown) or found.inputs:
+            raise CaptureError(
+                f"the model cannot be captured: {line_that_runs(self._model)}: .{name}() leaves torch, and no gradient "
+                "and no other rank can follow; use operators of torch at this line"
+            )
+        with private.without_tracing():
+            return read(found.value.clone())
+
+    def _of(self, node: fx.Node) -> Known | Unknown:
+        if self._values is None:
+            leaves = {private.traced_node(traced): leaf(name, kind, value) for name, kind, traced, value in self._given}
+            self._values = KnownValues({node: value for node, value in leaves.items() if node is not None})
+        return self._values.of(node)
+
+    def _refusal(self, line: SourceLine, what: str, more: str = "") -> CaptureError:
+        remedy = f"{REMEDY}, {more}" if more else REMEDY
+        return CaptureError(f"the model cannot be captured: {line}: `{line.code}` {what}; {remedy}")
+
+    def _check_device(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a tensor on a device that the model is not on. Torch may end the process for such a tensor."""
+        device: str | None
+        if func is Tensor.cuda:
+            device = "cuda"
+        elif func is Tensor.to:
+            device = next((_type_of(given) for given in (*args[1:], *kwargs.values()) if _type_of(given)), None)
+        else:
+            device = _type_of(kwargs.get("device"))
+        if device is not None and device not in self._devices | {"cpu", "meta"}:
+            raise CaptureError(
+                f"the model cannot be captured: {line_that_runs(self._model)}: a tensor is put on {device!r}, but the "
+                f"model is on {' and '.join(sorted(self._devices))}; use the device of another tensor at this line "
+                "(device=x.device)"
+            )
+
+
+def _type_of(device: Any) -> str | None:
+    """The type of a device, such as "cuda". None for a value that names no device."""
+    if isinstance(device, torch.device):
+        return device.type
+    if isinstance(device, str):
+        return device.partition(":")[0]
+    if isinstance(device, Tensor):
+        return device.device.type
+    return None
+
+
+def refuse_changing(decisions: Iterable[Decision], updates: Iterable[str]) -> None:
+    """Raise `CaptureError` if the model read a value of a buffer that its forward pass changes."""
+    for decision in decisions:
+        changed = sorted({*decision.buffers}.intersection(updates))
+        if changed:
+            raise CaptureError(
+                f"the model cannot be captured: {decision.line}: `{decision.code}` reads the buffer {changed[0]!r}, "
+                f"which the forward pass changes; {REMEDY}"
+            )

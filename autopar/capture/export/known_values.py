@@ -1,0 +1,156 @@
+"""The values of a graph that is being traced, as far as inputs, buffers and constants give them.
+
+The nodes run once each, in the order of the trace, on real tensors. An operator that writes to a value changes every
+value that shares its memory. So a value that is known becomes unknown if an unknown value is written to it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import private
+from autopar._torch.private import pytree
+from autopar.capture.nodes import function, is_random
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A value, and the names of the inputs and the buffers that it is computed of."""
+
+    value: Any
+    inputs: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The reason why a value is not known: what it depends on."""
+
+    reason: str
+
+
+class KnownValues:
+    """Values by the nodes of one graph. `leaves` are the values of its placeholders."""
+
+    def __init__(self, leaves: Mapping[fx.Node, Known | Unknown]) -> None:
+        self._found: dict[fx.Node, Known | Unknown] = dict(leaves)
+        self._graph = next(iter(leaves)).graph
+        self._last: fx.Node | None = None
+
+    def of(self, node: fx.Node) -> Known | Unknown:
+        """The value of a node at this point of the trace."""
+        if node.graph is not self._graph:
+            return Unknown("a value inside of a control-flow operator")
+        for each in self._new_nodes():
+            if each not in self._found:
+                self._found[each] = self._value(each)
+        return self._found[node]
+
+    def _new_nodes(self) -> Iterator[fx.Node]:
+        nodes = iter(self._graph.nodes) if self._last is None else _after(self._last)
+        for node in nodes:
+            self._last = node
+            yield node
+
+    def _value(self, node: fx.Node) -> Known | Unknown:
+        if node.op == "get_attr":
+            constant = private.traced_constant(str(node.target))
+            is_real = isinstance(constant, torch.Tensor) and not constant.is_meta
+            return Known(_on_cpu(constant)) if is_real else Unknown(f"the constant {node.target!r}, which has no value")
+        if node.op != "call_function":
+            return Unknown(f"a value that is traced as {node.op}")
+        operands = [self._found[operand] for operand in node.all_input_nodes]
+        unknown = next((operand for operand in operands if isinstance(operand, Unknown)), None)
+        known = [operand for operand in operands if isinstance(operand, Known)]
+        made: Known | Unknown
+        if unknown is not None:
+            made = unknown
+        elif is_random(node):
+            made = Unknown("random numbers")
+        elif not private.overloads_of(node.target) and not _is_plain(node):
+            made = Unknown(f"the result of {node.target}")
+        else:
+            inputs = frozenset[str]().union(*(operand.inputs for operand in known))
+            buffers = frozenset[str]().union(*(operand.buffers for operand in known))
+            made = self._computed(node, inputs, buffers)
+        for operand in _written(node):
+            self._write(operand, made)
+        return made
+
+    def _computed(self, node: fx.Node, inputs: frozenset[str], buffers: frozenset[str]) -> Known | Unknown:
+        given = fx.map_arg(
+            (tuple(node.args), {k: v for k, v in node.kwargs.items() if k != "pin_memory"}), self._operand
+        )
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
+        try:
+            with private.without_tracing():
+                return Known(function(node)(*args, **dict(kwargs)), inputs, buffers)
+        except Exception as error:  # the operator's own error comes again in the trace or in the step
+            return Unknown(f"the result of {node.target}, which raised {error}")
+
+    def _operand(self, node: fx.Node) -> Any:
+        found = self._found[node]
+        assert isinstance(found, Known)
+        return found.value
+
+    def _write(self, operand: fx.Node, made: Known | Unknown) -> None:
+        """Every value that shares memory with a written operand depends on what was written."""
+        target = self._found[operand]
+        if isinstance(target, Unknown):
+            return
+        written = _storages(target.value)
+        for node, found in self._found.items():
+            if isinstance(found, Unknown) or written.isdisjoint(_storages(found.value)):
+                continue
+            if isinstance(made, Unknown):
+                self._found[node] = made
+            else:
+                self._found[node] = Known(found.value, found.inputs | made.inputs, found.buffers | made.buffers)
+
+
+def leaf(name: str, kind: str, value: torch.Tensor) -> Known | Unknown:
+    """The value of a placeholder: a parameter, a buffer or an input of the model."""
+    if kind == "parameter":
+        return Unknown(f"the parameter {name!r}")
+    if value.is_meta:
+        return Unknown(f"the {kind} {name!r}, which is on meta and has no values")
+    names = frozenset({name})
+    own = _on_cpu(value)
+    return Known(own, inputs=names) if kind == "input" else Known(own, buffers=names)
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """A copy that operators may write to."""
+    with private.without_tracing():
+        return value.detach().to("cpu", copy=True)
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    while node.next.op != "root":
+        node = node.next
+        yield node
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node calls a function of Python's operator module, such as `getitem`."""
+    return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an operator writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in pytree.tree_leaves(given.get(argument.name)):
+                if isinstance(value, fx.Node):
+                    yield value
+
+
+def _storages(value: Any) -> set[int]:
+    return {private.storage_id(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}

@@ -1,0 +1,110 @@
+"""The arguments of a loss function: the output of the model, a target, and more inputs of the batch.
+
+`loss_fn(output)` gets the output alone. In a tuple of inputs, the last ones are the other arguments of
+`loss_fn(output, target, weight)`. In a dict, the key `target` is the second argument, and every further argument has
+its own name as key. The second argument of `loss_fn(output, batch)` is the whole dict.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+
+_Loss = Callable[..., torch.Tensor]
+TARGET = "target"
+BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossArguments:
+    """The inputs of a batch, parted into those of the model and those of the loss function after the output."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_args: tuple[Any, ...] = ()
+    loss_kwargs: Mapping[str, Any]
+
+
+def names_of_loss(loss_fn: _Loss | None) -> tuple[str, ...]:
+    """The names of the last inputs of a tuple, which belong to the loss function. Its first one is the target."""
+    if loss_fn is None:
+        return ()
+    every = _parameters(loss_fn)
+    required = [p.name for p in every if p.default is p.empty]
+    count = min(max(2, len(required)), len(every)) if every else 2  # the target of torch's losses may have a default
+    return () if count < 2 else (TARGET, *(p.name for p in every[2:count]))
+
+
+def num_of_loss(loss_fn: _Loss | None) -> int:
+    """The number of the last inputs of a tuple that belong to the loss function."""
+    return len(names_of_loss(loss_fn))
+
+
+def arguments_of_loss(
+    model: nn.Module, loss_fn: _Loss, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> LossArguments:
+    """The inputs of one call of the model, parted."""
+    if args:
+        count = len(args) - num_of_loss(loss_fn)
+        return LossArguments(args=tuple(args[:count]), kwargs=kwargs, loss_args=tuple(args[count:]), loss_kwargs={})
+    own = inspect.signature(model.forward).parameters
+    if _takes_batch(loss_fn):
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in own.values())
+        given = {name: value for name, value in kwargs.items() if takes_all or name in own}
+        return LossArguments(args=(), kwargs=given, loss_args=(dict(kwargs),), loss_kwargs={})
+    names = [p.name for p in _parameters(loss_fn)[2:] if p.name in kwargs]
+    more = {name: kwargs[name] for name in names if name not in own or _is_required(loss_fn, name)}
+    given = {name: value for name, value in kwargs.items() if name != TARGET and (name not in more or name in own)}
+    target = (kwargs[TARGET],) if names_of_loss(loss_fn) else ()
+    return LossArguments(args=(), kwargs=given, loss_args=target, loss_kwargs=more)
+
+
+def check_loss_fn(model: nn.Module, loss_fn: _Loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise `CaptureError` if a loss function has parameters, or if an argument of it is missing or ambiguous."""
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(
+            f"loss_fn {type(loss_fn).__name__} has parameters, which no optimizer would see; make it part of the model"
+        )
+    wanted = names_of_loss(loss_fn)
+    if not wanted or (kwargs and _takes_batch(loss_fn)):
+        return
+    signature = inspect.signature(model.forward).parameters
+    if kwargs and TARGET in signature:
+        raise CaptureError(f"the model has an input {TARGET!r} itself; pass example_inputs as a tuple, its target last")
+    if (kwargs and TARGET not in kwargs) or not (args or kwargs):
+        raise CaptureError(
+            f"loss_fn needs a target: the last element of a tuple, or the key {TARGET!r} beside the model's inputs "
+            f"{list(signature)}"
+        )
+    missing = [name for name in wanted[1:] if kwargs and name not in kwargs]
+    if missing:
+        raise CaptureError(f"loss_fn needs {missing[0]!r}; add this key to example_inputs, or give it a default")
+    positional = [p for p in signature.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty]
+    if args and len(args) - len(wanted) < len(required):
+        what = "a target" if len(wanted) == 1 else f"{list(wanted)}"
+        raise CaptureError(f"loss_fn needs {what} after the model's inputs {required}; {len(args)} values were given")
+
+
+def _takes_batch(loss_fn: _Loss) -> bool:
+    every = _parameters(loss_fn)
+    return len(every) > 1 and every[1].name == BATCH
+
+
+def _is_required(loss_fn: _Loss, name: str) -> bool:
+    return any(p.name == name and p.default is p.empty for p in _parameters(loss_fn))
+
+
+def _parameters(loss_fn: _Loss) -> list[inspect.Parameter]:
+    """The positional parameters of a loss function. Empty if Python does not know them."""
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in signature.parameters.values() if p.kind in kinds]

@@ -1,0 +1,91 @@
+"""The module and the source line of a model that runs now, or that raised an error."""
+
+import linecache
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODELS_OF_TORCH = os.path.join(_TORCH, "nn", "modules") + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLine:
+    """A line of a model's code, and the path and class of the module that runs it."""
+
+    module: str
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.module}, {self.place}" if self.file else self.module
+
+    @property
+    def place(self) -> str:
+        """The file and the line number."""
+        return f"{self.file}:{self.number}"
+
+    @property
+    def code(self) -> str:
+        """The text of the line. Empty without source."""
+        return linecache.getline(self.file, self.number).strip()
+
+
+def line_that_runs(model: nn.Module) -> SourceLine:
+    """The innermost line of a model's code that runs now. The code of torch's modules counts too."""
+    paths, module, found = _paths(model), "", ("", 0)
+    frame = sys._getframe(1)
+    while frame is not None and not (module and found[1]):
+        if not found[1] and _is_of_a_model(frame.f_code, torch_too=True):
+            found = frame.f_code.co_filename, frame.f_lineno
+        if not module:
+            module = _module_of(frame.f_locals, paths)
+        frame = frame.f_back  # type: ignore[assignment]
+    return SourceLine(module=module or f"module {type(model).__name__}", file=found[0], number=found[1])
+
+
+def line_that_failed(error: BaseException, model: nn.Module) -> SourceLine:
+    """The deepest line of the user's code in the traceback of an error. A line of torch only if there is no other."""
+    paths, module = _paths(model), ""
+    users, torchs = ("", 0), ("", 0)
+    seen: BaseException | None = error
+    while seen is not None:
+        trace = seen.__traceback__
+        inside = False
+        while trace is not None:
+            code, owner = trace.tb_frame.f_code, _module_of(trace.tb_frame.f_locals, paths)
+            inside = inside or bool(owner)
+            module = owner or module
+            if inside and _is_of_a_model(code, torch_too=False):
+                users = code.co_filename, trace.tb_lineno
+            elif owner and _is_of_a_model(code, torch_too=True):
+                torchs = code.co_filename, trace.tb_lineno
+            trace = trace.tb_next
+        seen = seen.__cause__ or seen.__context__
+    file, number = users if users[1] else torchs
+    return SourceLine(module=module or f"module {type(model).__name__}", file=file, number=number)
+
+
+def _paths(model: nn.Module) -> Mapping[int, str]:
+    return {
+        id(module): f"module {(name or type(module).__name__)!r} ({type(module).__name__})"
+        for name, module in model.named_modules()
+    }
+
+
+def _module_of(variables: Mapping[str, Any], paths: Mapping[int, str]) -> str:
+    return paths.get(id(variables.get("self")), "")
+
+
+def _is_of_a_model(code: CodeType, *, torch_too: bool) -> bool:
+    file = code.co_filename
+    if file.startswith(_TORCH):
+        return torch_too and file.startswith(_MODELS_OF_TORCH) and code.co_name != "_call_impl"
+    return not file.startswith(("<", _OURS))

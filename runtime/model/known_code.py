@@ -1,0 +1,93 @@
+"""The code of a step, cut to the values that depend on inputs and constants only, such as indices and decisions.
+
+All ranks run it before a step. It has the collectives that make a value of the whole batch.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.analysis import Analysis
+from autopar.capture.lookups import Lookup
+from autopar.capture.nodes import closure
+from autopar.ir.plan import Plan
+from autopar.ir.program import CallSite, Program
+from autopar.lowering.local_graph import LocalGraph, local_graph
+from autopar.runtime.codegen.execute import graph_module
+from autopar.runtime.distributed.mesh import RankMesh
+
+Values = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A call of a block, cut to some of its results, and to the indices of some lookups."""
+
+    call: CallSite
+    module: fx.GraphModule
+    results: tuple[str, ...]
+    lookups: tuple[Lookup, ...]
+
+    def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Add the results to `values`. Returns the indices."""
+        made = self.module(*(values.get(a) if isinstance(a, str) else a for a in self.call.arguments))
+        values.update(zip(self.results, made, strict=False))
+        return list(made[len(self.results) :])
+
+    @property
+    def arguments(self) -> set[str]:
+        """The names of the values that the part reads."""
+        ports = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        pairs = zip(ports, self.call.arguments, strict=True)
+        return {argument for port, argument in pairs if port.users and isinstance(argument, str)}
+
+
+class KnownCode:
+    """The blocks of one program in the code of one plan."""
+
+    def __init__(self, program: Program, analysis: Analysis, plan: Plan, mesh: RankMesh, device: torch.device) -> None:
+        self._program, self._analysis, self._plan = program, analysis, plan
+        self._mesh, self.device = mesh, device
+        self._generated: dict[int, LocalGraph] = {}
+
+    def parts(self, lookups: Sequence[Lookup] = (), results: Collection[str] = ()) -> list[Part]:
+        """The code that computes the indices of lookups and some results, call by call."""
+        wanted = set(results)
+        parts = []
+        for index, call in reversed(list(enumerate(self._program.calls))):
+            own = tuple(found for found in lookups if found.call == index)
+            made = tuple(result for result in call.results if result in wanted)
+            if own or made:
+                parts.append(self._part(call, own, made))
+                wanted |= parts[-1].arguments
+        return parts[::-1]
+
+    def _part(self, call: CallSite, own: tuple[Lookup, ...], results: tuple[str, ...]) -> Part:
+        block = self._program.blocks[call.block]
+        if call.block not in self._generated:
+            labels, plan = self._plan.blocks[call.block], self._plan
+            self._generated[call.block] = local_graph(
+                self._analysis, block, call.block, labels, plan.mesh, device=str(self.device)
+            )
+        generated = self._generated[call.block]
+        outputs: Any = generated.graph.output_node().args[0]
+        by_result = dict(zip(call.results, outputs, strict=True))
+        nodes = [by_result[name] for name in results]
+        nodes += [generated.operands[lookup.node.name, lookup.index.name] for lookup in own]
+        dims = {name: self._mesh.dims[name] for name in generated.mesh_dims}
+        module = graph_module(_cut(generated.graph, nodes), f"Known{call.block}", dims)
+        return Part(call=call, module=module, results=results, lookups=own)
+
+
+def _cut(graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.Graph:
+    """The part of a graph that computes the outputs. It has all placeholders."""
+    kept = set(closure(outputs))
+    cut, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op == "placeholder" or node in kept:
+            made[node] = cut.node_copy(node, made.__getitem__)
+    cut.output(tuple(made[node] for node in outputs))
+    return cut

@@ -1,0 +1,129 @@
+"""Values that a model reads while it is captured: of constants they are computed, of inputs they are decisions."""
+
+from typing import Any
+
+import pytest
+import torch
+from deciding_models import (
+    Encoder,
+    Lengths,
+    PaddedIfNeeded,
+    RelativePositions,
+    built,
+    of_lengths,
+    tokens_and_padding,
+)
+from one_layer import OneLayer
+from torch import nn
+
+from autopar.capture.any_size import capture
+from autopar.capture.program import capture_program
+from autopar.errors import CaptureError
+from autopar.runtime.codegen.execute import run_reference
+from autopar.runtime.parameters.packed import packed_source
+from autopar.testing import check_equivalence
+
+X = torch.randn(4, 10, 16, dtype=torch.float64)
+MODELS: dict[str, tuple[Any, dict[str, torch.Tensor], int]] = {
+    "a causal mask": (Encoder, tokens_and_padding(), 0),
+    "only padding": (lambda: Encoder(causal=False), tokens_and_padding(), 0),
+    "padding if needed": (PaddedIfNeeded, tokens_and_padding(), 2),
+    "no padding": (PaddedIfNeeded, tokens_and_padding(padded=()), 2),
+    "lengths": (Lengths, of_lengths(3, 9, 4, 2), 1),
+    "relative positions": (RelativePositions, {"x": X}, 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_captured_branch_is_the_branch_of_the_model(name: str) -> None:
+    kind, batch, num_decisions = MODELS[name]
+    model = built(kind)
+    program = capture_program(model, batch, specialise=True)
+    assert len(program.decisions) == num_decisions
+    source = packed_source(program, dict(model.named_parameters()).__getitem__)
+    parameters = {n: source(n).detach() for n in program.parameters}
+    found = run_reference(program, parameters, batch, dict(model.named_buffers()))[program.loss]
+    torch.testing.assert_close(found, model(**batch).detach(), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_parts_on_ranks_equal_one_device(name: str) -> None:
+    kind, batch, _ = MODELS[name]
+    check_equivalence(built(kind), batch, tp=2, dp=2, specialise=True)
+
+
+def test_a_read_of_an_input_is_refused_with_line_value_and_option() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_program(built(Lengths), of_lengths(3, 9, 4, 2))
+    text = str(caught.value)
+    assert "deciding_models.py:" in text and "`longest = int(lengths.max())` reads 9" in text
+    assert "input 'lengths'" in text and "specialise=True" in text
+
+
+def test_a_read_of_an_activation_is_refused_with_the_option_too() -> None:
+    model = OneLayer(lambda y: y.sum() if y.mean() > 0 else y.square().sum())
+    with pytest.raises(CaptureError, match=r"depends on the parameter 'layer\.weight'"):
+        capture_program(model, {"x": torch.randn(4, 6)}, specialise=True)
+
+
+def test_random_numbers_are_no_decision() -> None:
+    model = OneLayer(lambda y: y.sum() * 2 if torch.rand(()) > 0.5 else y.sum())
+    with pytest.raises(CaptureError, match="depends on random numbers"):
+        capture_program(model, {"x": torch.randn(4, 6)}, specialise=True)
+
+
+def test_a_constant_that_was_written_to_is_read_as_it_is_then() -> None:
+    def finish(y: torch.Tensor) -> torch.Tensor:
+        steps = torch.zeros(4)
+        row = steps[1:3]
+        row[0] = 7
+        return y.sum() * int(steps.max())
+
+    model = OneLayer(finish)
+    x = torch.randn(4, 6)
+    program = capture_program(model, {"x": x})
+    loss = run_reference(program, dict(model.named_parameters()), {"x": x}, {})[program.loss]
+    torch.testing.assert_close(loss, model(x))
+
+
+def test_a_weight_that_is_written_into_a_constant_makes_it_unknown() -> None:
+    def finish(y: torch.Tensor) -> torch.Tensor:
+        steps = torch.zeros(4)
+        view = steps[1:3]
+        view[0] = y.detach().sum()
+        return y.sum() * int(steps.max())
+
+    with pytest.raises(CaptureError, match="depends on the parameter"):
+        capture_program(OneLayer(finish), {"x": torch.randn(4, 6)}, specialise=True)
+
+
+class Counts(nn.Module):
+    """Reads a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.steps < 10:
+            x = x / 10
+        self.steps += 1
+        return self.layer(x).sum()
+
+
+def test_a_buffer_that_changes_is_no_constant() -> None:
+    with pytest.raises(CaptureError, match="buffer 'steps', which the forward pass changes"):
+        capture_program(Counts(), {"x": torch.randn(4, 6)})
+
+
+def test_a_model_on_meta_decides_by_its_inputs() -> None:
+    model = PaddedIfNeeded().to("meta")
+    program = capture_program(model, tokens_and_padding(), specialise=True)
+    assert [decision.value for decision in program.decisions] == [True, True]
+
+
+def test_a_captured_model_decides_alike_at_every_batch() -> None:
+    captured = capture(built(PaddedIfNeeded), tokens_and_padding(), specialise=True)
+    for batch in (4, 8, 12):
+        assert [decision.value for decision in captured.at(batch=batch).decisions] == [True, True]

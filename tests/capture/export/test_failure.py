@@ -1,0 +1,83 @@
+"""The message of a failed capture names the cause: the model's own error, or the line that cannot be traced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from one_layer import OneLayer
+from torch import nn
+from torch.nn import functional as F
+
+from autopar.capture.program import capture_program
+from autopar.errors import CaptureError
+
+X = {"x": torch.randn(4, 6)}
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert ids.shape[1] < 9, f"{ids.shape[1]} words are too many"
+        return F.cross_entropy(self.head(self.embed(ids).mean(1)), labels)
+
+
+def ids(rows: int = 4, length: int = 5) -> torch.Tensor:
+    return torch.zeros(rows, length, dtype=torch.long)
+
+
+def refusal(model: nn.Module, inputs: Any) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture_program(model, inputs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    (
+        ({"ids": ids().float(), "labels": ids()[:, 0]}, "Long, Int"),
+        ({"ids": ids(), "labels": ids(3)[:, 0]}, "batch_size"),
+        ({"ids": ids()}, "TypeError"),
+        ({"ids": ids(), "labels": ids()[:, 0], "more": ids()}, "'more'"),
+        ({"ids": ids(length=9), "labels": ids()[:, 0]}, "9 words are too many"),
+    ),
+)
+def test_the_models_own_error_is_shown(inputs: dict[str, torch.Tensor], error: str, device: str) -> None:
+    text = refusal(Classifier().to(device), inputs)
+    assert "fails on one device, without autopar" in text and error in text
+    assert "torch.where" not in text
+    assert "test_failure.py" in text or "argument" in text  # a wrong argument fails before the model's first line
+
+
+def test_a_failed_capture_leaves_buffers_and_random_state() -> None:
+    model = OneLayer(lambda y: y.sum() + torch.zeros(3)[:7].reshape(7).sum())
+    model.layer = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    state = torch.get_rng_state()
+    refusal(model, X)
+    assert torch.equal(model.layer[1].running_mean, torch.zeros(6))  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("finish", "named"),
+    (
+        (lambda y: torch.from_numpy(y.detach().numpy()).sum() + y.sum(), ".numpy() leaves torch"),
+        (lambda y: y.sum() * y.detach().sum().item(), "reads a value that depends on the parameter"),
+        (lambda y: y.sum() * y.detach().flatten().tolist()[0], "reads a value that depends on the parameter"),
+        (lambda y: y.cuda().sum(), "a tensor is put on 'cuda', but the model is on cpu"),
+        (lambda y: y.to("cuda:0").sum(), "a tensor is put on 'cuda', but the model is on cpu"),
+        (lambda y: y.sum() + torch.ones(1, device="cuda"), "a tensor is put on 'cuda', but the model is on cpu"),
+        (lambda y: y[y > 0].sum(), "makes a tensor whose shape depends on data"),
+    ),
+)
+def test_what_no_trace_can_follow_is_named_with_its_line(finish: Callable[..., Any], named: str) -> None:
+    text = refusal(OneLayer(finish), X)
+    assert named in text and "test_failure.py:" in text
+
+
+def test_a_model_that_prints_its_values_is_captured() -> None:
+    capture_program(OneLayer(lambda y: (str(y.mean()), f"{y.mean():.3f}", y.sum())[-1]), X)
