@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from autopar._torch.private import as_exported, pytree, quick_export
+from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.flat_graph import Flat
 from autopar.capture.passes.in_place import needs_decomposition
@@ -264,7 +265,11 @@ def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | No
     args, kwargs = split_inputs(example_inputs)
     with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), quick_export(), _no_collection():
         warnings.simplefilter("ignore")
-        return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
+        with seen_functions() as seen:
+            exported = torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
+    if training:
+        refuse_own_gradients(seen)
+    return exported
 
 
 def _on_meta(example_inputs: Inputs) -> Inputs:
