@@ -413,3 +413,21 @@ def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
 def after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs now has ended, after the functions that were named before."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@contextmanager
+def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
+    """A context in which ``Function.apply`` calls ``apply(function, plain, *args)``; ``plain(*args)`` runs it.
+
+    A model may have taken ``Function.apply`` as a value before. So the method that it calls is replaced.
+    """
+    from torch.autograd.function import _SingleLevelFunction
+
+    def applied(cls: Any, *args: Any) -> Any:
+        return apply(cls, super(_SingleLevelFunction, cls).apply, *args)
+
+    _SingleLevelFunction.apply = classmethod(applied)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply

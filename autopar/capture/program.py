@@ -17,6 +17,7 @@ from autopar.capture.export.export import (
     Inputs,
     LossFunction,
     capture_flat,
+    fixed_inputs,
     input_names,
     resize_inputs,
 )

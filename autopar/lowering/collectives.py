@@ -1,6 +1,5 @@
 """The collectives of a block's local graph, with the bytes of the tensors that they work on."""
 
-import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -64,8 +63,7 @@ def _whole_bytes(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> f
     source, here = _source(node), mesh.indices(str(mesh_dim.target))
     # the splits of other mesh dimensions do not change here; "types" of a fused gather are the types of its input
     held = node.meta.get("types") or _typed(node)
-    names = analysis.dims[index]
-    dims = names[source.name] if source.name in names else names[re.sub(r"_\d+$", "", source.name)]
+    dims = analysis.dims[index][source.meta["value"]]
     return prod(dims.shape) * _item_bytes(source, analysis, index) / _split_by_others(held, mesh, here)
 
 
@@ -83,10 +81,11 @@ def _typed(node: fx.Node) -> tuple[Type, ...]:
 
 
 def _item_bytes(source: fx.Node, analysis: Analysis, index: int) -> int:
+    value: str = source.meta["value"]
     for call, names in zip(analysis.calls[index].values(), analysis.operands[index].values(), strict=True):
-        if source.name in names:
-            return int(call.operands[names.index(source.name)].dtype.itemsize)
-    made_by = analysis.calls[index].get(source.name)
+        if value in names:
+            return int(call.operands[names.index(value)].dtype.itemsize)
+    made_by = analysis.calls[index].get(value)
     return int(made_by.output.dtype.itemsize) if made_by is not None else 4
 
 

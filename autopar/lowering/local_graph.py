@@ -208,7 +208,7 @@ class _Writer:
 
     def define(self, name: str, node: fx.Node, types: _Types, differentiable: bool) -> None:
         self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
-        node.meta["types"], node.meta["differentiable"] = types, differentiable
+        node.meta |= {"value": name, "types": types, "differentiable": differentiable}
 
 
 def _size(dims: Dims, t: Type) -> int:
@@ -319,6 +319,7 @@ def fuse_gathers(graph: fx.Graph, fused_function: Callable[..., Any]) -> None:
             fused = graph.call_function(fused_function, (*gather.args, *pairs), name="gathered")
             pieces = [graph.call_function(operator.getitem, (fused, k), name=u.name) for k, u in enumerate(users)]
         for user, piece in zip(users, pieces, strict=True):
+            piece.meta = dict(user.meta)
             user.replace_all_uses_with(piece)
             graph.erase_node(user)
         graph.erase_node(gather)

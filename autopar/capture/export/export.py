@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from autopar._torch.private import as_exported, pytree, quick_export
+from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.failure import capture_error
 from autopar.capture.export.index_lists import ListsAsSlices
@@ -342,7 +343,10 @@ def _export(
     speed = contextlib.nullcontext() if lines else quick_export()
     with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), speed, _no_collection():
         warnings.simplefilter("ignore")
-        exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+        with seen_functions() as seen:
+            exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+    if training:
+        refuse_own_gradients(seen)
     return exported, traced.decided
 
 

@@ -1,0 +1,116 @@
+"""Subclasses of `torch.autograd.Function` in a model: an export keeps their forward pass and drops their backward pass.
+
+A function whose backward pass is the derivative of its forward pass loses nothing. Any other is refused, for example a
+reversed gradient or a straight-through estimator. Reentrant activation checkpoints run as the code inside them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from autopar._torch.private import applied_functions, pytree
+from autopar.errors import CaptureError
+
+_TOLERANCE = 1e-3  # a function may compute in half precision
+_Call = tuple[type[torch.autograd.Function], tuple[Any, ...]]
+
+
+class _Context:
+    """What a forward pass asks of its ``ctx`` if nothing has to be saved."""
+
+    needs_input_grad = (True,) * 64
+
+    def save_for_backward(self, *_: Any) -> None: ...
+    def save_for_forward(self, *_: Any) -> None: ...
+    def mark_dirty(self, *_: Any) -> None: ...
+    def mark_non_differentiable(self, *_: Any) -> None: ...
+    def set_materialize_grads(self, _: bool) -> None: ...
+
+
+@contextmanager
+def seen_functions() -> Iterator[list[_Call]]:
+    """The calls of functions with a backward pass of their own, in the order in which the context runs them."""
+    seen: list[_Call] = []
+
+    def apply(cls: Any, plain: Callable[..., Any], *args: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction:
+            function, _, *own = args
+            return function(*own)
+        if not cls.__module__.startswith("torch.") and torch.is_grad_enabled():
+            seen.append((cls, pytree.tree_map_only(torch.Tensor, _described, args)))
+        return plain(*args)
+
+    with applied_functions(apply):
+        yield seen
+
+
+def refuse_own_gradients(seen: list[_Call]) -> None:
+    """Raise `CaptureError` for a function whose backward pass is not the derivative of its forward pass.
+
+    Each function runs once on random values for each of its argument shapes.
+    """
+    checked: set[str] = set()
+    for function, args in seen:
+        key = f"{function.__module__}.{function.__qualname__} {args}"
+        if key in checked:
+            continue
+        checked.add(key)
+        name, reason = f"{function.__module__}.{function.__qualname__}", ""
+        try:
+            if not _is_derivative(function, args):
+                reason = "its backward pass is not the derivative of its forward pass"
+        except Exception as error:
+            reason = f"it cannot be checked on random values ({type(error).__name__}: {str(error).splitlines()[0]})"
+        if reason:
+            raise CaptureError(
+                f"the backward pass of {name} (an autograd.Function) would be lost, and {reason}; make it an operator "
+                "with torch.library.custom_op and register_autograd (docs/adding_an_operator.md), or write it with "
+                "detach(): a value v with the gradient of g is g + (v - g).detach()"
+            )
+
+
+def _described(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(int(s) for s in tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+def _is_derivative(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the gradients of a function are those that autograd derives from its forward pass."""
+    with torch.random.fork_rng(devices=()), torch.enable_grad():
+        torch.manual_seed(0)
+        values = pytree.tree_map_only(torch.Tensor, _random, args)
+        found = [_gradients(call, values) for call in (function.apply, _forward_of(function))]
+    return all(torch.allclose(a, b, _TOLERANCE, _TOLERANCE, equal_nan=True) for a, b in zip(*found, strict=True))
+
+
+def _forward_of(function: Any) -> Callable[..., Any]:
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        forward: Callable[..., Any] = function.forward
+        return forward
+    return lambda *args: function.forward(_Context(), *args)
+
+
+def _random(described: torch.Tensor) -> torch.Tensor:
+    if described.dtype.is_floating_point:
+        return torch.randn(described.shape, dtype=torch.float64)
+    return torch.zeros(described.shape, dtype=described.dtype)
+
+
+def _gradients(call: Callable[..., Any], values: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The gradients of all floating arguments for cotangents that depend on the shapes of the results only."""
+    leaves, spec = pytree.tree_flatten(values)
+    wanted = [one for one in leaves if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    inputs = {id(one): one.clone().requires_grad_() for one in wanted}
+    copies = {key: one.clone() for key, one in inputs.items()}  # a function may change its arguments in place
+    torch.manual_seed(1)
+    results = call(*pytree.tree_unflatten([copies.get(id(one), one) for one in leaves], spec))
+    flowing = [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor) and r.is_floating_point()]
+    generator = torch.Generator().manual_seed(2)
+    total = sum((r * torch.randn(r.shape, generator=generator, dtype=r.dtype)).sum() for r in flowing)
+    own = list(inputs.values())
+    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+        return [torch.zeros_like(one) for one in own]
+    grads = torch.autograd.grad(total, own, allow_unused=True)
+    return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(own, grads, strict=True)]
