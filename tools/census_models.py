@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from census_settings import DIFFUSERS, MONAI, VIT, VIT_NAMES, VIT_OWN, X_OPTIONS
 from torch import nn
 
 Built = tuple[nn.Module, Any, Callable[..., torch.Tensor] | None]
@@ -138,49 +139,16 @@ def _transformers(name: str) -> Built:
     return model, example_inputs_for(model, batch=BATCH, seq_len=TOKENS if kind != "image" else None), None
 
 
-_VIT = {"image_size": 64, "patch_size": 8, "num_classes": 10, "dim": 64, "depth": 2, "heads": 4, "mlp_dim": 128}
-_VIT_NAMES = {
-    "vit.ViT": {}, "simple_vit.SimpleViT": {}, "deepvit.DeepViT": {}, "cait.CaiT": {"cls_depth": 1},
-    "simple_vit_with_qk_norm.SimpleViT": {}, "simple_vit_with_register_tokens.SimpleViT": {},
-    "simple_vit_with_patch_dropout.SimpleViT": {}, "simple_vit_with_value_residual.SimpleViT": {},
-    "simple_vit_with_hyper_connections.SimpleViT": {"num_residual_streams": 2}, "simple_flash_attn_vit.SimpleViT": {},
-    "simple_vit_with_fft.SimpleViT": {"freq_patch_size": 8},
-    "vit_with_patch_merger.ViT": {}, "vit_for_small_dataset.ViT": {}, "parallel_vit.ViT": {}, "rvt.RvT": {},
-    "look_vit.LookViT": None, "normalized_vit.nViT": None, "vit_1d.ViT": None, "vit_3d.ViT": None, "xcit.XCiT": {"cls_depth": 1},
-    "local_vit.LocalViT": {}, "levit.LeViT": None, "cvt.CvT": None, "crossformer.CrossFormer": None,
-    "pit.PiT": None, "t2t.T2TViT": None, "twins_svt.TwinsSVT": None, "regionvit.RegionViT": None, "max_vit.MaxViT": None,
-    "mobile_vit.MobileViT": None, "sep_vit.SepViT": None, "nest.NesT": None, "scalable_vit.ScalableViT": None,
-    "cct.cct_2": None, "learnable_memory_vit.ViT": {}, "jumbo_vit.JumboViT": None,
-}  # fmt: skip
-_VIT_OWN: dict[str, dict[str, Any]] = {
-    "vit_1d.ViT": {"seq_len": 64, "patch_size": 8, "num_classes": 10, "dim": 64, "depth": 2, "heads": 4, "mlp_dim": 128},
-    "vit_3d.ViT": {**_VIT, "image_patch_size": 8, "frames": 4, "frame_patch_size": 2},
-    "levit.LeViT": {"image_size": 224, "num_classes": 10, "dim": (64, 96), "depth": 2, "heads": (4, 6), "mlp_mult": 2, "stages": 2},
-    "cvt.CvT": {"num_classes": 10}, "crossformer.CrossFormer": {"num_classes": 10}, "twins_svt.TwinsSVT": {"num_classes": 10},
-    "regionvit.RegionViT": {"num_classes": 10}, "cct.cct_2": {"img_size": 64, "num_classes": 10},
-    "pit.PiT": {"image_size": 224, "patch_size": 14, "num_classes": 10, "dim": 64, "depth": (1, 1), "heads": 4, "mlp_dim": 128},
-    "t2t.T2TViT": {"image_size": 224, "num_classes": 10, "dim": 64, "depth": 2, "heads": 4, "mlp_dim": 128},
-    "max_vit.MaxViT": {"num_classes": 10, "dim_conv_stem": 32, "dim": 32, "dim_head": 16, "depth": (1, 1), "window_size": 7},
-    "mobile_vit.MobileViT": {"image_size": (256, 256), "dims": [96, 120, 144], "channels": [16, 32, 48, 48, 64, 64, 80, 80, 96, 96, 384], "num_classes": 10},
-    "sep_vit.SepViT": {"num_classes": 10, "dim": 32, "dim_head": 16, "heads": (1, 2), "depth": (1, 1), "window_size": 7},
-    "nest.NesT": {"image_size": 224, "patch_size": 4, "num_classes": 10, "dim": 96, "heads": 3, "num_hierarchies": 3, "block_repeats": (1, 1, 1)},
-    "scalable_vit.ScalableViT": {"num_classes": 10, "dim": 64, "heads": (2, 4), "depth": (1, 1), "ssa_dim_key": (40, 40), "reduction_factor": (8, 4), "window_size": (64, 32)},
-    "jumbo_vit.JumboViT": {**_VIT, "num_jumbo_cls": 1, "jumbo_cls_k": 2},
-    "normalized_vit.nViT": {k: v for k, v in _VIT.items() if k != "mlp_dim"},
-    "look_vit.LookViT": {"dim": 64, "image_size": 64, "num_classes": 10, "depth": 2, "patch_size": 8, "heads": 4, "dim_head": 16},
-}  # fmt: skip
-
-
 def _vit_names() -> list[str]:
-    return list(_VIT_NAMES)
+    return list(VIT_NAMES)
 
 
 def _vit(name: str) -> Built:
     module, kind = name.split(".")
-    extra = _VIT_NAMES[name]
-    settings = _VIT_OWN[name] if extra is None else {**_VIT, **extra}
+    extra = VIT_NAMES[name]
+    settings = VIT_OWN[name] if extra is None else {**VIT, **extra}
     if name == "local_vit.LocalViT":
-        settings = {**_VIT, **(extra or {})}
+        settings = {**VIT, **(extra or {})}
     model = getattr(importlib.import_module(f"vit_pytorch.{module}"), kind)(**settings)
     if name == "vit_1d.ViT":
         return _with_target(model, torch.zeros(BATCH, 3, 64))
@@ -190,20 +158,8 @@ def _vit(name: str) -> Built:
     return _with_target(model, _image(given if isinstance(given, int) else given[0]))
 
 
-_X_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {}, "rotary": {"rotary_pos_emb": True}, "alibi": {"alibi_pos_bias": True}, "t5_bias": {"rel_pos_bias": True},
-    "flash": {"attn_flash": True}, "rmsnorm": {"use_rmsnorm": True}, "scalenorm": {"use_scalenorm": True},
-    "glu": {"ff_glu": True}, "swish": {"ff_swish": True, "ff_glu": True}, "relu_squared": {"ff_relu_squared": True},
-    "talking_heads": {"attn_talking_heads": True}, "memory_kv": {"attn_num_mem_kv": 4}, "one_kv_head": {"attn_one_kv_head": True},
-    "grouped": {"attn_kv_heads": 2}, "qk_norm": {"attn_qk_norm": True}, "sandwich": {"sandwich_norm": True}, "resi_dual": {"resi_dual": True},
-    "macaron": {"macaron": True}, "gate_residual": {"gate_residual": True}, "shift": {"shift_tokens": 1}, "xpos": {"rotary_xpos": True, "rotary_pos_emb": True},
-    "sparse_topk": {"attn_sparse_topk": 8}, "value_residual": {"add_value_residual": True}, "hyper": {"num_residual_streams": 2},
-    "gate_values": {"attn_gate_values": True}, "dynamic_pos": {"dynamic_pos_bias": True}, "laser": {"attn_laser": True}, "softclamp": {"attn_softclamp_logits": True},
-}  # fmt: skip
-
-
 def _x_names() -> list[str]:
-    return [f"{kind}:{name}" for kind in ("decoder", "encoder") for name in _X_OPTIONS]
+    return [f"{kind}:{name}" for kind in ("decoder", "encoder") for name in X_OPTIONS]
 
 
 def _x(name: str) -> Built:
@@ -211,7 +167,7 @@ def _x(name: str) -> Built:
 
     kind, option = name.split(":")
     layers = {"decoder": x_transformers.Decoder, "encoder": x_transformers.Encoder}[kind]
-    stack = layers(dim=128, depth=2, heads=4, **_X_OPTIONS[option])
+    stack = layers(dim=128, depth=2, heads=4, **X_OPTIONS[option])
     model = x_transformers.TransformerWrapper(num_tokens=256, max_seq_len=TOKENS, attn_layers=stack)
     return _with_target(model, torch.zeros(BATCH, TOKENS, dtype=torch.long))
 
@@ -247,26 +203,14 @@ def _smp(name: str) -> Built:
     return _with_target(model, _image(224 if kind == "DPT" else 128))
 
 
-_VOLUME = {"spatial_dims": 3, "in_channels": 1, "out_channels": 4}
-_MONAI: dict[str, dict[str, Any]] = {
-    "UNet": {**_VOLUME, "channels": (16, 32, 64), "strides": (2, 2), "num_res_units": 2}, "BasicUNet": _VOLUME, "SegResNet": _VOLUME,
-    "SegResNetDS": _VOLUME, "VNet": {}, "AttentionUnet": {**_VOLUME, "channels": (16, 32, 64), "strides": (2, 2)}, "HighResNet": {},
-    "DynUNet": {**_VOLUME, "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]}, "UNETR": {"in_channels": 1, "out_channels": 4, "img_size": (32, 32, 32)},
-    "SwinUNETR": {"in_channels": 1, "out_channels": 4, "feature_size": 12}, "DenseNet121": {"spatial_dims": 3, "in_channels": 1, "out_channels": 4}, "SEResNet50": {"spatial_dims": 3, "in_channels": 1, "num_classes": 4},
-    "BasicUNetPlusPlus": _VOLUME, "ViT": {"in_channels": 1, "img_size": (32, 32, 32), "patch_size": (8, 8, 8), "classification": True}, "ViTAutoEnc": {"in_channels": 1, "img_size": (32, 32, 32), "patch_size": (8, 8, 8)},
-    "AutoEncoder": {**_VOLUME, "channels": (8, 16), "strides": (2, 2)}, "resnet18": {"spatial_dims": 3, "n_input_channels": 1}, "EfficientNetBN": {"model_name": "efficientnet-b0", "spatial_dims": 3, "in_channels": 1, "pretrained": False},
-    "MedNeXtS": {"spatial_dims": 3, "in_channels": 1, "out_channels": 4}, "DiffusionModelUNet": None, "AutoencoderKL": None, "VQVAE": None, "DAF3D": None, "PatchDiscriminator": None,
-}  # fmt: skip
-
-
 def _monai_names() -> list[str]:
-    return [name for name, settings in _MONAI.items() if settings is not None]
+    return [name for name, settings in MONAI.items() if settings is not None]
 
 
 def _monai(name: str) -> Built:
     from monai.networks import nets
 
-    model = getattr(nets, name)(**(_MONAI[name] or {}))
+    model = getattr(nets, name)(**(MONAI[name] or {}))
     size = 64 if name in ("SwinUNETR", "DenseNet121", "SEResNet50") else 32
     return _with_target(model, torch.zeros(BATCH, 1, size, size, size))
 
@@ -293,37 +237,36 @@ def _graphs(name: str) -> Built:
 
 
 _LATENT = torch.Size((BATCH, 4, 16, 16))
-_DIFFUSERS: dict[str, tuple[dict[str, Any], str]] = {
-    "UNet2DModel": ({"sample_size": 32, "block_out_channels": (32, 64), "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}, "image"),
-    "UNet2DConditionModel": ({"sample_size": 16, "cross_attention_dim": 64, "block_out_channels": (32, 64), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}, "latent"),
-    "AutoencoderKL": ({"block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}, "plain"),
-    "VQModel": ({}, "plain"), "AutoencoderTiny": ({}, "plain"), "AsymmetricAutoencoderKL": ({}, "plain"),
-    "DiTTransformer2DModel": ({"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "num_layers": 2, "sample_size": 16}, "class"),
-    "PixArtTransformer2DModel": ({"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "num_layers": 2, "sample_size": 16, "cross_attention_dim": 64, "caption_channels": 64}, "latent"),
-    "Transformer2DModel": ({"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 32}, "tokens"),
-    "SD3Transformer2DModel": ({"sample_size": 16, "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "joint_attention_dim": 64, "caption_projection_dim": 64, "pooled_projection_dim": 32, "pos_embed_max_size": 16}, "pooled"),
-}  # fmt: skip
 
 
 def _diffusers_names() -> list[str]:
-    return list(_DIFFUSERS)
+    return list(DIFFUSERS)
 
 
 def _diffusers(name: str) -> Built:
     import diffusers
 
-    settings, kind = _DIFFUSERS[name]
+    settings, kind = DIFFUSERS[name]
     model = getattr(diffusers, name)(**settings)
     steps, text, latent = torch.zeros(BATCH, dtype=torch.long), torch.zeros(BATCH, 8, 64), torch.zeros(_LATENT)
     target = {"target": torch.zeros(BATCH)}
     inputs: dict[str, dict[str, Any]] = {
         "plain": {"sample": _image(64)},
         "image": {"sample": _image(32), "timestep": steps},
-        "latent": {"sample" if "UNet" in name else "hidden_states": latent, "timestep": steps, "encoder_hidden_states": text},
+        "latent": {
+            "sample" if "UNet" in name else "hidden_states": latent,
+            "timestep": steps,
+            "encoder_hidden_states": text,
+        },
         "class": {"hidden_states": latent, "timestep": steps, "class_labels": steps},
         "tokens": {"hidden_states": torch.zeros(BATCH, 32, 16, 16)},
-        "pooled": {"hidden_states": latent, "encoder_hidden_states": text, "pooled_projections": torch.zeros(BATCH, 32), "timestep": steps},
-    }  # fmt: skip
+        "pooled": {
+            "hidden_states": latent,
+            "encoder_hidden_states": text,
+            "pooled_projections": torch.zeros(BATCH, 32),
+            "timestep": steps,
+        },
+    }
     if name == "AutoencoderTiny" or kind == "plain":
         return _with_target(model, _image(64))
     return model, inputs[kind] | target, mean_of_tensors

@@ -144,8 +144,8 @@ def report(results: dict[str, Result]) -> str:
     lines = [
         HEADING,
         "",
-        f"{len(built)} models of {len(packages)} packages, built from configurations without weights, at tp 2. Written by "
-        "`python tools/operator_census.py --write`.",
+        f"{len(built)} models of {len(packages)} packages, built from configurations without weights, at tp 2. "
+        "Written by `python tools/operator_census.py --write`.",
         "",
         "| package | models | captured | split ≥ 90 % of FLOP | refused | no result in time |",
         "|---|---|---|---|---|---|",

@@ -9,12 +9,14 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar._torch.private import as_exported, pytree, quick_export
+from autopar._torch.private import as_exported, flex_attention_by, pytree, quick_export
+from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.flat_graph import Flat
 from autopar.capture.passes.in_place import needs_decomposition
@@ -262,7 +264,11 @@ def run_on_meta(
 
 def _export(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, training: bool) -> Any:
     args, kwargs = split_inputs(example_inputs)
-    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), quick_export(), _no_collection():
+    with ExitStack() as stack:
+        stack.enter_context(_without_cache(model, training))
+        stack.enter_context(warnings.catch_warnings())
+        for context in (ListsAsSlices(), quick_export(), _no_collection(), flex_attention_by(flexible_attention)):
+            stack.enter_context(context)
         warnings.simplefilter("ignore")
         return torch.export.export(_Outputs(model, loss_fn), args, kwargs, strict=False)
 

@@ -14,6 +14,8 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
+from autopar.capture.passes.control_flow import inline_control_flow
+from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
@@ -195,6 +197,7 @@ def remove_dead(graph: fx.Graph) -> None:
 GraphPass = Callable[[fx.Graph], None]
 PASSES: tuple[GraphPass, ...] = (
     drop_no_ops,
+    embedding_bags,
     one_output_each,
     drop_copies,
     drop_no_ops,
@@ -217,6 +220,7 @@ def normalise(
     values of buffers. Returns the buffers that in-place operators change. Their new values become the last outputs.
     """
     inline_regions(graph, root)
+    inline_control_flow(graph, root)
     updates = functionalise(graph, buffers)
     output = graph.output_node()
     output.args = ((*output_nodes(graph), *updates.values()),)

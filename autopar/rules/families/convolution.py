@@ -90,7 +90,7 @@ def _transposed_flops(sizes: Mapping[str, int]) -> float:
 def transposed_convolution(call: Call) -> Rule:
     """``"n (g i) x, (g i) o k[, (g o)] -> n (g o) y"``.
 
-    Where the places of the kernel do not overlap (stride = kernel), y is ``(x k)`` and x may be split. Else it is whole.
+    Where the kernel's places do not overlap (stride = kernel), y is ``(x k)`` and x may be split. Else it is whole.
     """
     x, weight = slot_of(call.args[0]), slot_of(call.args[1])
     shape, kernel, out = call.operands[x].shape, call.operands[weight].shape, call.output.shape

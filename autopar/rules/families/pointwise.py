@@ -94,10 +94,12 @@ _NAMES = """
     __and__ __lshift__ __or__ __rshift__ __xor__
     abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
     bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone copysign cos cosh deg2rad
-    complex conj_physical detach digamma div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu gt
+    complex conj_physical detach digamma div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod
+    frac ge gelu gt
     hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp lgamma log
     log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
-    masked_fill maximum minimum mish mul nan_to_num ne neg nextafter not_equal polar positive pow rad2deg reciprocal relu
+    masked_fill maximum minimum mish mul nan_to_num ne neg nextafter not_equal polar positive pow rad2deg reciprocal
+    relu
     relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan
     tanh threshold true_divide trunc where xlogy
 """
