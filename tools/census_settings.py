@@ -2,8 +2,7 @@
 
 from typing import Any
 
-VIT: dict[str, Any] = {"image_size": 64, "patch_size": 8, "num_classes": 10, "dim": 64, "depth": 2, "heads": 4}
-VIT["mlp_dim"] = 128
+VIT: dict[str, Any] = {
     "image_size": 64,
     "patch_size": 8,
     "num_classes": 10,
