@@ -162,7 +162,7 @@ def report(results: dict[str, Result]) -> str:
     with_it: Counter[str] = Counter()
     without: Counter[str] = Counter()
     for r in labelled.values():
-        with_it.update(r["operators"])
+        with_it.update(list(r["operators"]))
         without.update(name for name, (_, unknown, _) in r["operators"].items() if unknown)
     split = len(with_it) - len(without)
     lines += [

@@ -107,7 +107,8 @@ def spell_plainly(graph: fx.Graph) -> None:
         if node.target is aten.pad.default and (len(node.args) < 3 or node.args[2] == "constant"):
             value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value", 0.0)
             node.target, node.args, node.kwargs = aten.constant_pad_nd.default, (*node.args[:2], value or 0.0), {}
-        elif node.target is aten.reshape.default:
+        elif node.target in (aten.reshape.default, aten.reshape_as.default, aten.view_as.default):
+            node.target = aten.reshape.default
             node.args = (node.args[0], list(_value(node).shape))
         elif node.target in UNINITIALISED:
             node.target = UNINITIALISED[node.target]

@@ -93,7 +93,7 @@ def broadcast_mask(model: Around, x: torch.Tensor) -> torch.Tensor:
 
 @between
 def fourier(model: Around, x: torch.Tensor) -> torch.Tensor:
-    return torch.fft.irfft(torch.fft.rfft(x, dim=1) * (1 + 0.5j), n=TOKENS, dim=1) + torch.fft.fft2(x).real
+    return torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=TOKENS, dim=1) + torch.fft.fft2(x).real
 
 
 @between
