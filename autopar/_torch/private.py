@@ -7,9 +7,10 @@ pipelining. These modules load symbolic shapes and the compiler. Their import ta
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -212,6 +213,32 @@ def quick_export() -> Iterator[None]:
         config.do_not_emit_stack_traces = had_traces
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def flex_attention_by(function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `flex_attention` calls `function` on every device, without compilation."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is None:  # no model can call it
+        yield
+        return
+    replaced = {
+        "flex_attention_hop": function,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        "_validate_device": lambda *_: None,
+        "setup_compilation_env": nullcontext,
+    }
+    with ExitStack() as stack, torch.compiler.set_stance("force_eager"):
+        for name, value in replaced.items():
+            stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+def index_by_tensors() -> AbstractContextManager[Any]:
+    """A context in which ``x[i]`` with a tensor i of no dimensions is an index operator, as `torch.vmap` needs it."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from autopar.ir.sharding import Dims, Mesh, Type
 from autopar.lowering.communicator import RandomNumbers
 
 _SDPA = aten.scaled_dot_product_attention.default
+_DROPS = {aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default}
 
 
 class _Dropout(torch.autograd.Function):
@@ -44,6 +45,13 @@ def dropout(x: torch.Tensor, probability: float, stream: RandomNumbers) -> torch
 def drawn(stream: RandomNumbers, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """An operator that draws from torch's default generator, seeded from `stream`; fused kernels included."""
     return stream.run(operator, *args, **kwargs)
+
+
+def drawn_in_training(
+    stream: RandomNumbers, operator: Callable[..., torch.Tensor], x: torch.Tensor, probability: float, train: bool
+) -> torch.Tensor:
+    """Dropout of whole channels or with other noise, drawn from `stream`; the identity in evaluation."""
+    return stream.run(operator, x, probability, train) if stream.training else x
 
 
 def attention_with_dropout(stream: RandomNumbers, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -103,13 +111,14 @@ def bind_streams(graph: fx.Graph, mesh: Mesh, dims: Mapping[str, Dims]) -> Mappi
         elif node.target is _SDPA:
             node.args, node.target = (attributes[name], *node.args), attention_with_dropout
         else:
-            node.args, node.target = (attributes[name], node.target, *node.args), drawn
+            call = drawn_in_training if node.target in _DROPS else drawn
+            node.args, node.target = (attributes[name], node.target, *node.args), call
     return streams
 
 
 def draws(node: fx.Node) -> bool:
     """Whether a node of a captured graph draws random numbers."""
-    if node.target is aten.dropout.default:
+    if node.target is aten.dropout.default or node.target in _DROPS:
         return bool(node.args[2])
     if node.target is _SDPA:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)

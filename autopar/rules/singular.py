@@ -17,8 +17,13 @@ _OPERANDS = {
     "atan2": (0, 1),
     "hypot": (0, 1),
     "pow": (0,),
+    "_weight_norm": (0,),
+    "angle": (0,),
 }
-_ONLY = "acosh digamma lgamma linalg_vector_norm log log10 log2 logit norm reciprocal rsqrt sqrt std"
+_ONLY = """
+    acosh digamma inverse lgamma linalg_cholesky linalg_det linalg_inv linalg_inv_ex linalg_vector_norm log log10 log2
+    logit multinomial norm reciprocal rsqrt sqrt std
+"""
 _SINGULAR = _OPERANDS | dict.fromkeys(_ONLY.split(), (0,))
 
 

@@ -26,7 +26,7 @@ from autopar.rules.rule import Call, Dim, Rule, Slot, Step, TensorInfo
 from autopar.rules.variants import Bound, Variant, rewrites_fit, split_variants, whole_variants
 from autopar.runtime.parameters.shards import all_shards, assemble, coordinates, local_shard
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex128: 1e-9, torch.complex64: 1e-4}
 _DEGREES = (2, 3)
 NUM_PAIRS = 6  # of splits on two mesh dimensions, per binding
 Proved = frozenset[tuple[str, int]]
@@ -138,7 +138,7 @@ def _info_of(value: Any) -> TensorInfo | None:
 
 
 def _info(tensor: torch.Tensor) -> TensorInfo:
-    differentiable = tensor.dtype.is_floating_point and not hasattr(tensor, "is_constant")
+    differentiable = (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and not hasattr(tensor, "is_constant")
     return TensorInfo(tuple(tensor.shape), tensor.dtype, differentiable)
 
 
@@ -311,7 +311,7 @@ def _drawn_shards(
 
 def _terms(value: torch.Tensor, degree: int) -> list[torch.Tensor]:
     """Random tensors whose sum is the value."""
-    draw = torch.randn_like if value.dtype.is_floating_point else _small_integers
+    draw = torch.randn_like if value.dtype.is_floating_point or value.dtype.is_complex else _small_integers
     noise = [draw(value) for _ in range(degree - 1)]
     return [*noise, value - sum(noise)]
 
@@ -357,5 +357,6 @@ def _compare(found: torch.Tensor, expected: torch.Tensor | None, what: str) -> N
     if found.shape != expected.shape:
         raise Disproved(f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
-        error = (found.double() - expected.double()).abs().max()
+        wide = torch.complex128 if expected.dtype.is_complex else torch.float64
+        error = (found.to(wide) - expected.to(wide)).abs().max()
         raise Disproved(f"{what} differs by up to {error:.2e}")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import rule_samples_compute  # noqa: F401  registers samples
 import rule_samples_pieces  # noqa: F401
+import rule_samples_places  # noqa: F401
 import rule_samples_pointwise  # noqa: F401
 import rule_samples_shapes  # noqa: F401
 import torch

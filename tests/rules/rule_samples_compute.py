@@ -260,6 +260,26 @@ def _(d: Draw) -> Arguments:
 sampler(aten.bernoulli.default)(lambda d: (d.real(*d.sizes(1, 3)).sigmoid(),))
 sampler(aten.bernoulli.p)(one_tensor(0.5))
 sampler(aten.rand_like.default, aten.randn_like.default)(one_tensor())
+sampler(aten.alpha_dropout.default, aten.feature_dropout.default, aten.feature_alpha_dropout.default)(
+    lambda d: (d.real(d.split(), d.split(), 2), 0.5, True)
+)
+sampler(aten.bernoulli.Tensor, aten.normal.Tensor_Tensor)(
+    lambda d: (lambda p: (p, p.clone()))(d.real(*d.sizes(1, 3)).sigmoid())
+)
+sampler(aten.poisson.default)(lambda d: (d.real(*d.sizes(1, 3)).abs(),))
+sampler(aten.exponential.default, aten.uniform.default, aten.normal_functional.default, aten.log_normal.default)(
+    one_tensor()
+)
+sampler(aten.cauchy.default, aten.random.default)(one_tensor())
+sampler(aten.geometric.default, aten.normal.Tensor_float)(one_tensor(0.5))
+sampler(aten.normal.float_Tensor)(lambda d: (0.5, d.real(*d.sizes(1, 3)).abs()))
+sampler(aten.random.to, aten.randint_like.default)(one_tensor(5))
+sampler(getattr(aten.random, "from"), aten.randint_like.low_dtype)(one_tensor(1, 5))
+sampler(aten.rand.default, aten.randn.default)(lambda d: (d.sizes(1, 3),))
+sampler(aten.randint.default)(lambda d: (5, d.sizes(1, 3)))
+sampler(aten.randint.low)(lambda d: (1, 5, d.sizes(1, 3)))
+sampler(aten.randperm.default)(lambda d: (d.split(),))
+sampler(aten.multinomial.default)(lambda d: (d.real(d.split(), 4).abs(), 2))
 
 
 def _convolution(dims: int) -> Sampler:

@@ -89,61 +89,6 @@ def _image(d: Draw, places: int, size: int = 4) -> torch.Tensor:
     return d.real(d.split(), d.split(), *[size] * places)
 
 
-@sampler(aten.max_pool1d.default, aten.avg_pool1d.default)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 1), [2], [d.choice(1, 2)])
-
-
-@sampler(aten.max_pool2d.default, aten.avg_pool2d.default)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 2), [2, 2], [d.choice(1, 2)] * 2, [d.choice(0, 1)] * 2)
-
-
-@sampler(aten.max_pool3d.default, aten.avg_pool3d.default)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 3), [2, 2, 2])
-
-
-@sampler(aten.adaptive_avg_pool1d.default, output_of(aten.adaptive_max_pool1d.default, 0))
-def _(d: Draw) -> Arguments:
-    return (_image(d, 1), [d.choice(1, 2)])
-
-
-@sampler(aten.adaptive_avg_pool2d.default, output_of(aten.adaptive_max_pool2d.default, 0))
-def _(d: Draw) -> Arguments:
-    return (_image(d, 2), [d.choice(1, 2, 3)] * 2)
-
-
-@sampler(aten.adaptive_avg_pool3d.default)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 3), [d.choice(1, 2)] * 3)
-
-
-@sampler(aten.upsample_nearest1d.vec)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 1), [8], None)
-
-
-@sampler(aten.upsample_nearest2d.vec)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 2), None, [2.0, 2.0])
-
-
-@sampler(aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 2), [8, 6], d.yes(), None)
-
-
-@sampler(aten.pixel_shuffle.default)
-def _(d: Draw) -> Arguments:
-    return (d.real(d.split(), 8, 2, 3), 2)
-
-
-@sampler(aten.pixel_unshuffle.default)
-def _(d: Draw) -> Arguments:
-    return (_image(d, 2), 2)
-
-
 @sampler(aten.unfold.default)
 def _(d: Draw) -> Arguments:
     x, dim = _picking(d)

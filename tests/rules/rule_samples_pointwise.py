@@ -10,10 +10,12 @@ from autopar.rules.families.pointwise import overloads
 aten = torch.ops.aten
 
 REAL = """
-    abs add asinh atan atan2 celu ceil clamp clamp_max clamp_min clone copysign cos cosh deg2rad detach elu eq erf
+    abs add asinh atan atan2 celu ceil clamp clamp_max clamp_min clone
+    complex conj_physical copysign cos cosh deg2rad detach elu eq erf
     erfc exp exp2 expm1 floor fmax fmin frac ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot
     isfinite isinf isnan le leaky_relu lerp log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or
-    logical_xor lt maximum minimum mish mul nan_to_num ne neg nextafter not_equal positive rad2deg relu relu6 round
+    logical_xor lt maximum minimum mish mul nan_to_num ne neg nextafter not_equal polar
+    positive rad2deg relu relu6 round
     rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink square sub tan tanh threshold trunc addcmul
     sqrt rsqrt reciprocal
 """

@@ -13,7 +13,7 @@ import torch
 from rule_draws import FEW_POINTWISE, draw_sample
 
 from autopar.rules.families.pointwise import OPERATORS
-from autopar.rules.families.random import RANDOM
+from autopar.rules.families.random import ALWAYS, DROPS
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.rule import Rule, Spec
 from autopar.rules.variants import split_variants
@@ -86,7 +86,7 @@ def _targets() -> Iterator[Any]:
         if str(target).split(".")[0] not in ("aten", "autopar"):  # rules that other tests and examples registered
             continue
         name = str(target).split(".")[1]
-        random_values = target in RANDOM and target is not aten.scaled_dot_product_attention.default
+        random_values = target in {*ALWAYS, *DROPS} and target is not aten.scaled_dot_product_attention.default
         if (name not in OPERATORS or name in FEW_POINTWISE) and not random_values and target not in ALWAYS_RIGHT:
             yield target
 

@@ -21,7 +21,8 @@ NUM_POINTWISE_DRAWS = 7
 NEVER_SPLIT = {
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.eye.default,
     aten.eye.m, aten.scalar_tensor.default, aten.max.default, aten.min.default, aten.any.default, aten.all.default,
-    aten.prod.default,
+    aten.prod.default, aten.logspace.default, aten.tril_indices.default, aten.triu_indices.default,
+    aten.hann_window.default, aten.hann_window.periodic, aten.hamming_window.default, aten.randperm.default,
 }  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def test_an_operator_without_a_sample_fails() -> None:
     "target",
     [
         aten.linear.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default,
-        aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.scaled_dot_product_attention.default,
+        aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv_transpose1d.default,
+        aten.conv_transpose2d.input, aten.conv_transpose3d.input, aten.scaled_dot_product_attention.default,
     ],
     ids=str,
 )  # fmt: skip

@@ -9,16 +9,18 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar._torch.private import as_exported, pytree, quick_export
+from autopar._torch.private import as_exported, flex_attention_by, pytree, quick_export
 from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.failure import capture_error
+from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.export.loss_arguments import (
     arguments_of_loss,
@@ -340,11 +342,15 @@ def _export(
     named = tuple(input_names(model, values, loss_fn))
     tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
     traced = _Traced(reading, named, tensors, tuple(kwargs))
-    speed = contextlib.nullcontext() if lines else quick_export()
-    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), speed, _no_collection():
+    with ExitStack() as stack:
+        stack.enter_context(_without_cache(model, training))
+        stack.enter_context(warnings.catch_warnings())
+        speed = contextlib.nullcontext() if lines else quick_export()
+        for context in (ListsAsSlices(), speed, _no_collection(), flex_attention_by(flexible_attention)):
+            stack.enter_context(context)
+        seen = stack.enter_context(seen_functions())
         warnings.simplefilter("ignore")
-        with seen_functions() as seen:
-            exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+        exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
     if training:
         refuse_own_gradients(seen)
     return exported, traced.decided

@@ -14,6 +14,8 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
+from autopar.capture.passes.control_flow import inline_control_flow
+from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
@@ -116,7 +118,8 @@ def spell_plainly(graph: fx.Graph) -> None:
         if node.target is aten.pad.default and (len(node.args) < 3 or node.args[2] == "constant"):
             value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value", 0.0)
             node.target, node.args, node.kwargs = aten.constant_pad_nd.default, (*node.args[:2], value or 0.0), {}
-        elif node.target is aten.reshape.default:
+        elif node.target in (aten.reshape.default, aten.reshape_as.default, aten.view_as.default):
+            node.target = aten.reshape.default
             node.args = (node.args[0], list(_value(node).shape))
         elif node.target in UNINITIALISED:
             node.target = UNINITIALISED[node.target]
@@ -207,6 +210,7 @@ GraphPass = Callable[[fx.Graph], None]
 PASSES: tuple[GraphPass, ...] = (
     dense_gradients,
     drop_no_ops,
+    embedding_bags,
     one_output_each,
     drop_copies,
     drop_no_ops,
@@ -229,6 +233,7 @@ def normalise(
     values of buffers. Returns the buffers that in-place operators change. Their new values become the last outputs.
     """
     inline_regions(graph, root)
+    inline_control_flow(graph, root)
     updates = functionalise(graph, buffers)
     output = graph.output_node()
     output.args = ((*output_nodes(graph), *updates.values()),)

@@ -1,4 +1,4 @@
-"""Convolutions: batch, groups and output channels are parallel, input channels are reduced."""
+"""Convolutions and their transposes: batch, groups and output channels are parallel, input channels are reduced."""
 
 from collections.abc import Mapping
 from math import prod
@@ -77,5 +77,60 @@ def convolution(call: Call) -> Rule:
         additive=additive,
         linear=linear,
         flops=_flops,
+        emit=emit,
+    )
+
+
+def _transposed_flops(sizes: Mapping[str, int]) -> float:
+    """Every input element meets the output channels of its group and the kernel."""
+    return 2.0 * prod(size for name, size in sizes.items() if name[0] != "y")
+
+
+@rule(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+def transposed_convolution(call: Call) -> Rule:
+    """``"n (g i) x, (g i) o k[, (g o)] -> n (g o) y"``.
+
+    Where the kernel's places do not overlap (stride = kernel), y is ``(x k)`` and x may be split. Else it is whole.
+    """
+    x, weight = slot_of(call.args[0]), slot_of(call.args[1])
+    shape, kernel, out = call.operands[x].shape, call.operands[weight].shape, call.output.shape
+    count = len(kernel) - 2
+    if len(shape) != count + 2:
+        raise RuleError("convolution without a batch")
+    settings = ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
+    stride, padding, added, dilation = (_per_dim(call.arg(*setting), count) for setting in settings)
+    groups = call.arg(6, "groups", 1)
+    sizes = {"g": groups, "i": kernel[0] // groups, "o": kernel[1]}
+    whole: set[str] = set()
+    source: list[Dim] = [("n",), ("g", "i")]
+    window: list[Dim] = [("g", "i"), ("o",)]
+    target: list[Dim] = [("n",), ("g", "o")]
+    for d in range(count):
+        size, width, places = shape[2 + d], kernel[2 + d], out[2 + d]
+        apart = stride[d] == width and dilation[d] == 1 and not padding[d] and not added[d]
+        source.append((f"x{d}",))
+        window.append((f"k{d}",))
+        target.append((f"x{d}", f"k{d}") if apart else (f"y{d}",))
+        whole |= {f"k{d}"} if apart else {f"k{d}", f"x{d}", f"y{d}"}
+        sizes |= {f"x{d}": size, f"k{d}": width} | ({} if apart else {f"y{d}": places})
+    specs = {x: source, weight: window}
+    bias = call.arg(2, "bias")
+    if isinstance(bias, Slot):
+        specs[bias.index] = [("g", "o")]
+
+    def emit(local: Call) -> tuple[Step, ...]:
+        local_groups = local.output.shape[1] // local.operands[weight].shape[1]
+        return (Step(local.target, (*local.args[:2], bias, stride, padding, added, local_groups, dilation)),)
+
+    additive = {bias.index} if isinstance(bias, Slot) else set()
+    return rule_from(
+        call,
+        in_order(call, specs),
+        target,
+        sizes=sizes,
+        whole=whole,
+        additive=additive,
+        linear=[{x} | additive],
+        flops=_transposed_flops,
         emit=emit,
     )

@@ -9,7 +9,7 @@ from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Rule, Step
 
 
-def _sized(call: Call, position: int) -> Rule:
+def sized(call: Call, position: int) -> Rule:
     """Every element is the same, so any dimension of the output may be split; operands only lend dtype and device.
 
     An operand of the output's shape shares its factors: a tensor created beside the samples has their batch axis.
@@ -34,14 +34,14 @@ def _sized(call: Call, position: int) -> Rule:
 def full(call: Call) -> Rule:
     if call.operands:
         raise RuleError("filled with a tensor")
-    return _sized(call, 0)
+    return sized(call, 0)
 
 
 @rule(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)
 def new_full(call: Call) -> Rule:
     if len(call.operands) > 1:
         raise RuleError("filled with a tensor")
-    return _sized(call, 1)
+    return sized(call, 1)
 
 
 @rule(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
@@ -53,7 +53,9 @@ def full_like(call: Call) -> Rule:
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default)
-@rule(aten.linspace.default, aten.eye.default, aten.eye.m)
+@rule(aten.linspace.default, aten.logspace.default, aten.eye.default, aten.eye.m)
+@rule(aten.tril_indices.default, aten.triu_indices.default)
+@rule(aten.hann_window.default, aten.hann_window.periodic, aten.hamming_window.default)
 def by_position(call: Call) -> Rule:
     """Whole: a rank's part would begin elsewhere."""
     spec = dims(call.output.shape)

@@ -170,3 +170,29 @@ def index_copy(call: Call) -> Rule:
         raise RuleError("index_copy of scalars")
     specs: dict[int, list[Dim]] = {x: spec, index: [("i",)], source: [*spec[:d], ("i",), *spec[d + 1 :]]}
     return rule_from(call, in_order(call, specs), spec, whole={f"d{d}", "i"}, linear=[{x, source}])
+
+
+@rule(aten.scatter_reduce.two)
+def scatter_reduce(call: Call) -> Rule:
+    """No single rank knows all elements that meet in a place."""
+    specs, output, whole, _ = _scattered(call, slot_of(call.args[3]))
+    return rule_from(call, specs, output, whole=whole | {"i"})
+
+
+@rule(aten.index_fill.int_Scalar)
+def index_fill(call: Call) -> Rule:
+    x, index = slot_of(call.args[0]), slot_of(call.args[2])
+    spec = dims(call.operands[x].shape)
+    d = dim_index(call.args[1], len(spec))
+    specs: dict[int, list[Dim]] = {x: spec, index: [("i",)] * len(call.operands[index].shape)}
+    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}", "i"})
+
+
+@rule(aten.take_along_dim.default)
+def take_along_dim(call: Call) -> Rule:
+    """As `gather`, with dimensions that broadcast."""
+    x, index = slot_of(call.args[0]), slot_of(call.args[1])
+    output = dims(call.output.shape)
+    d = dim_index(call.arg(2, "dim"), len(output))
+    source = [(f"x{d}",) if n == d else dim for n, dim in enumerate(output)]
+    return rule_from(call, in_order(call, {x: source, index: output}), output, whole={f"x{d}"}, linear=[{x}])

@@ -1,10 +1,11 @@
 """Normalisation: normalised dimensions are whole, the other dimensions are parallel."""
 
+from math import prod
 from typing import Any
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import dims, in_order, rule_from, slot_of
+from autopar.rules.families._notation import broadcast, dims, in_order, rule_from, slot_of
 from autopar.rules.operators import BATCH_STATISTIC
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot, Step
@@ -64,3 +65,32 @@ def batch_norm(call: Call) -> Rule:
     spec = dims(call.operands[x].shape)
     specs = {x: spec} | {a.index: spec[1:2] for a in call.args[1:5] if isinstance(a, Slot)}
     return rule_from(call, in_order(call, specs), spec)
+
+
+@rule(aten.instance_norm.default)
+def instance_norm(call: Call) -> Rule:
+    """Statistics of the sample run over places. With running statistics, the operator is whole."""
+    if not call.arg(5, "use_input_stats") or any(isinstance(a, Slot) for a in call.args[3:5]):
+        raise RuleError("instance norm with running statistics")
+    x = slot_of(call.args[0])
+    spec = dims(call.operands[x].shape)
+    specs = {x: spec} | {a.index: spec[1:2] for a in call.args[1:3] if isinstance(a, Slot)}
+    return rule_from(call, in_order(call, specs), spec, whole={f for dim in spec[2:] for f in dim})
+
+
+@rule(aten._weight_norm.default)
+def weight_norm(call: Call) -> Rule:
+    """A direction times a length: all dimensions are normalised except one."""
+    spec = dims(call.output.shape)
+    kept = call.arg(2, "dim", 0)
+    whole = {f"d{d}" for d in range(len(spec)) if kept == -1 or d != kept % len(spec)}
+    return rule_from(call, broadcast(call, spec), spec, whole=whole)
+
+
+@rule(aten.prelu.default)
+def prelu(call: Call) -> Rule:
+    """One slope, or one for each channel in dimension 1."""
+    spec = dims(call.output.shape)
+    slopes = call.operands[slot_of(call.args[1])].shape
+    channel: Dim = spec[1] if len(spec) > 1 and prod(slopes) > 1 else ()
+    return rule_from(call, [spec, [channel] * len(slopes)], spec)

@@ -80,6 +80,13 @@ LINEAR: dict[str, Callable[[Call], Sets]] = {
     "addcdiv": _sum_of(0, 1),
     "lerp": _sum_of(0, 1),
     "deg2rad": _first,
+    "real": _first,
+    "imag": _first,
+    "_conj": _first,
+    "conj": _first,
+    "conj_physical": _first,
+    "resolve_conj": _first,
+    "complex": _sum_of(0, 1),
     "rad2deg": _first,
 }
 
@@ -87,10 +94,12 @@ _NAMES = """
     __and__ __lshift__ __or__ __rshift__ __xor__
     abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
     bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone copysign cos cosh deg2rad
-    detach digamma div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu gt
+    complex conj_physical detach digamma div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod
+    frac ge gelu gt
     hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp lgamma log
     log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt
-    masked_fill maximum minimum mish mul nan_to_num ne neg nextafter not_equal positive pow rad2deg reciprocal relu
+    masked_fill maximum minimum mish mul nan_to_num ne neg nextafter not_equal polar positive pow rad2deg reciprocal
+    relu
     relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan
     tanh threshold true_divide trunc where xlogy
 """
@@ -121,3 +130,5 @@ def pointwise(call: Call) -> Rule:
 for _name in OPERATORS:
     rule(*overloads(_name))(pointwise)
 rule(aten.to.dtype, aten._to_copy.default)(pointwise)
+rule(aten.real.default, aten.imag.default, aten._conj.default, aten.conj.default, aten.angle.default)(pointwise)
+rule(aten.resolve_conj.default)(pointwise)

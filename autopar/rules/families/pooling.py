@@ -1,10 +1,13 @@
-"""Pooling and resizing: batch and channels are parallel, places are whole."""
+"""Pooling, resizing, patches and sampling by a grid: batch and channels are parallel, places are whole."""
+
+from math import prod
+from typing import Any
 
 from autopar._torch.operators import aten
 from autopar.rules.families._notation import dim_indices, dims, rule_from, slot_of
 from autopar.rules.operators import output_of
-from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Rule
+from autopar.rules.registry import pattern, rule
+from autopar.rules.rule import Call, Dim, Rule, Step
 
 
 def _places(call: Call, places: list[int], linear: bool) -> Rule:
@@ -22,40 +25,103 @@ def _last(call: Call, count: int, linear: bool) -> Rule:
     return _places(call, list(range(rank - count, rank)), linear)
 
 
-@rule(aten.max_pool1d.default, output_of(aten.adaptive_max_pool1d.default, 0))
-def max_pool1d(call: Call) -> Rule:
-    return _last(call, 1, False)
+def _register(count: int, *targets: Any, linear: bool = False) -> None:
+    """The last `count` dimensions are places."""
+    rule(*targets)(lambda call: _last(call, count, linear))
 
 
-@rule(aten.max_pool2d.default, output_of(aten.adaptive_max_pool2d.default, 0))
-def max_pool2d(call: Call) -> Rule:
-    return _last(call, 2, False)
+_BY_COUNT = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
+_ADAPTIVE = (aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.adaptive_avg_pool3d)
+_NEAREST = (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)
+_EXACT = (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d)
+for _count, _packets in enumerate(zip(_BY_COUNT, _ADAPTIVE, _NEAREST, _EXACT, strict=True), 1):
+    _register(_count, *(packet.default for packet in _packets), linear=True)
+    _register(_count, *(packet.vec for packet in _packets[2:]), linear=True)
+for _count, _packet in (
+    (1, aten.upsample_linear1d),
+    (2, aten.upsample_bilinear2d),
+    (2, aten.upsample_bicubic2d),
+    (2, aten._upsample_bilinear2d_aa),
+    (2, aten._upsample_bicubic2d_aa),
+    (3, aten.upsample_trilinear3d),
+):
+    _register(_count, _packet.default, _packet.vec, linear=True)
+for _count, _targets in enumerate(
+    (
+        (aten.max_pool1d_with_indices.default, aten.adaptive_max_pool1d.default),
+        (aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default),
+        (aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default),
+    ),
+    1,
+):  # an index counts the places of its own channel
+    _register(_count, *(output_of(target, k) for target in _targets for k in (0, 1)))
+_register(1, aten.max_pool1d.default, aten.reflection_pad1d.default, aten.replication_pad1d.default)
+_register(2, aten.max_pool2d.default, aten.reflection_pad2d.default, aten.replication_pad2d.default)
+_register(3, aten.max_pool3d.default, aten.reflection_pad3d.default, aten.replication_pad3d.default)
+_register(3, aten.channel_shuffle.default, linear=True)
+
+pattern(aten.max_unpool2d.default, "... h w, ... h w -> ... y x", whole="h w y x", linear=[[0]])
+pattern(aten.max_unpool3d.default, "... t h w, ... t h w -> ... z y x", whole="t h w z y x", linear=[[0]])
+pattern(aten.im2col.default, "... c h w -> ... (c k) l", whole="h w k l", linear=[[0]])
 
 
-@rule(aten.max_pool3d.default)
-def max_pool3d(call: Call) -> Rule:
-    return _last(call, 3, False)
+def _shuffled(fine: tuple[int, ...], coarse: tuple[int, ...], factor: int) -> tuple[Any, Any, Any, Any]:
+    """Specs of ``... (c p q) h w`` and ``... c (h p) (w q)``, sizes and whole factors."""
+    batch = dims(fine[:-3], "b")
+    sizes = {"c": fine[-3], "h": coarse[-2], "w": coarse[-1], "p": factor, "q": factor}
+    inner: list[Dim] = [*batch, ("c", "p", "q"), ("h",), ("w",)]
+    outer: list[Dim] = [*batch, ("c",), ("h", "p"), ("w", "q")]
+    return inner, outer, sizes, {"p", "q"}
 
 
-@rule(aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default, aten.upsample_nearest1d.vec)
-def avg_pool1d(call: Call) -> Rule:
-    return _last(call, 1, True)
-
-
-@rule(aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.upsample_nearest2d.vec)
-@rule(aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec)
-def avg_pool2d(call: Call) -> Rule:
-    return _last(call, 2, True)
-
-
-@rule(aten.avg_pool3d.default, aten.adaptive_avg_pool3d.default)
-def avg_pool3d(call: Call) -> Rule:
-    return _last(call, 3, True)
-
-
-@rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
+@rule(aten.pixel_shuffle.default)
 def pixel_shuffle(call: Call) -> Rule:
-    return _last(call, 3, True)
+    """``"... (c p q) h w -> ... c (h p) (w q)"``."""
+    inner, outer, sizes, whole = _shuffled(call.output.shape, call.operands[0].shape, call.args[1])
+    return rule_from(call, [inner], outer, sizes=sizes, whole=whole, linear=[{0}])
+
+
+@rule(aten.pixel_unshuffle.default)
+def pixel_unshuffle(call: Call) -> Rule:
+    """The inverse of `pixel_shuffle`."""
+    inner, outer, sizes, whole = _shuffled(call.operands[0].shape, call.output.shape, call.args[1])
+    return rule_from(call, [outer], inner, sizes=sizes, whole=whole, linear=[{0}])
+
+
+@rule(aten.col2im.default)
+def col2im(call: Call) -> Rule:
+    """``"... (c k) l -> ... c h w"``: overlapping patches are added, within their channel."""
+    batch = dims(call.output.shape[:-3], "b")
+    patch = prod(call.args[2])
+    sizes = {"c": call.output.shape[-3], "k": patch}
+    source: list[Dim] = [*batch, ("c", "k"), ("l",)]
+    output: list[Dim] = [*batch, ("c",), ("h",), ("w",)]
+    return rule_from(call, [source], output, sizes=sizes, whole={"k", "l", "h", "w"}, linear=[{0}])
+
+
+@rule(aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def grid_sampler(call: Call) -> Rule:
+    """``"n c h w, n y x p -> n c y x"``: every point of the grid reads the whole image of its sample."""
+    count = len(call.output.shape) - 2
+    read: list[Dim] = [(f"x{d}",) for d in range(count)]
+    points: list[Dim] = [(f"y{d}",) for d in range(count)]
+    inputs: list[list[Dim]] = [[("n",), ("c",), *read], [("n",), *points, ("p",)]]
+    whole = {"p", *(f for dim in read for f in dim)}
+    return rule_from(call, inputs, [("n",), ("c",), *points], whole=whole, linear=[{0}])
+
+
+@rule(aten.affine_grid_generator.default)
+def affine_grid(call: Call) -> Rule:
+    """``"n p q -> n y x p"``. The size has the local batch."""
+
+    def emit(local: Call) -> tuple[Step, ...]:
+        size = [local.output.shape[0], *local.args[1][1:]]
+        return (Step(local.target, (local.args[0], size, *local.args[2:])),)
+
+    points: list[Dim] = [(f"y{d}",) for d in range(len(call.output.shape) - 2)]
+    whole = {"p", "q", *(f for dim in points for f in dim)}
+    inputs: list[list[Dim]] = [[("n",), ("p",), ("q",)]]
+    return rule_from(call, inputs, [("n",), *points, ("p",)], whole=whole, linear=[{0}], emit=emit)
 
 
 @rule(aten.unfold.default)

@@ -2,39 +2,62 @@
 
 from autopar._torch.operators import aten
 from autopar.rules.families._notation import broadcast, dims, rule_from
-from autopar.rules.registry import rule
+from autopar.rules.families.create import sized
+from autopar.rules.registry import pattern, rule
 from autopar.rules.rule import Call, Rule
 
-# position and name of the probability with which an operator drops elements; None where it always draws
-RANDOM: dict[object, tuple[int, str] | None] = {
-    aten.dropout.default: (1, "p"),
-    aten.scaled_dot_product_attention.default: (4, "dropout_p"),
-    aten.bernoulli.default: None,
-    aten.bernoulli.p: None,
-    aten.rand_like.default: None,
-    aten.randn_like.default: None,
+PER_ELEMENT = (
+    aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor,
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    aten.exponential.default, aten.uniform.default, aten.normal_functional.default, aten.log_normal.default,
+    aten.cauchy.default, aten.geometric.default, aten.random.default, aten.random.to, getattr(aten.random, "from"),
+    aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.poisson.default,
+)  # fmt: skip
+OF_SHAPE = {aten.rand.default: 0, aten.randn.default: 0, aten.randint.default: 1, aten.randint.low: 2}
+# operators that drop elements, and the position and name of their probability and of the flag of training
+DROPS: dict[object, tuple[tuple[int, str], tuple[int, str] | None]] = {
+    aten.dropout.default: ((1, "p"), (2, "train")),
+    aten.alpha_dropout.default: ((1, "p"), (2, "train")),
+    aten.feature_dropout.default: ((1, "p"), (2, "train")),
+    aten.feature_alpha_dropout.default: ((1, "p"), (2, "train")),
+    aten.scaled_dot_product_attention.default: ((4, "dropout_p"), None),
 }
+ALWAYS = frozenset({*PER_ELEMENT, *OF_SHAPE, aten.multinomial.default, aten.randperm.default})
 
 
 def is_random(call: Call) -> bool:
     """Does the call draw random numbers?"""
-    if call.target not in RANDOM:
-        return False
-    probability = RANDOM[call.target]
-    if probability is None:
-        return True
-    if call.target is aten.dropout.default and not call.arg(2, "train"):
+    if call.target not in DROPS:
+        return call.target in ALWAYS
+    probability, training = DROPS[call.target]
+    if training is not None and not call.arg(*training):
         return False
     return bool(call.arg(*probability, 0.0) != 0)
 
 
-@rule(
-    aten.dropout.default,
-    aten.bernoulli.default,
-    aten.bernoulli.p,
-    aten.rand_like.default,
-    aten.randn_like.default,
-)
+@rule(aten.dropout.default, aten.alpha_dropout.default, *PER_ELEMENT)
 def drawn_per_element(call: Call) -> Rule:
     spec = dims(call.output.shape)
     return rule_from(call, broadcast(call, spec), spec)
+
+
+@rule(*OF_SHAPE)
+def drawn_of_shape(call: Call) -> Rule:
+    """Any part of a tensor of independent numbers is one too."""
+    return sized(call, OF_SHAPE[call.target])
+
+
+@rule(aten.feature_dropout.default, aten.feature_alpha_dropout.default)
+def feature_dropout(call: Call) -> Rule:
+    """One draw per sample and channel: places are whole."""
+    spec = dims(call.output.shape)
+    return rule_from(call, [spec], spec, whole={f for dim in spec[2:] for f in dim})
+
+
+pattern(aten.multinomial.default, "... k -> ... s", whole="k s")
+
+
+@rule(aten.randperm.default)
+def permutation(call: Call) -> Rule:
+    spec = dims(call.output.shape)
+    return rule_from(call, [], spec, whole={"d0"})

@@ -1,0 +1,107 @@
+"""Control flow that PyTorch keeps as one operator: `scan` and `map` are unrolled, `cond` computes both branches."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch.operators import aten
+from autopar.capture.nodes import compute, value
+from autopar.errors import CaptureError
+
+MAX_STEPS = 4096
+
+
+def inline_control_flow(graph: fx.Graph, root: fx.GraphModule) -> None:
+    """Replace every control-flow operator by the operators of its regions.
+
+    `cond` becomes `where` on the results of both branches. So both run, and a branch that is not taken must be finite.
+    Raises `CaptureError` for an operator whose number of steps depends on values.
+    """
+    for node in list(graph.nodes):
+        name = getattr(node.target, "_name", "") if node.op == "call_function" else ""
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        with graph.inserting_before(node):
+            if name == "cond":
+                results = _both_branches(graph, root, node)
+            elif name == "scan":
+                results = _scanned(graph, root, node)
+            elif name == "map_impl":
+                results = _mapped(graph, root, node)
+            else:
+                raise CaptureError(
+                    f"operator {name} cannot be split: its steps depend on values, or its regions are hidden. Use a "
+                    "Python loop of fixed length, torch.where, or a custom operator with a rule (autopar.register_rule)"
+                )
+        if isinstance(value(node), torch.Tensor):
+            node.replace_all_uses_with(results[0])
+        for user in list(node.users):
+            assert user.target is operator.getitem, user
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+
+
+def _inlined(graph: fx.Graph, root: fx.GraphModule, region: Any, inputs: Sequence[Any], like: fx.Node) -> list[Any]:
+    """The results of one run of a region."""
+    module: fx.GraphModule = getattr(root, str(region.target))
+    inline_control_flow(module.graph, module)
+    given = iter(inputs)
+    values: dict[fx.Node, Any] = {}
+    results: list[Any] = []
+    for inner in module.graph.nodes:
+        if inner.op == "placeholder":
+            values[inner] = next(given)
+        elif inner.op == "output":
+            mapped: Any = fx.map_arg(inner.args[0], values.__getitem__)
+            results = [mapped] if isinstance(mapped, fx.Node) else list(mapped)
+        else:
+            copy = graph.node_copy(inner, values.__getitem__)
+            copy.meta = {**inner.meta, "nn_module_stack": like.meta.get("nn_module_stack")}
+            values[inner] = copy
+    return results
+
+
+def _both_branches(graph: fx.Graph, root: fx.GraphModule, node: fx.Node) -> list[Any]:
+    chosen: Any
+    chosen, first, second, operands = node.args[:4]
+    taken, other = (_inlined(graph, root, region, operands, node) for region in (first, second))  # type: ignore[arg-type]
+    if isinstance(chosen, bool):
+        return taken if chosen else other
+    return [compute(graph, node, aten.where.self, chosen, a, b) for a, b in zip(taken, other, strict=True)]
+
+
+def _scanned(graph: fx.Graph, root: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """The last state, and the results of all steps, stacked."""
+    region, start, inputs, more = node.args[:4]
+    state: list[Any] = list(start)  # type: ignore[arg-type]
+    steps: list[list[Any]] = []
+    for at in _steps(graph, node, inputs):
+        results = _inlined(graph, root, region, [*state, *at, *more], node)  # type: ignore[misc]
+        state, out = results[: len(state)], results[len(state) :]
+        steps.append(out)
+    return [*state, *_stacked(graph, node, steps)]
+
+
+def _mapped(graph: fx.Graph, root: fx.GraphModule, node: fx.Node) -> list[Any]:
+    region, inputs, more = node.args[:3]
+    runs = [_inlined(graph, root, region, [*at, *more], node) for at in _steps(graph, node, inputs)]  # type: ignore[misc]
+    return _stacked(graph, node, runs)
+
+
+def _steps(graph: fx.Graph, node: fx.Node, inputs: Any) -> list[list[fx.Node]]:
+    """The inputs of every step: element by element of dimension 0."""
+    count = value(inputs[0]).shape[0]
+    if count > MAX_STEPS:
+        raise CaptureError(f"operator {node.target} has {count} steps; at most {MAX_STEPS} are unrolled")
+    return [[compute(graph, node, aten.select.int, x, 0, step) for x in inputs] for step in range(count)]
+
+
+def _stacked(graph: fx.Graph, node: fx.Node, runs: Sequence[Sequence[Any]]) -> list[fx.Node]:
+    return [compute(graph, node, aten.stack.default, list(results), 0) for results in zip(*runs, strict=True)]
