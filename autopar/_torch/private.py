@@ -453,8 +453,9 @@ def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
     def applied(cls: Any, *args: Any) -> Any:
         return apply(cls, super(_SingleLevelFunction, cls).apply, *args)
 
-    _SingleLevelFunction.apply = classmethod(applied)  # type: ignore[assignment]
+    function: Any = _SingleLevelFunction
+    function.apply = classmethod(applied)
     try:
         yield
     finally:
-        del _SingleLevelFunction.apply
+        del function.apply

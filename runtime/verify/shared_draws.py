@@ -15,12 +15,14 @@ from autopar._torch.operators import aten
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.lowering.randomness import Draw, StreamUse, draws
-from autopar.rules.families.random import RANDOM
+from autopar.rules.families.random import OF_SHAPE, PER_ELEMENT
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.parameters.shards import coordinates, local_shard
 
-_BERNOULLI = aten.bernoulli.default
+_BERNOULLI = {aten.bernoulli.default: 0, aten.bernoulli.Tensor: 1}  # the position of the probabilities
+_NORMAL = (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
+_AFFINE = (aten.alpha_dropout.default, aten.feature_dropout.default, aten.feature_alpha_dropout.default)
 
 
 class SharedStream:
@@ -46,13 +48,36 @@ class SharedStream:
     def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """This rank's part of what an operator draws."""
         draw = self._next()
-        if operator is _BERNOULLI:
-            return (self._part(draw, args[0], self._uniform(draw, args[0].dtype)) < args[0]).to(args[0].dtype)
-        if operator in RANDOM:  # draws element by element, whatever its first argument holds
+        if operator in _BERNOULLI:
+            chance: torch.Tensor = args[_BERNOULLI[operator]]
+            return (self._part(draw, chance, self._uniform(draw, chance.dtype)) < chance).to(args[0].dtype)
+        if operator in _NORMAL:
+            mean, std = (*args, 1.0)[:2]
+            like = next(value for value in (mean, std) if isinstance(value, torch.Tensor))
+            noise = self._part(draw, like, self._normal(draw, like.dtype))
+            return noise * std + mean
+        if operator is aten.poisson.default:  # rounded normal numbers: here all that counts is that both sides agree
+            rate: torch.Tensor = args[0]
+            return (rate + rate.sqrt() * self._part(draw, rate, self._normal(draw, rate.dtype))).round().clamp(min=0)
+        if operator in _AFFINE:
+            return self._affine(draw, operator, *args)
+        if operator in OF_SHAPE:
+            before, after = args[: OF_SHAPE[operator]], args[OF_SHAPE[operator] + 1 :]
+            whole = self._drawn(draw, operator, *before, draw.dims.shape, *after, **kwargs)
+            return self._part(draw, whole, whole)
+        if operator in PER_ELEMENT:  # whatever its first argument holds
             like = args[0]
             whole = torch.empty(draw.dims.shape, dtype=like.dtype, device=like.device)
             return self._part(draw, like, self._drawn(draw, operator, whole, *args[1:], **kwargs))
         return self._on_every_rank(draw, operator, args, kwargs)
+
+    def _affine(self, draw: Draw, operator: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """Dropout that gives a · x + b, with drawn a and b."""
+        of_zero, of_one = (
+            self._drawn(draw, operator, torch.full(draw.dims.shape, value, dtype=x.dtype, device=x.device), *rest)
+            for value in (0.0, 1.0)
+        )
+        return x * self._part(draw, x, of_one - of_zero) + self._part(draw, x, of_zero)
 
     def _next(self) -> Draw:
         self._count += 1
@@ -60,6 +85,9 @@ class SharedStream:
 
     def _uniform(self, draw: Draw, dtype: torch.dtype) -> torch.Tensor:
         return self._drawn(draw, torch.rand, draw.dims.shape, dtype=dtype)
+
+    def _normal(self, draw: Draw, dtype: torch.dtype) -> torch.Tensor:
+        return self._drawn(draw, torch.randn, draw.dims.shape, dtype=dtype)
 
     def _drawn(self, draw: Draw, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """A function of torch's default generator, seeded for a draw."""
