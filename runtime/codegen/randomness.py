@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autopar._torch import private
+from autopar.lowering.communicator import RandomNumbers
 from autopar.lowering.randomness import StreamUse
 from autopar.runtime.distributed.mesh import MeshDim
 
@@ -72,7 +73,7 @@ class Streams:
         self._made: dict[tuple[str, ...], RandomStream] = {}
         self.training = True
 
-    def of(self, use: StreamUse) -> RandomStream:
+    def of(self, use: StreamUse) -> RandomNumbers:
         """The stream of values that the same mesh dimensions split."""
         key = use.mesh_dims
         if key not in self._made:

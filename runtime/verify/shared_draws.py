@@ -47,7 +47,9 @@ class SharedStream:
         """This rank's part of what an operator draws."""
         draw = self._next()
         if operator is _BERNOULLI:
-            return (self._part(draw, args[0], self._uniform(draw, args[0].dtype)) < args[0]).to(args[0].dtype)
+            probability: torch.Tensor = args[0]
+            uniform = self._part(draw, probability, self._uniform(draw, probability.dtype))
+            return (uniform < probability).to(probability.dtype)
         if operator in RANDOM:  # draws element by element, whatever its first argument holds
             like = args[0]
             whole = torch.empty(draw.dims.shape, dtype=like.dtype, device=like.device)
