@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ class Classifier(nn.Module):
 
 def of_timm(name: str, size: int = 48, **options: Any) -> Callable[[], Built]:
     def build() -> Built:
-        import timm
-
+        timm = import_module("timm")
         model = Classifier(timm.create_model(name, num_classes=10, **options))
         return model, {"x": torch.randn(4, 3, size, size), "target": torch.arange(4)}
 

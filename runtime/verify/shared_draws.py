@@ -55,7 +55,8 @@ class SharedStream:
             mean, std = (*args, 1.0)[:2]
             like = next(value for value in (mean, std) if isinstance(value, torch.Tensor))
             noise = self._part(draw, like, self._normal(draw, like.dtype))
-            return noise * std + mean
+            shifted: torch.Tensor = noise * std + mean
+            return shifted
         if operator is aten.poisson.default:  # rounded normal numbers: here all that counts is that both sides agree
             rate: torch.Tensor = args[0]
             return (rate + rate.sqrt() * self._part(draw, rate, self._normal(draw, rate.dtype))).round().clamp(min=0)
