@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import config

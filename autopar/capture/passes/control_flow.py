@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
+from autopar._torch.private import HigherOrderOperator
 from autopar.capture.nodes import compute, value
 from autopar.errors import CaptureError
 
@@ -22,7 +23,7 @@ def inline_control_flow(graph: fx.Graph, root: fx.GraphModule) -> None:
     """
     for node in list(graph.nodes):
         name = getattr(node.target, "_name", "") if node.op == "call_function" else ""
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if not isinstance(node.target, HigherOrderOperator):
             continue
         with graph.inserting_before(node):
             if name == "cond":

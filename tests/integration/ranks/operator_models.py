@@ -23,6 +23,7 @@ class Around(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.ids: torch.Tensor | None = None
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
         self.slopes = nn.Parameter(torch.randn(HEADS))
         self.upwards = nn.ConvTranspose2d(4, 4, 2, stride=2)
@@ -34,6 +35,7 @@ class Around(nn.Module):
         hidden = self.first(x)
         self.ids = ids
         out = self.last(BETWEEN[self.name](self, hidden))
+        self.ids = None  # a capture must leave no tensor behind
         return {"loss": F.cross_entropy(out.flatten(0, -2), target.flatten()), "out": out}
 
 
