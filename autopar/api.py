@@ -99,6 +99,7 @@ def parallelize(
             f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with "
             f"torchrun --nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
         )
+    model = private.uncompiled(model)
     _refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     PipelineRuntime: TypeAlias = schedules._PipelineScheduleRuntime
 
 pytree = _pytree
+IncompatibleKeys = _IncompatibleKeys
 
 
 def operator_parts(value: Any) -> tuple[str, str, str] | None:
@@ -460,3 +462,9 @@ def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         del function.apply
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped. Another module is returned."""
+    wrapped = model._modules.get("_orig_mod")
+    return wrapped if wrapped is not None and type(model).__module__ == "torch._dynamo.eval_frame" else model

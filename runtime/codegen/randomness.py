@@ -69,7 +69,7 @@ class Streams:
     """The streams of one model, shared by all its blocks, made when first asked for."""
 
     def __init__(self, dims: Mapping[str, MeshDim], seed: int, device: torch.device) -> None:
-        self._dims, self._seed, self._device = dims, seed, device
+        self._dims, self.seed, self._device = dims, seed, device
         self._made: dict[tuple[str, ...], RandomStream] = {}
         self.training = True
 
@@ -77,7 +77,7 @@ class Streams:
         """The stream of values that the same mesh dimensions split."""
         key = use.mesh_dims
         if key not in self._made:
-            self._made[key] = RandomStream([self._dims[n] for n in key], self._seed, self._device)
+            self._made[key] = RandomStream([self._dims[n] for n in key], self.seed, self._device)
         return self._made[key]
 
     def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:

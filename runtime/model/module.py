@@ -1,12 +1,14 @@
 """`ParallelModel`, the model that a user trains: global names and shapes outside, shards and collectives inside."""
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import RuntimeInputError
@@ -19,6 +21,7 @@ from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import EVALUATION, STEP
 from autopar.runtime.model.running import RunningModel
+from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.profile.trace_step import trace_step
 
 
@@ -52,6 +55,38 @@ class ParallelModel(RunningModel):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModel":
+        """Copy the weights and the mode: `AveragedModel` keeps such a copy. Hooks are not copied. Collective."""
+        caller = sys._getframe(2)
+        if caller.f_globals.get("__name__") == "torch.optim.swa_utils" and not caller.f_locals.get("use_buffers"):
+            raise RuntimeInputError(
+                "AveragedModel would average parameters in another order than parallel.parameters(), which mixes "
+                "them; pass use_buffers=True"
+            )
+        state = self.state_dict()
+
+        def source(name: str) -> torch.Tensor:
+            whole: torch.Tensor = state[name]
+            if isinstance(whole, (DTensor, FlatShards)):
+                whole = whole.full_tensor()
+            return whole
+
+        made = ParallelModel(
+            self.program,
+            self.plan,
+            source,
+            self.device,
+            seed=self.streams.seed,
+            replan=self._shapes.replan,
+            buffers=self.buffer,
+        )
+        made._step = self._step
+        own = dict(self.named_parameters())
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(own[name].requires_grad)
+        memo[id(self)] = made
+        return made.train(self.training)
 
     # Running.
 

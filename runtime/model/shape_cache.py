@@ -45,7 +45,7 @@ class ShapeCache:
         held: Mapping[str, Storage],
         replan: Replan | None,
     ) -> None:
-        self.base, self._placements, self._replan = base, held, replan
+        self.base, self._placements, self.replan = base, held, replan
         self._base_key = _key(base.local_shapes(), training=True)
         self._others: dict[_Key, CompiledProgram] = {}  # least recently used first
         self._warned = False
@@ -53,7 +53,7 @@ class ShapeCache:
     @property
     def can_capture(self) -> bool:
         """Whether shapes and modes other than the plan's can be run."""
-        return self._replan is not None
+        return self.replan is not None
 
     def compiled_for(self, sizes: InputShapes, training: bool) -> CompiledProgram:
         """What runs a micro-batch of the given local shapes. Collective where it is new: all ranks ask for the same."""
@@ -63,14 +63,14 @@ class ShapeCache:
             if key in self._others:
                 self._others[key] = self._others.pop(key)
             return known
-        if self._replan is None:
+        if self.replan is None:
             what = "eval mode" if not training else f"shapes {dict(sizes)}"
             raise RuntimeInputError(
                 f"this ParallelModel was made from a captured program, which was not captured for {what}; make it with "
                 "autopar.parallelize instead, which captures again"
             )
         started = time.perf_counter()
-        made = self._compile(self._replan, sizes, training)
+        made = self._compile(self.replan, sizes, training)
         self._others[key] = made
         self._announce(sizes, training, time.perf_counter() - started)
         if len(self._others) > MAX_SHAPES:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar._torch.private import IncompatibleKeys
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -21,7 +22,7 @@ from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
-from autopar.runtime.parameters.checkpoint_state import optimizer_state, whole_state
+from autopar.runtime.parameters.checkpoint_state import load_whole, names_of_state, optimizer_state, whole_state
 from autopar.runtime.parameters.packed import by_model_parameter, complete_gradients, join_packed, packed_source
 from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.relayout import whole_placement
@@ -201,14 +202,17 @@ class ShardedModel(nn.Module):
             for alias in (name, *(() if remove_duplicate else info.aliases)):
                 yield start + alias, parameter
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Give the parameters and persistent buffers under the model's names and shapes.
 
         `torch.distributed.checkpoint` saves it, and loads into it in place. A checkpoint does not depend on the plan.
 
         Args:
-            args: Ignored; torch passes them.
-            kwargs: Ignored; torch passes them.
+            destination: A dict to fill, as in torch; a new one by default.
+            prefix: Text before every name.
+            keep_vars: Ignored; torch passes it.
 
         Returns:
             Values by name: DTensors, or `FlatShards` for parameters that are stored under another shape.
@@ -229,7 +233,53 @@ class ShardedModel(nn.Module):
             changing = {changed[n] for n in (first, *info.aliases) if n in changed}
             if info.persistent and changing <= self.stage_modules().keys():  # another stage has the new value
                 found |= dict.fromkeys((first, *info.aliases), self.buffer(first))
-        return found
+        destination = {} if destination is None else destination
+        destination.update({prefix + name: value for name, value in found.items()})
+        return destination
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Copy weights into this model: the `state_dict` of any plan, or whole tensors. Collective.
+
+        Args:
+            state_dict: Values by the model's names. Ranks pass whole tensors that are equal, or their split tensors.
+            strict: Whether missing and unknown names raise. A tied parameter is given under any of its names.
+            assign: Must be `False`: optimizers and ZeRO hold the parameters.
+
+        Returns:
+            The missing and the unknown names, as in torch.
+
+        Raises:
+            RuntimeInputError: A name is missing or unknown, a shape is another, or `assign` is on.
+
+        Example:
+            >>> parallel.load_state_dict(parallel.state_dict())
+            <All keys matched successfully>
+        """
+        if assign:
+            raise RuntimeInputError("assign=True would replace parameters that the optimizer holds; leave it out")
+        names = names_of_state(self.program)
+        own = self.state_dict()
+        groups = [group for group in names if group[0] in own]
+        given = {group[0]: next((n for n in group if n in state_dict), None) for group in groups}
+        missing = [first for first, name in given.items() if name is None]
+        known = {name for group in names for name in group}
+        unknown = [name for name in state_dict if name not in known]
+        other = [
+            f"{name} has shape {tuple(state_dict[name].shape)} instead of {tuple(own[first].shape)}"
+            for first, name in given.items()
+            if name is not None and state_dict[name].shape != own[first].shape
+        ]
+        if other or (strict and (missing or unknown)):
+            raise RuntimeInputError(
+                f"the state does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}, shapes {other[:3]}; "
+                "pass the state of the same model, or strict=False if names may be missing"
+            )
+        for first, name in given.items():
+            if name is not None:
+                load_whole(own[first], state_dict[name])
+        return IncompatibleKeys(missing, unknown)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Give an optimizer's state under the model's names and shapes.

@@ -15,16 +15,20 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.ir.storage import Storage
+from autopar.runtime.parameters.flat_shards import FlatRows, FlatShards
 
 Hook = Callable[[Any], Any]
 _LIKE_ITS_OPERAND = """
@@ -77,10 +81,25 @@ class FactoredTensor(DTensor):
         whole: torch.Tensor = _parts(self).full_tensor(**options)
         return whole.reshape(self.model_shape)
 
+    # what torch.distributed.checkpoint asks of a tensor that is split
+
+    def _chunks(self) -> FlatShards:
+        shape = tuple(self.model_shape)
+        return FlatShards.of([FlatRows(tensor=_parts(self), shape=shape)], shape)
+
+    def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
+        return self._chunks().__create_write_items__(name, obj)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks().__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks().__get_tensor_shard__(index)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with private.without_torch_function():
-            return _run(func, tuple(args), dict(kwargs or {}))
+            return run(func, tuple(args), dict(kwargs or {}))
 
 
 class GatheredView(DTensor):
@@ -97,7 +116,7 @@ class GatheredView(DTensor):
                 "another shape; change the parameter itself, not a view of it"
             )
         with private.without_torch_function():
-            return _run(func, tuple(args), dict(kwargs or {}))
+            return run(func, tuple(args), dict(kwargs or {}))
 
 
 class UserParameter:
@@ -133,13 +152,23 @@ class StageGradient:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad" and "norm" in func.__name__:
-            raise RuntimeInputError(
-                "torch.nn.utils computes a norm over the gradients of this rank's pipeline stages, which differs among "
-                "ranks; call parallel.clip_grad_norm_(max_norm), which returns the norm of all gradients"
-            )
+        if "norm" in func.__name__ and is_of_clipping(sys._getframe(1)):
+            raise norm_of_stages()
         with private.without_torch_function():
-            return _run(func, tuple(args), dict(kwargs or {}))
+            return run(func, tuple(args), dict(kwargs or {}))
+
+
+def is_of_clipping(frame: FrameType) -> bool:
+    """Whether a function was called by torch's clipping of gradients."""
+    return frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad"
+
+
+def norm_of_stages() -> RuntimeInputError:
+    """What torch's norm of gradients in a pipeline raises."""
+    return RuntimeInputError(
+        "torch.nn.utils computes a norm over the gradients of this rank's pipeline stages, which differs among "
+        "ranks; call parallel.clip_grad_norm_(max_norm), which returns the norm of all gradients"
+    )
 
 
 class PlainStageGradient(StageGradient, torch.Tensor):
@@ -226,7 +255,7 @@ def shown(tensor: DTensor, shape: Sequence[int], name: str = "") -> DTensor:
 # ---- operators on tensors of factored shape ----
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch. Its arguments may contain `FactoredTensor`s."""
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
@@ -237,7 +266,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if isinstance(kwargs.get("out"), FactoredTensor):
         out = kwargs.pop("out")
-        return out.copy_(_run(func, args, kwargs))
+        return out.copy_(run(func, args, kwargs))
     if _is_by_element(name, args, kwargs):
         rows = [_alike(row, writes=_writes(name)) for row in _rows(args)]
         if None not in rows:

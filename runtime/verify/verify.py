@@ -13,7 +13,7 @@ from autopar.ir.program import Program
 from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.module import ParallelModel
-from autopar.runtime.parameters.checkpoint_state import FlatShards
+from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.packed import by_model_parameter
 from autopar.runtime.verify.error_metrics import (
     NOISE_FACTOR,

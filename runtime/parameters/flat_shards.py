@@ -1,0 +1,129 @@
+"""This rank's part of a tensor as chunks of a flat global shape, for torch.distributed.checkpoint.
+
+A parameter of factored shape (`autopar.runtime.parameters.placement`) appears as chunks of the flat tensor: three runs
+of rows for ``(3, h, e)`` split on `h`. The parts of an unequal packing (`autopar.capture.passes.packings`) appear as
+chunks of the model's parameter. So a checkpoint does not depend on the plan.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from autopar._torch.private import local_shape_and_offset
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatRows:
+    """A stored tensor that is all of a flat one, or rows of it: its own flat shape, and where in `dim` it starts."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    def chunks(self) -> Iterator[Chunk]:
+        for offsets, sizes, values in _flat_chunks(self.tensor, self.shape):
+            yield tuple(o + self.start * (d == self.dim) for d, o in enumerate(offsets)), sizes, values
+
+    def full_tensor(self) -> torch.Tensor:
+        whole = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
+        return whole.reshape(self.shape)
+
+
+class FlatShards(torch.Tensor):
+    """This rank's chunks of a tensor of flat global shape; values are views, so loading writes in place.
+
+    A tensor on meta, because torch.distributed.checkpoint looks for shards in tensors only.
+    """
+
+    rows: tuple[FlatRows, ...]
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def of(rows: Sequence[FlatRows], flat_shape: tuple[int, ...]) -> "FlatShards":
+        made = torch.empty(flat_shape, dtype=rows[0].tensor.dtype, device="meta").as_subclass(FlatShards)
+        made.rows = tuple(rows)
+        made.chunks = tuple(chunk for part in rows for chunk in part.chunks())
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the values are: loading replaces tensors that say they are on meta by new ones."""
+        return self.rows[0].tensor.device
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor in its flat shape. Collective."""
+        whole = [part.full_tensor() for part in self.rows]
+        return torch.cat(whole, self.rows[0].dim) if self.dim() else whole[0]
+
+    def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                    properties=TensorProperties.create_from_tensor(values),
+                    size=self.size(),
+                ),
+            )
+            for offsets, sizes, values in {chunk[0]: chunk for chunk in self.chunks}.values()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in self.chunks]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        hinted = self.chunks[index.index :][:1] if index.index is not None else ()
+        for offsets, _, values in (*hinted, *self.chunks):
+            if index.offset is None or tuple(index.offset) == offsets:
+                return values
+        raise ValueError(f"no chunk at {index} among {[c[0] for c in self.chunks]}")
+
+
+def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[int]:
+    """How many factored dimensions make up each flat one."""
+    counts, position = [], 0
+    for size in flat_shape:
+        start = position
+        position += 1
+        while prod(shape[start:position]) < size:
+            position += 1
+        counts.append(position - start)
+    return counts
+
+
+def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[Chunk]:
+    """Boxes of the flat tensor that make up a box of the factored one: one per index of the packing dimensions."""
+    if isinstance(tensor, DTensor):
+        local, offset = local_shape_and_offset(tensor)
+        values = tensor.to_local()
+    else:
+        local, offset, values = tuple(flat_shape), (0,) * len(flat_shape), tensor.reshape(flat_shape)
+        tensor = values
+    if not values.numel():
+        return
+    counts = _factors(tuple(tensor.shape), flat_shape)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    outer = [d for start, count in zip(starts, counts, strict=True) for d in range(start, start + count - 1)]
+    for index in product(*(range(local[d]) for d in outer)):
+        at = dict(zip(outer, index, strict=True))
+        offsets, sizes = [], []
+        for start, count in zip(starts, counts, strict=True):
+            last = start + count - 1
+            base = 0
+            for d in range(start, last):
+                base = (base + offset[d] + at[d]) * tensor.shape[d + 1]
+            offsets.append(base + offset[last])
+            sizes.append(local[last])
+        piece = values[tuple(at.get(d, slice(None)) for d in range(len(local)))]
+        yield tuple(offsets), tuple(sizes), piece
