@@ -136,7 +136,7 @@ class SharedDraws(Streams):
 
     def of(self, use: StreamUse) -> SharedStream:
         """The draws of one block from one stream."""
-        self._of_blocks.append(SharedStream(use, self.mesh, self._dims, self._seed))
+        self._of_blocks.append(SharedStream(use, self.mesh, self._dims, self.seed))
         return self._of_blocks[-1]
 
     def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:
