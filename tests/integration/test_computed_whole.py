@@ -30,14 +30,19 @@ def test_three_channels_are_equal_to_one_device(name: str, mesh: Mesh) -> None:
     check(case, labelled(case, mesh), mesh)
 
 
-def test_the_convolution_that_is_whole_is_noted_with_its_price() -> None:
+def test_a_convolution_of_three_channels_is_split_by_its_outputs() -> None:
     program = capture_program(*colour_models.colour_resnet())
     found = label(program, analyse(program), Degrees(tp=4), ClusterSpec.preset("8xh100"))
-    assert any("conv1:conv2d:0 is computed whole on every rank, because 4 does not divide 3" in n for n in found.notes)
-    assert found.added_work > 0
     stem = next(block.labels for block in found.blocks if "conv1_weight" in block.ports)
-    others = [label for block in found.blocks for key, (_, label) in block.labels.items() if "conv2d" in key]
-    assert stem["conv1:conv2d:0"] == ("I", "R") and any("." in label for label in others)
+    assert stem["conv1:conv2d:0"] == ("I", "o.0")
+    assert found.added_work == 0
+
+
+def test_an_operator_that_is_whole_is_noted_with_its_price() -> None:
+    program = capture_program(*colour_models.colour_resnet())
+    found = label(program, analyse(program), Degrees(tp=5), ClusterSpec.preset("8xh100"))
+    assert any("is computed whole on every rank, because 5 does not divide" in note for note in found.notes)
+    assert found.added_work > 0
 
 
 def test_a_plain_sequence_of_layers_is_split_along_its_widths() -> None:
