@@ -464,18 +464,6 @@ def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
         del function.apply
 
 
-def split_fused_optimizers() -> None:
-    """Let DTensor run the fused steps of SGD and Adagrad on local parts, as it runs those of Adam."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._ops import _pointwise_ops
-
-    known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
-    for name in ("_fused_sgd_", "_fused_adagrad_"):
-        for operator in overloads_of(getattr(torch.ops.aten, name)).values():
-            if operator not in known:
-                _pointwise_ops._register_single_dim_pointwise(operator)
-
-
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped. Another module is returned."""
     wrapped = model._modules.get("_orig_mod")

@@ -69,15 +69,16 @@ def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], seque
 
 def _given(program: Program, batch: Mapping[str, Any] | Sequence[Any], problems: list[str]) -> dict[str, Any]:
     """The leaves of a batch by name. The leaves of a sequence have the names of the example inputs, in order."""
-    if isinstance(batch, Mapping):
-        return named_leaves(batch)
-    leaves = list(named_leaves({"": list(batch)}).values())
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     names = [info.name for info in program.inputs]
-    if len(tensors) != len(names):
-        problems.append(f"expected {len(names)} tensors {tuple(names)}, got {len(tensors)}")
+    if isinstance(batch, Mapping):  # a list in place of a tensor keeps its name
+        tensors = {name: value for name, value in batch.items() if name in names}
+        return tensors | named_leaves({name: value for name, value in batch.items() if name not in names})
+    leaves = list(named_leaves({"": list(batch)}).values())
+    own = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(own) != len(names):
+        problems.append(f"expected {len(names)} tensors {tuple(names)}, got {len(own)}")
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    return dict(zip(names, tensors, strict=False)) | dict(zip(program.fixed, others, strict=False))
+    return dict(zip(names, own, strict=False)) | dict(zip(program.fixed, others, strict=False))
 
 
 def batch_error(problems: Sequence[str]) -> RuntimeInputError:

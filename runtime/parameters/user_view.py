@@ -1,8 +1,7 @@
 """Parameters as their users see them: in the model's own shape, with hooks that get the gradient of a whole step.
 
-A split parameter may be stored in factored shape (`autopar.runtime.parameters.placement`). It is a `FactoredTensor`,
-which shows the model's shape. So a training script may decide by ``p.dim()``, and an optimizer may look at the whole
-matrix:
+A parameter may be stored in factored shape (`autopar.runtime.parameters.placement`). A `FactoredTensor` shows the
+model's shape instead. So a training script may decide by ``p.dim()``, and an optimizer may look at the whole matrix:
 
     operators on single elements    run on the stored parts, without communication
     reductions to one number        run on the stored parts
@@ -46,7 +45,7 @@ _WITHOUT_VALUES = frozenset(["numel", "nelement", "element_size", "get_device", 
 
 
 class FactoredTensor(DTensor):
-    """A DTensor, perhaps in factored shape, that shows the model's shape.
+    """A DTensor in factored shape that shows the model's shape.
 
     `model_shape` is the shape that it shows. `model_name` is the name of the parameter, for its gradient too; "" for a
     temporary value.
@@ -138,6 +137,10 @@ class PlainParameter(UserParameter, nn.Parameter):
     __slots__ = ()
 
 
+class SplitParameter(UserParameter, DTensor):
+    __slots__ = ()
+
+
 class FactoredParameter(UserParameter, FactoredTensor):
     __slots__ = ()
 
@@ -172,6 +175,10 @@ class PlainStageGradient(StageGradient, torch.Tensor):
     __slots__ = ()
 
 
+class SplitStageGradient(StageGradient, DTensor):
+    __slots__ = ()
+
+
 class FactoredStageGradient(StageGradient, FactoredTensor):
     __slots__ = ()
 
@@ -180,9 +187,10 @@ def show_parameter(parameter: nn.Parameter, name: str, how: Storage) -> None:
     """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object."""
     kind: Any = PlainParameter
     if isinstance(parameter, DTensor):
-        shown(parameter, how.dims.shape, name)
-        kind = FactoredParameter
-        private.split_fused_optimizers()
+        kind = SplitParameter
+        if how.is_factored:
+            shown(parameter, how.dims.shape, name)
+            kind = FactoredParameter
     parameter.__class__ = kind
 
 
@@ -196,7 +204,7 @@ def show_gradient(parameter: nn.Parameter, *, in_stages: bool) -> None:
         shown(grad, parameter.model_shape, parameter.model_name)
         grad.__class__ = FactoredStageGradient if in_stages else FactoredTensor
     elif in_stages:
-        grad.__class__ = PlainStageGradient
+        grad.__class__ = SplitStageGradient if isinstance(grad, DTensor) else PlainStageGradient
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ does not know how much a later one will shrink a value.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -40,6 +40,7 @@ from autopar.search.labels.result import Labelling
 TIME_LIMIT_S = 60.0  # of HiGHS on a mesh dimension that needs it
 SPLIT_ENOUGH = 0.95  # of the products' FLOP: with less, splits of the residual stream are tried too
 TIE = 1e-3
+_Settled = tuple[Solved, Solution, tuple[int, int], legal.Verdict]
 _Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
 
 
@@ -91,13 +92,7 @@ def label(
                 accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned,
             )  # fmt: skip
 
-        found, solution, size_of, verdict = turn(hidden_axes).settle(memo)
-        is_short = verdict.splits_nothing or verdict.split_share < SPLIT_ENOUGH
-        if is_short and not hidden_axes and mesh.names[index] != DATA:
-            # a plain sequence of layers has a block for each layer, so every width is a hidden axis
-            other = turn(True).settle(memo)
-            if verdict.splits_nothing or other[1].objective < (1 - TIE) * solution.objective:
-                found, solution, size_of, verdict = other
+        found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, mesh.names[index] == DATA)
         problems, notes, added_work = (
             problems + verdict.problems,
             notes + verdict.notes,
@@ -120,6 +115,27 @@ def label(
         notes=tuple(notes),
         seconds=time.perf_counter() - started,
     )
+
+
+def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_data: bool) -> _Settled:
+    """The labels of a turn. Hidden axes are tried where much work stays whole without them.
+
+    A plain sequence of layers has a block for each layer, so every width is a hidden axis.
+    """
+    try:
+        plain = turn(hidden_axes).settle(memo)
+    except InfeasibleError:  # parameters may be held in parts of a hidden axis
+        if hidden_axes or is_data:
+            raise
+        return turn(True).settle(memo)
+    solution, verdict = plain[1], plain[3]
+    if hidden_axes or is_data or not (verdict.splits_nothing or verdict.split_share < SPLIT_ENOUGH):
+        return plain
+    try:
+        other = turn(True).settle(memo)
+    except InfeasibleError:
+        return plain
+    return other if verdict.splits_nothing or other[1].objective < (1 - TIE) * solution.objective else plain
 
 
 def _order(mesh: Mesh) -> list[int]:
@@ -145,7 +161,7 @@ class _Turn:
     regather: bool
     pinned: Mapping[str, tuple[Type, ...]] = field(hash=False)
 
-    def settle(self, memo: Memo) -> tuple[Solved, Solution, tuple[int, int], legal.Verdict]:
+    def settle(self, memo: Memo) -> _Settled:
         """The best legal labels, and their loss by axes that the degree does not divide."""
         program, analysis, boundary = self.program, self.analysis, self.boundary
         found, solution, size = memo(_Turn.solve, self, True)
