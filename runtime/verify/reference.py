@@ -129,8 +129,9 @@ def no_gradient(program: Program) -> InputError:
     """The error of a loss that no trained parameter changes."""
     every = program.every_parameter
     trained = [name for name, info in every.items() if info.requires_grad]
-    why = f"all {len(every)} parameters are frozen" if not trained else "the loss depends on no trained parameter"
-    which = f", such as {next(iter(every))!r}" if every and not trained else ""
+    is_frozen = every and not trained
+    why = f"all {len(every)} parameters are frozen" if is_frozen else "the loss depends on no trained parameter"
+    which = f", such as {next(iter(every))!r}" if is_frozen else ""
     return InputError(
         f"{why}, so there is no gradient to compare; set requires_grad=True on the parameters to train{which}"
     )

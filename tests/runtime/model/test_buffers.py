@@ -107,6 +107,7 @@ def test_buffers_that_take_inputs_constants_and_shared_values() -> None:
         loss=torch.zeros(()),
         gradients={},
         outputs={},
+        updates={},
         analyses={mesh: analyse(program, mesh)},
     )
     outcome = run(case, labelled(case, mesh), mesh)
