@@ -12,11 +12,13 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
+from autopar.capture.nodes import is_random
 from autopar.ir.sharding import Dims, Mesh, Type
 from autopar.lowering.communicator import RandomNumbers
+from autopar.rules.families.random import DROPS
 
 _SDPA = aten.scaled_dot_product_attention.default
-_DROPS = {aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default}
+OTHER_DROPS = frozenset(DROPS) - {aten.dropout.default, _SDPA}  # of whole channels, or with other noise than zeros
 
 
 class _Dropout(torch.autograd.Function):
@@ -102,8 +104,7 @@ def bind_streams(graph: fx.Graph, mesh: Mesh, dims: Mapping[str, Dims]) -> Mappi
             first = next(n for n in graph.nodes if n.op != "placeholder")
             with graph.inserting_before(first):
                 attributes[name] = graph.get_attr(name)
-        is_dropout = node.target in (aten.dropout.default, _SDPA)
-        draw = Draw(key=node.meta["key"], is_dropout=is_dropout, dims=dims[node.name], types=types)
+        draw = Draw(key=node.meta["key"], is_dropout=node.target in DROPS, dims=dims[node.name], types=types)
         before = streams[name].draws if name in streams else ()
         streams[name] = StreamUse(mesh_dims=split, draws=(*before, draw))
         if node.target is aten.dropout.default:
@@ -111,16 +112,16 @@ def bind_streams(graph: fx.Graph, mesh: Mesh, dims: Mapping[str, Dims]) -> Mappi
         elif node.target is _SDPA:
             node.args, node.target = (attributes[name], *node.args), attention_with_dropout
         else:
-            call = drawn_in_training if node.target in _DROPS else drawn
+            call = drawn_in_training if node.target in OTHER_DROPS else drawn
             node.args, node.target = (attributes[name], node.target, *node.args), call
     return streams
 
 
 def draws(node: fx.Node) -> bool:
     """Whether a node of a captured graph draws random numbers."""
-    if node.target is aten.dropout.default or node.target in _DROPS:
+    if node.target is aten.dropout.default or node.target in OTHER_DROPS:
         return bool(node.args[2])
     if node.target is _SDPA:
         probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(probability != 0)
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_random(node)

@@ -14,7 +14,7 @@ from autopar._torch import private
 from autopar._torch.operators import aten
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.lowering.randomness import Draw, StreamUse, draws
+from autopar.lowering.randomness import OTHER_DROPS, Draw, StreamUse, draws
 from autopar.rules.families.random import OF_SHAPE, PER_ELEMENT
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import MeshDim
@@ -22,7 +22,6 @@ from autopar.runtime.parameters.shards import coordinates, local_shard
 
 _BERNOULLI = {aten.bernoulli.default: 0, aten.bernoulli.Tensor: 1}  # the position of the probabilities
 _NORMAL = (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
-_AFFINE = (aten.alpha_dropout.default, aten.feature_dropout.default, aten.feature_alpha_dropout.default)
 
 
 class SharedStream:
@@ -60,7 +59,7 @@ class SharedStream:
         if operator is aten.poisson.default:  # rounded normal numbers: here all that counts is that both sides agree
             rate: torch.Tensor = args[0]
             return (rate + rate.sqrt() * self._part(draw, rate, self._normal(draw, rate.dtype))).round().clamp(min=0)
-        if operator in _AFFINE:
+        if operator in OTHER_DROPS:
             return self._affine(draw, operator, *args)
         if operator in OF_SHAPE:
             before, after = args[: OF_SHAPE[operator]], args[OF_SHAPE[operator] + 1 :]

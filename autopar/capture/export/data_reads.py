@@ -92,7 +92,8 @@ class DataReads(TorchFunctionMode):
             return f"<tensor of shape {tuple(args[0].shape)}>"
         self._check_device(func, args, kwargs)
         made = func(*args, **kwargs)
-        if isinstance(made, Tensor) and not all(isinstance(size, int) for size in made.shape):
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        if not all(isinstance(size, int) for one in results if isinstance(one, Tensor) for size in one.shape):
             raise self._refusal(line_that_runs(self._model), "makes a tensor whose shape depends on data")
         return made
 

@@ -72,6 +72,10 @@ def distinct(y: torch.Tensor) -> torch.Tensor:
     return y * torch.unique(y).sum()
 
 
+def counted(y: torch.Tensor) -> torch.Tensor:
+    return y * torch.unique(y, return_counts=True)[1].sum()
+
+
 def test_a_sparse_operator_is_named_with_its_line() -> None:
     line = Makes.forward.__code__.co_firstlineno + 1
     what = rf"operator aten.to_sparse.default \(.*test_unusable.py:{line}\) returns a sparse_coo tensor"
@@ -79,7 +83,7 @@ def test_a_sparse_operator_is_named_with_its_line() -> None:
         capture_program(Makes(sparse), {"x": X})
 
 
-@pytest.mark.parametrize("then", [positive, distinct])
+@pytest.mark.parametrize("then", [positive, distinct, counted])
 def test_a_size_that_depends_on_data_is_named_with_its_line(then: Any) -> None:
     line = then.__code__.co_firstlineno + 1
     with pytest.raises(CaptureError, match=rf"test_unusable.py:{line}: .* makes a tensor whose shape depends on data"):

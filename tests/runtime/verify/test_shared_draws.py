@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from autopar import testing
+from autopar.capture.program import capture_program
 from autopar.errors import VerificationError
 from autopar.lowering.randomness import Draw
-from autopar.runtime.verify.shared_draws import SharedStream
+from autopar.runtime.codegen.execute import captured_modules
+from autopar.runtime.verify.shared_draws import SharedStream, on_one_device
 
 WIDTH = 8
 
@@ -69,7 +71,30 @@ class Created(_Layer):
         return (x + 0.1 * noise * signs)[..., order]
 
 
+class ChannelDropout(_Layer):
+    """Dropout of whole channels, and dropout that keeps mean and variance."""
+
+    def draw(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout1d(x.unsqueeze(-1).repeat(1, 1, 2), 0.3, self.training).sum(-1)
+        return nn.functional.alpha_dropout(x, 0.2, self.training)
+
+
+class FeatureAlphaDropout(_Layer):
+    def draw(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.feature_alpha_dropout(x.unsqueeze(-1), 0.3, self.training).squeeze(-1)
+
+
+class DrawnAround(_Layer):
+    """Numbers around values of the data: normal with a mean, a deviation or both, and Poisson."""
+
+    def draw(self, x: torch.Tensor) -> torch.Tensor:
+        mean, spread = x.detach(), x.detach().abs() + 0.1
+        noise = torch.normal(mean, 0.1) + torch.normal(0.0, spread) + torch.normal(mean, spread)
+        return x + noise + torch.poisson(spread)
+
+
 LAYERS = (Dropout, StochasticDepth, DrawnChoice, GaussianNoise, Gumbel, Created)
+LAYERS += (ChannelDropout, FeatureAlphaDropout, DrawnAround)
 
 
 def network(layer: Callable[[], nn.Module]) -> nn.Module:
@@ -92,6 +117,19 @@ def test_a_model_that_draws_equals_one_device(layer: Callable[[], nn.Module], de
 @pytest.mark.parametrize("layer", (Dropout, StochasticDepth))
 def test_random_labels_draw_the_same(layer: Callable[[], nn.Module]) -> None:
     assert testing.check_random_labels(network(layer), BATCH, tp=2, dp=2, loss_fn=nn.functional.cross_entropy)
+
+
+def test_only_dropout_draws_nothing_in_evaluation() -> None:
+    class Both(_Layer):
+        def draw(self, x: torch.Tensor) -> torch.Tensor:
+            dropped = nn.functional.dropout1d(x.unsqueeze(-1), 0.3, self.training).squeeze(-1)
+            return dropped + torch.randn_like(x)
+
+    program = capture_program(network(Both), BATCH, loss_fn=nn.functional.cross_entropy)
+    streams = on_one_device()
+    captured_modules(program, streams=streams)
+    flags = [draw.is_dropout for stream in streams._of_blocks for draw in stream.use.draws]
+    assert flags and flags == [True, False] * (len(flags) // 2)
 
 
 def test_ranks_with_numbers_of_their_own_differ(monkeypatch: pytest.MonkeyPatch) -> None:
