@@ -104,7 +104,7 @@ def parallelize(
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
     if specialise:
-        inputs = broadcast_object(inputs)  # what one rank decides, all ranks decide
+        inputs = broadcast_object(inputs)  # all ranks take the decisions of rank 0
     program, decided = _decide(
         model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
     )

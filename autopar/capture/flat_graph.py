@@ -12,8 +12,8 @@ class Flat:
     """A captured graph. `placeholders` maps node names to ("parameter"|"buffer"|"input"|"lifted", name).
 
     The graph returns the outputs, then the new values of the buffers in `updates`. `parts` describes the parameters
-    that are pieces of a parameter of the model (`autopar.capture.passes.packings`). `decisions` name the outputs that
-    are values which the model read.
+    that are pieces of a parameter of the model (`autopar.capture.passes.packings`). `decisions` name the outputs
+    with values that the model read.
     """
 
     graph: fx.Graph

@@ -26,7 +26,7 @@ def suggesting_next_step(model: str, world_size: int, options: PlanOptions) -> I
 
 
 def next_after_refusal(error: AutoparError, model: str, world_size: int, wish: Mapping[str, Any]) -> str:
-    """A command for an error of `verify`, and what it shows. `wish` are the degrees of the refused command."""
+    """A command for an error of `verify`, with its purpose. `wish` are the degrees of the refused command."""
     asked = {name: value for name, value in wish.items() if value is not None}
     if isinstance(error, PlanError):
         return _other_degrees(model, world_size, asked)
@@ -36,7 +36,7 @@ def next_after_refusal(error: AutoparError, model: str, world_size: int, wish: M
         )
     if isinstance(error, RankError):
         return f"{_command(model, 1, {})}  # tells a fault of the model from a fault of the split"
-    return "autopar verify --help  # lists the options and what each takes"
+    return "autopar verify --help  # lists the options and their values"
 
 
 def next_after_difference(report: "Report", model: str) -> str:
@@ -53,7 +53,7 @@ def next_after_difference(report: "Report", model: str) -> str:
 
 
 def _other_degrees(model: str, world_size: int, asked: Mapping[str, Any]) -> str:
-    """The same command without what most plans are refused for."""
+    """The same command without the degrees that are refused most often."""
     if (asked.get("accumulate") or 1) > 1:
         kept = {name: value for name, value in asked.items() if name != "accumulate"}
         return f"{_command(model, world_size, kept)}  # without micro-batches"

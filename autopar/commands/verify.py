@@ -216,7 +216,7 @@ def against_model(
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """The promoted reference against the unmodified model in its own dtype, once: mean loss and gradients, and notes.
 
-    The noise is that of the unmodified model in its own dtype.
+    The noise is measured on the unmodified model in its own dtype.
     """
     plain = step_of_model(model, source, micro_batches)
     missing = set(reference.gradients) ^ set(plain.gradients)

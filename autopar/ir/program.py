@@ -80,19 +80,14 @@ class InputInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A value that the model read while it was captured, and that a batch or a buffer can change.
+    """A value that the model read while it was captured, and that a batch or a buffer can change."""
 
-    `line` names the module, file and line that read it. `occurrence` counts the reads of this line. `value` is the
-    number that was read, or a list of numbers. `inputs` and `buffers` are what it was computed of. `name` is the
-    program's name of the tensor.
-    """
-
-    name: str
-    value: Any
-    line: str
-    code: str
-    occurrence: int
-    inputs: tuple[str, ...]
+    name: str  # of the tensor in the program
+    value: Any  # a number, or a list of numbers
+    line: str  # the module, file and line number of the read
+    code: str  # the text of the line
+    occurrence: int  # how often this line had read before
+    inputs: tuple[str, ...]  # the inputs and buffers that decide the value
     buffers: tuple[str, ...]
 
     @property
@@ -150,8 +145,8 @@ class Program:
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` says why they cannot.
     `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
     are constants. `unused` are the model's parameters that no block takes. `decisions` are the values that the model
-    read during capture. `fixed` are the inputs that are no tensors, as text: constants. `analysis` is the result of
-    `autopar.capture.analysis`; the blocks hold its axes.
+    read during capture. `fixed` has the text of every input that is no tensor: such an input is a constant. `analysis`
+    is the result of `autopar.capture.analysis`; the blocks hold its axes.
     """
 
     blocks: tuple[Block, ...]

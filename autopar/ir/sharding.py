@@ -1,9 +1,14 @@
-"""SPMD types of values and the products of axes they refer to.
+"""SPMD types of values, and the products of axes that the types refer to.
 
-Per mesh dimension a value is ``I`` (invariant: equal on all ranks, so is its cotangent), ``R`` (replicate: equal
-on all ranks, its cotangent is partial), ``P`` (partial: the value is the sum over ranks) or ``S(dim, position)``
-(shard: the axis at `position` in the product of tensor dimension `dim` is split). The vocabulary is that of
-`spmd_types`; `position` is ours, because a packed dimension such as ``(3 heads head_dim)`` is split on an inner axis.
+On each mesh dimension a value has one of four types:
+
+* ``I``, invariant: the value is equal on all ranks, and so is its cotangent.
+* ``R``, replicate: the value is equal on all ranks, and its cotangent is partial.
+* ``P``, partial: the whole value is the sum over the ranks.
+* ``S(dim, position)``, shard: tensor dimension `dim` is a product of axes. The axis at `position` is split.
+
+The package `spmd_types` has the same types, without `position`. A packed dimension such as ``(3 heads head_dim)`` needs
+it, because an inner axis is split.
 """
 
 from collections.abc import Mapping, Sequence

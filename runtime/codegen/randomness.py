@@ -1,8 +1,8 @@
 """Random operators: one generator per set of mesh dimensions that split the value.
 
-Every draw is seeded by (seed, step, micro-batch, coordinates on those dimensions, call of a block, number of the draw
-in it): ranks that hold the same values draw the same numbers, ranks that hold different parts draw independent ones,
-and a block that is run again (recomputation) draws the same numbers again, whatever ran in between.
+The seed of a draw has six parts: the seed of the model, the step, the micro-batch, the rank's coordinates on these mesh
+dimensions, the call of a block, and the number of the draw in the block. So ranks with equal values draw equal numbers.
+Ranks with different parts draw independent numbers. A block that is recomputed draws its numbers again.
 """
 
 import hashlib

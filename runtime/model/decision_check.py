@@ -24,7 +24,7 @@ Exchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's number
 
 
 class DecisionCheck:
-    """Compares what a batch decides with the decisions of one program."""
+    """Compares the decisions of a batch with the decisions of one program."""
 
     def __init__(self, program: Program, code: KnownCode) -> None:
         self._program, self._code = program, code

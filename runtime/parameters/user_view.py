@@ -81,7 +81,7 @@ class FactoredTensor(DTensor):
         whole: torch.Tensor = _parts(self).full_tensor(**options)
         return whole.reshape(self.model_shape)
 
-    # what torch.distributed.checkpoint asks of a tensor that is split
+    # methods of a split tensor that torch.distributed.checkpoint calls
 
     def _chunks(self) -> FlatShards:
         shape = tuple(self.model_shape)

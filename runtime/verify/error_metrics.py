@@ -1,7 +1,7 @@
 """The error measure of equivalence (docs/semantics.md, S8).
 
 The error of a tensor is ‖difference‖ / ‖reference‖. A tensor differs if its error is above its limit, the larger of
-the tolerance and `NOISE_FACTOR` × its noise. The noise is what the tensor moves by on one device if only rounding
+the tolerance and `NOISE_FACTOR` × its noise. The noise is the tensor's change on one device if only rounding
 changes (`autopar.runtime.verify.noise`). Some tensors are zero in exact arithmetic, such as gradients of biases before
 a normalisation. Their reference is rounding itself, so they have an error of about 1, and a noise of about 1.
 """

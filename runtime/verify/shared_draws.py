@@ -45,7 +45,7 @@ class SharedStream:
         return self._part(draw, x, self._uniform(draw, torch.float64) >= probability)
 
     def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """This rank's part of what an operator draws."""
+        """This rank's part of the numbers that an operator draws."""
         draw = self._next()
         if operator in _BERNOULLI:
             chance: torch.Tensor = args[_BERNOULLI[operator]]

@@ -1,4 +1,4 @@
-"""Operators beyond those of transformers: split, and equal to one device in one process and on gloo ranks."""
+"""Operators that transformers lack: split, and equal to one device in one process and on gloo ranks."""
 
 import pytest
 import torch

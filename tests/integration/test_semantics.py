@@ -189,7 +189,7 @@ def test_error_measure() -> None:
 
 
 def test_noise_is_no_difference() -> None:
-    """A tensor that rounding alone makes may differ by a multiple of what it moves by, and no further."""
+    """A tensor that rounding alone makes may differ by a multiple of its measured noise, and no further."""
     rounding, tolerance = 1e-17 * some(0, 40, 30), TOLERANCES["float64"]
     moved = [1e-17 * some(seed, 40, 30) for seed in (1, 2)]
     assert not measured_one(1e-17 * some(3, 40, 30), rounding, []).passes(tolerance)

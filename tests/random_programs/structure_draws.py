@@ -1,7 +1,7 @@
 """Random modules by structure: layers joined by skip connections, shared submodules, several outputs, constants.
 
-The steps of `program_steps` draw operators. This file draws how layers hang together: what a layer takes and returns
-beside the stream, which layers are one module, and which values of earlier layers meet again later.
+The steps of `program_steps` draw operators. This file draws the connections of layers. A layer may take and return
+values beside the stream. Several layers may be one module. Values of earlier layers may meet again later.
 """
 
 import random
@@ -84,7 +84,7 @@ def _inner(w: Writer) -> None:
 
 
 def several(w: Writer) -> None:
-    """An operator with several outputs, all or some of which are used. The shape stays."""
+    """An operator with several outputs. The program uses some or all of them. The shape stays."""
     d, made = w.dim(), w.name()
     size = w.shape[d]
     kind = w.choice(
@@ -250,7 +250,7 @@ def dense(m: _Model) -> tuple[str, bool, str]:
 
 
 def first_value(m: _Model) -> tuple[str, bool, str]:
-    """A layer returns a second value; later layers mix that of the first layer, or of the layer before, with theirs."""
+    """A layer returns a second value; later layers mix the second value of an earlier layer with theirs."""
     own = m.layer.linear(m.width, m.width)
     m.layer.lines.insert(0, f"own = {own}(x)")
     m.layer.lines.insert(

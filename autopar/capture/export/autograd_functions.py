@@ -77,7 +77,7 @@ def _described(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_derivative(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the gradients of a function are those that autograd derives from its forward pass."""
+    """Whether a function's gradients equal the gradients that autograd derives from its forward pass."""
     with torch.random.fork_rng(devices=()), torch.enable_grad():
         torch.manual_seed(0)
         values = pytree.tree_map_only(torch.Tensor, _random, args)

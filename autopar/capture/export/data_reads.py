@@ -51,17 +51,12 @@ REMEDY = "use torch.where, or fixed shapes, at this line"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reading:
-    """What a model may read while it is captured.
+    """The values that a model may read while it is captured."""
 
-    `specialise` permits reads of values that inputs decide. `answers` are the decisions of an earlier capture, which
-    are taken again. `given` are the user's own inputs, if the capture runs at other sizes. `explains` says whether the
-    cause of a failure is searched for.
-    """
-
-    specialise: bool = False
-    answers: Mapping[tuple[str, int], Decision] | None = None
-    given: Any = None
-    explains: bool = True
+    specialise: bool = False  # values that inputs decide may be read
+    answers: Mapping[tuple[str, int], Decision] | None = None  # decisions of an earlier capture, to be taken again
+    given: Any = None  # the user's own inputs, if the capture runs at other sizes
+    explains: bool = True  # a failed capture looks for the cause
 
 
 class DataReads(TorchFunctionMode):

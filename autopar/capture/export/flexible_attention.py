@@ -24,7 +24,9 @@ def flexible_attention(
     scale: float,
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention with a score and a mask function: the output, and the logarithm to base 2 of the sum and maximum.
+    """Attention with a score and a mask function.
+
+    Returns the output, the logarithm of the sum of the exponentials, and the maximum, both in base 2.
 
     Args:
         query: (batch, heads, queries, width). `key` and `value` may have fewer heads, each for a group of queries.

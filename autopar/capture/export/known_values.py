@@ -27,7 +27,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The reason why a value is not known: what it depends on."""
+    """The reason why a value is not known, such as the parameter that decides it."""
 
     reason: str
 
@@ -97,7 +97,7 @@ class KnownValues:
         return found.value
 
     def _write(self, operand: fx.Node, made: Known | Unknown) -> None:
-        """Every value that shares memory with a written operand depends on what was written."""
+        """Every value that shares memory with a written operand depends on the written value."""
         target = self._found[operand]
         if isinstance(target, Unknown):
             return

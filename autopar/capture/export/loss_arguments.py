@@ -22,7 +22,7 @@ BATCH = "batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossArguments:
-    """The inputs of a batch, parted into those of the model and those of the loss function after the output."""
+    """The inputs of a batch in two parts: inputs of the model, and arguments of the loss function after the output."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

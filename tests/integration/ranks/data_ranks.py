@@ -282,7 +282,7 @@ class Lines(logging.Handler):
 def announced(
     rank: int, world_size: int, wish: Mapping[str, Any], lengths: Sequence[int], room: int = MAX_SHAPES
 ) -> tuple[list[str], list[str]]:
-    """What is logged, and what is warned of, while steps of the given lengths run with room for some shapes.
+    """The messages of the log and the warnings of steps with the given lengths, with room for some shapes.
 
     Here every rank captures by itself, as in training.
     """

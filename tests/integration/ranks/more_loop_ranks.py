@@ -321,7 +321,7 @@ def by_element(rank: int, wish: Mapping[str, Any], world_size: int, name: str) -
 
 
 def saved(rank: int, wish: Mapping[str, Any], world_size: int, name: str, other: Mapping[str, Any]) -> float:
-    """The largest difference if training goes on under `other`, from what torch saved of model and optimizer."""
+    """The largest difference if training goes on under `other`, from the saved state of model and optimizer."""
     pair = models(wish, world_size, name)
     optimizers = adamw(pair)
     worst = steps(pair, optimizers)
