@@ -409,9 +409,21 @@ def plain_dtensor(tensor: Any) -> Any:
     return DTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
 
 
+def with_local_part(like: Any, local: torch.Tensor) -> Any:
+    """A DTensor with the layout of another one, and this rank's part of its values. It takes no part in autograd."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = like._spec
+    if local.dtype != spec.tensor_meta.dtype:
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
 def same_layout(one: Any, other: Any) -> bool:
     """Whether two DTensors have the same global shape, as they are stored, and the same placements on one mesh."""
-    return bool(
+    return one._spec is other._spec or bool(
         one._spec.shape == other._spec.shape
         and one._spec.placements == other._spec.placements
         and one._spec.mesh == other._spec.mesh

@@ -1,7 +1,8 @@
 """Parameters as their users see them: in the model's own shape, with hooks that get the gradient of a whole step.
 
-A parameter may be stored in factored shape (`autopar.runtime.parameters.placement`). A `FactoredTensor` shows the
-model's shape instead. So a training script may decide by ``p.dim()``, and an optimizer may look at the whole matrix:
+A split parameter may be stored in factored shape (`autopar.runtime.parameters.placement`). It is a `FactoredTensor`,
+which shows the model's shape. So a training script may decide by ``p.dim()``, and an optimizer may look at the whole
+matrix:
 
     operators on single elements    run on the stored parts, without communication
     reductions to one number        run on the stored parts
@@ -37,6 +38,8 @@ _LIKE_ITS_OPERAND = """
 """
 # operators with a result of the operand's shape, which torch does not call pointwise
 _LIKE = frozenset(_LIKE_ITS_OPERAND.split())
+# operators on single elements which torch does not call pointwise
+_BY_ELEMENT = frozenset(["where", "copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"])
 _TO_ONE_NUMBER = frozenset(["norm", "linalg_vector_norm", "sum", "mean", "amax", "amin", "max", "min", "all", "any"])
 _INFIX = frozenset(["truediv", "rtruediv", "rdiv", "radd", "rsub", "rmul", "rpow", "iadd", "isub", "imul", "itruediv"])
 _IN_PLACE = frozenset(["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"])
@@ -45,7 +48,7 @@ _WITHOUT_VALUES = frozenset(["numel", "nelement", "element_size", "get_device", 
 
 
 class FactoredTensor(DTensor):
-    """A DTensor in factored shape that shows the model's shape.
+    """A DTensor, perhaps in factored shape, that shows the model's shape.
 
     `model_shape` is the shape that it shows. `model_name` is the name of the parameter, for its gradient too; "" for a
     temporary value.
@@ -137,10 +140,6 @@ class PlainParameter(UserParameter, nn.Parameter):
     __slots__ = ()
 
 
-class SplitParameter(UserParameter, DTensor):
-    __slots__ = ()
-
-
 class FactoredParameter(UserParameter, FactoredTensor):
     __slots__ = ()
 
@@ -175,10 +174,6 @@ class PlainStageGradient(StageGradient, torch.Tensor):
     __slots__ = ()
 
 
-class SplitStageGradient(StageGradient, DTensor):
-    __slots__ = ()
-
-
 class FactoredStageGradient(StageGradient, FactoredTensor):
     __slots__ = ()
 
@@ -187,10 +182,8 @@ def show_parameter(parameter: nn.Parameter, name: str, how: Storage) -> None:
     """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object."""
     kind: Any = PlainParameter
     if isinstance(parameter, DTensor):
-        kind = SplitParameter
-        if how.is_factored:
-            shown(parameter, how.dims.shape, name)
-            kind = FactoredParameter
+        shown(parameter, how.dims.shape, name)
+        kind = FactoredParameter
     parameter.__class__ = kind
 
 
@@ -204,7 +197,7 @@ def show_gradient(parameter: nn.Parameter, *, in_stages: bool) -> None:
         shown(grad, parameter.model_shape, parameter.model_name)
         grad.__class__ = FactoredStageGradient if in_stages else FactoredTensor
     elif in_stages:
-        grad.__class__ = SplitStageGradient if isinstance(grad, DTensor) else PlainStageGradient
+        grad.__class__ = PlainStageGradient
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -269,10 +262,51 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out.copy_(run(func, args, kwargs))
     if _is_by_element(name, args, kwargs):
         rows = [_alike(row, writes=_writes(name)) for row in _rows(args)]
-        if None not in rows:
-            result = func(*_with_rows(args, rows), **kwargs)
-            return _marked(result, [_factored(row or ()) for row in rows])
+        alike = [row for row in rows if row is not None]
+        if len(alike) == len(rows):
+            if _is_local(name, args):
+                return _run_local(func, args, alike, kwargs)
+            result = func(*_with_rows(args, alike), **kwargs)
+            return _marked(result, [_factored(row) for row in alike])
     return _run_whole(func, name, args, kwargs)
+
+
+def _is_local(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator may run on this rank's parts: it makes an element of one element, without autograd.
+
+    DTensor has no rule for some of these operators, such as the fused step of SGD.
+    """
+    if not (name == "__setitem__" or _makes_elements(name)):
+        return False
+    return not torch.is_grad_enabled() or not any(one.requires_grad for one in _tensors(args))
+
+
+@cache
+def _makes_elements(name: str) -> bool:
+    base = name.strip("_")
+    known = name in _BY_ELEMENT or base in _INFIX or name.startswith("_fused_")
+    return known or _is_pointwise(base.removeprefix("foreach_"))
+
+
+def _run_local(func: Any, args: tuple[Any, ...], rows: Sequence[list[Any]], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on this rank's parts of operands that are stored alike."""
+    local = [[_local(one) for one in row] for row in rows]
+    others = tuple(_local(arg) for arg in args)
+    result = func(*_with_rows(others, local), **{name: _local(value) for name, value in kwargs.items()})
+    results = list(result) if isinstance(result, (list, tuple)) else [result]
+    for k, (row, parts) in enumerate(zip(rows, local, strict=True)):
+        like = _factored(row)
+        if k < len(results) and like is not None and isinstance(results[k], torch.Tensor):
+            own = results[k] is parts[0]  # an in-place operator returns its operand
+            results[k] = row[0] if own else shown(private.with_local_part(like, results[k]), like.model_shape)
+    return type(result)(results) if isinstance(result, (list, tuple)) else results[0]
+
+
+def _local(operand: Any) -> Any:
+    """This rank's part of an operand. A single number is the same on every rank."""
+    if not isinstance(operand, DTensor):
+        return operand
+    return operand.to_local() if operand.dim() else operand.full_tensor()
 
 
 def _run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,16 +357,23 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
 
 @cache
 def _is_pointwise(name: str) -> bool:
-    overloads = private.overloads_of(getattr(torch.ops.aten, name, None)).values()
-    return bool(overloads) and all(torch.Tag.pointwise in overload.tags for overload in overloads)
+    """Whether torch calls every overload pointwise that takes a tensor first and writes to no other tensor."""
+    every = private.overloads_of(getattr(torch.ops.aten, name, None)).values()
+    taking = [one for one in every if one._schema.arguments and str(one._schema.arguments[0].type) == "Tensor"]
+    own = [one for one in taking if not any(argument.is_out for argument in one._schema.arguments)]
+    return bool(own) and all(torch.Tag.pointwise in one.tags for one in own)
 
 
 def _is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator treats every element alike, or reduces all of them to one number."""
-    if any(isinstance(one, torch.Tensor) for one in private.pytree.tree_leaves(kwargs)):
+    if any(one.dim() for one in _tensors(kwargs)):
         return False
-    base = name.strip("_")
-    if name.startswith(("_foreach_", "_fused_")) or name in _LIKE or base in _INFIX or _is_pointwise(base):
+    if name == "where":
+        return len(args) == 3  # of one argument it is `nonzero`
+    if name == "__setitem__":  # a mask of the operand's shape, and a number
+        is_mask = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool and args[1].shape == args[0].shape
+        return is_mask and not isinstance(args[2], torch.Tensor)
+    if name.startswith("_foreach_") or name in _LIKE or _makes_elements(name):
         return True
     if name in _TO_ONE_NUMBER:
         most = 2 if name in ("norm", "linalg_vector_norm") else 1  # with the order of a norm
@@ -369,13 +410,10 @@ def _alike(row: Sequence[Any], *, writes: bool) -> list[Any] | None:
         return [whole(one) if isinstance(one, FactoredTensor) else one for one in row]
     found = []
     for one in row:
-        if isinstance(one, torch.Tensor) and one.dim() and not isinstance(one, FactoredTensor):
-            if isinstance(one, DTensor) and private.same_layout(one, like):
-                found.append(one)  # a gradient as it was summed
-                continue
-            if one.shape != like.model_shape:
-                return None
+        if isinstance(one, torch.Tensor) and one.dim():
             one = _as_stored(one, like)
+            if not (isinstance(one, DTensor) and private.same_layout(one, like)):
+                return None
         found.append(one)
     return found
 
@@ -408,7 +446,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as_stored(value: torch.Tensor, like: FactoredTensor) -> torch.Tensor:
     """A whole value of the model's shape as it would be stored. A tensor that is no DTensor is whole on every rank."""
-    if isinstance(value, FactoredTensor) or value.shape != like.model_shape:
+    is_stored_alike = isinstance(value, DTensor) and private.same_layout(value, like)  # a gradient as it was summed
+    if isinstance(value, FactoredTensor) or is_stored_alike or value.shape != like.model_shape:
         return value
     plain = _parts(like)
     every = [Replicate()] * plain.device_mesh.ndim

@@ -10,7 +10,7 @@ from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
-KEPT = ("adapted", "reentrant")
+KEPT = ("adapted", "reentrant", "optimizer adafactor", "optimizer muon", "optimizer rprop", "optimizer sgd fused")
 PLANS = ({"tp": 2, "dp": 2, "zero": 3}, long({"tp": 2, "dp": 2, "zero": 1}), long({"tp": 4}))
 
 

@@ -185,7 +185,14 @@ OPTIMIZERS: dict[str, Case] = {
     "radam": every(lambda p: optim.RAdam(p, 1e-2, foreach=True)),
     "nadam": every(lambda p: optim.NAdam(p, 1e-2)),
     "rmsprop": every(lambda p: optim.RMSprop(p, 1e-2, centered=True, momentum=0.5, foreach=True)),
+    "sgd fused": every(lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True)),
+    "adagrad fused": every(lambda p: optim.Adagrad(p, 1e-2, eps=1e-6, fused=True)),
+    "adafactor": every(lambda p: optim.Adafactor(p, 1e-2, eps=(1e-8, 1e-3))),
+    "adafactor foreach": every(lambda p: optim.Adafactor(p, 1e-2, eps=(1e-8, 1e-3), foreach=True)),
+    "muon": every(lambda p: optim.Muon(p, 1e-2), matrices=True),
     "asgd": every(lambda p: optim.ASGD(p, 1e-2)),
+    "rprop": every(lambda p: optim.Rprop(p, 1e-2), matrices=True),
+    "rprop foreach": every(lambda p: optim.Rprop(p, 1e-2, foreach=True), matrices=True),
 }
 
 
