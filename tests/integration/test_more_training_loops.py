@@ -73,8 +73,10 @@ def test_torch_saves_and_loads_under_another_plan(
 @pytest.mark.parametrize("name", ["plain", long("grouped")])
 @pytest.mark.parametrize("wish", [*PLANS, long({"pp": 2, "tp": 2})], ids=str)
 def test_weights_are_loaded_by_name(wish: dict[str, Any], name: str, four_ranks: Ranks) -> None:
+    if name == "grouped" and wish.get("pp"):
+        pytest.skip("the model has one block")
     for worst, messages in four_ranks.run("more_loop_ranks:loaded", wish, 4, name):
-        assert worst == 0.0 or wish.get("pp")
+        assert worst == 0.0
         expected = ["missing ['head.weight", "unknown ['other']", "has shape (7, 9)"]
         assert len(messages) == 3
         assert all(one in message for one, message in zip(expected[1:], messages[1:], strict=True)), messages
