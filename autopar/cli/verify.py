@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.next_step import next_after_difference, suggesting_next_step
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.next_step import VerifyCommand, next_after_difference, suggesting_next_step
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.explanation import sizes_in_words
@@ -28,6 +28,7 @@ def verify(
     ] = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    specialise: Specialise = False,
     batch: LocalBatch = None,
     dtype: Annotated[
         str, typer.Option(help="Dtype of both runs: float64, float32 or bfloat16. Each has its tolerance.")
@@ -45,7 +46,8 @@ def verify(
 
     Exit status: 0 equal, 1 different, 2 wrong input.
     """
-    with suggesting_next_step(model, world_size, options), progress("importing torch") as on_progress:
+    command = VerifyCommand(model=model, world_size=world_size, specialise=specialise)
+    with suggesting_next_step(command, options), progress("importing torch") as on_progress:
         check_numbers(world_size=world_size, steps=steps, batch=batch)
         wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
         from autopar.commands.verify import verify as run
@@ -58,6 +60,7 @@ def verify(
             dtype=dtype,
             steps=steps,
             seed=seed,
+            specialise=specialise,
             on_progress=on_progress,
             **sizes,
         )
@@ -67,7 +70,7 @@ def verify(
         _show(report, model, sizes)
     if not report.passed:
         if not as_json:
-            console().print(f"next: {next_after_difference(report, model)}")
+            console().print(f"next: {next_after_difference(report, command)}")
         raise typer.Exit(_FAILED)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar._torch import private
 from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.program import capture_program
@@ -112,6 +113,7 @@ def run_model(
 
     Raises `InputError` if the model is on meta, and `CaptureError` if it cannot be captured.
     """
+    model = private.uncompiled(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise InputError("the model is on meta, so it has no weights to compute with; build it on CPU")
     program = in_dtype(capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise), "float64")

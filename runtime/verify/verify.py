@@ -78,9 +78,16 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def parallel_steps(
-    program: Program, plan: Plan, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]]
+    program: Program,
+    plan: Plan,
+    source: Callable[[str], torch.Tensor],
+    data: list[dict[str, torch.Tensor]],
+    structured: Callable[[Mapping[str, torch.Tensor]], Any] = lambda batch: batch,
 ) -> Steps:
-    """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors."""
+    """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors.
+
+    `structured` puts tensors by name into the structure of the model's inputs.
+    """
     streams = lambda mesh: SharedDraws(plan.mesh, mesh.dims)  # noqa: E731
     model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -90,9 +97,9 @@ def parallel_steps(
         own = this_ranks_part(program, batch, plan.degrees, coordinate)
         if step == 0:
             micro = split_micro_batches(program, own, plan.degrees.num_micro_batches)[-1]
-            out = model.evaluate(micro)
+            out = model.evaluate(structured(micro))
             found.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}
-        found.losses.append(model.forward_backward(own))
+        found.losses.append(model.forward_backward(structured(own)))
         if step == 0:
             found.gradients = model.whole_gradients()
         found.norms.append(model.clip_grad_norm_(MAX_NORM))
