@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.runtime.verify.verify import Report
 
 _FAILED = 1
+_VERDICTS = {"equal": "ok", "different": "DIFFERS", "cannot be judged": "NOT JUDGED"}
 
 
 def verify(
@@ -79,13 +80,12 @@ def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     out.print(f"{model}{f' ({words})' if words else ''}: {sizes_in_words(report.plan)}, in {report.seconds:.1f} s")
     columns = ("compared with one device", "worst error", "limit", "", "place of the worst error")
-    rows = [
-        (q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", "ok" if q.passed else "DIFFERS", q.where)
-        for q in report.quantities
-    ]
+    rows = [(q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", _VERDICTS[q.outcome], q.where) for q in report.quantities]
     out.print(table(columns, rows, right=columns[1:3]))
     for note in report.notes:
         out.print(f"note: {note}")
-    failed = [q.name for q in report.quantities if not q.passed]
+    failed = [
+        q.name if q.outcome == "different" else f"{q.name} ({q.outcome})" for q in report.quantities if not q.passed
+    ]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: the parallel steps equal the single-device steps"
     out.print(verdict, style="bold red" if failed else "bold green")

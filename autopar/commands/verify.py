@@ -4,6 +4,7 @@ The command line's `autopar verify` and tests call `verify`; steps and compariso
 `autopar.runtime.verify.verify`.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,16 @@ from autopar.runtime.codegen.passes.attention_dropout import without_attention_d
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.materialise import parameter_source
-from autopar.runtime.verify.error_metrics import TOLERANCES, Measured, Quantity, Tensors, measured, worst
+from autopar.runtime.verify.error_metrics import (
+    TOLERANCES,
+    UNJUDGED,
+    Measured,
+    Quantity,
+    Tensors,
+    may_change,
+    measured,
+    worst,
+)
 from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, reference_steps
@@ -40,7 +50,6 @@ from autopar.runtime.verify.verify import (
     check_dtype,
     compare_with_noise,
     in_dtype,
-    may_be_noise,
     merge_stages,
     notes_on_noise,
     parallel_steps,
@@ -236,42 +245,79 @@ def noise_of(program: Program, source: Source, data: Sequence[Batch], degrees: D
 def against_model(
     model: ResolvedModel, source: Source, micro_batches: Sequence[Batch], reference: Steps
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """The promoted reference against the unmodified model in its own dtype, once: mean loss and gradients, and notes.
+    """The promoted reference against the unmodified model, once: mean loss and gradients, and notes.
 
-    The noise is measured on the unmodified model in its own dtype.
+    The unmodified model runs in its own dtype, and the noise is measured on it. If a tensor cannot be judged there, the
+    model runs in float64 for this tensor, unless the model fails in float64.
     """
-    plain = step_of_model(model, source, micro_batches)
+    own = next(model.model.parameters()).dtype
+    tolerance = TOLERANCES[str(own).removeprefix("torch.")]
+    errors_in = partial(_errors_of_model, model, source, micro_batches, reference, tolerance)
+    losses, gradients = errors_in(in_float64=False)
+    notes: tuple[str, ...] = ()
+    unjudged = {n for errors in (losses, gradients) for n, m in errors.items() if m.outcome(tolerance) == UNJUDGED}
+    if unjudged and own is not torch.float64:
+        with contextlib.suppress(Exception):  # code of the user that may need its own dtype
+            more = errors_in(in_float64=True)
+            losses, gradients = (
+                {name: again[name] if name in unjudged else one for name, one in errors.items()}
+                for errors, again in zip((losses, gradients), more, strict=True)
+            )
+            notes = (f"{len(unjudged)} values of the unmodified model are compared in float64: in {own} all is noise",)
+    quantities = worst("captured loss", losses, tolerance), worst("captured gradients", gradients, tolerance)
+    return quantities, (*notes_on_noise(quantities), *notes)
+
+
+def _errors_of_model(
+    model: ResolvedModel,
+    source: Source,
+    micro_batches: Sequence[Batch],
+    reference: Steps,
+    tolerance: float,
+    *,
+    in_float64: bool,
+) -> tuple[dict[str, Measured], dict[str, Measured]]:
+    """Errors of loss and gradients of the unmodified model in its own dtype or in float64."""
+    plain = step_of_model(model, source, micro_batches, in_float64=in_float64)
     missing = set(reference.gradients) ^ set(plain.gradients)
     if missing:
         raise VerificationError(
             f"the captured program and the model disagree on which gradients exist: {sorted(missing)}"
         )
-    tolerance = TOLERANCES[str(next(model.model.parameters()).dtype).removeprefix("torch.")]
-    noise = Noise(lambda change: step_of_model(model, source, micro_batches, change), plain, samples=0)
+    dtype = plain.losses[0].dtype
 
-    def compare(moved: Sequence[Steps]) -> tuple[Quantity, ...]:
-        losses = _against(reference, plain, moved, lambda steps: {"loss": steps.losses[0]})
-        gradients = _against(reference, plain, moved, lambda steps: steps.gradients)
-        return worst("captured loss", losses, tolerance), worst("captured gradients", gradients, tolerance)
+    def compare(moved: Sequence[Steps]) -> tuple[dict[str, Measured], dict[str, Measured]]:
+        losses = _against(reference, plain, moved, lambda steps: {"loss": steps.losses[0]}, dtype)
+        return losses, _against(reference, plain, moved, lambda steps: steps.gradients, dtype)
 
-    quantities = noise.verdict(compare, may_be_noise)
-    return quantities, tuple(notes_on_noise(quantities))
+    run = partial(step_of_model, model, source, micro_batches, in_float64=in_float64)
+    noise = Noise(run, plain, samples=0)
+    return noise.verdict(
+        compare, lambda errors, num_runs: may_change([*errors[0].values(), *errors[1].values()], tolerance, num_runs)
+    )
 
 
 def _against(
-    reference: Steps, plain: Steps, moved: Sequence[Steps], values: Callable[[Steps], Tensors]
+    reference: Steps, plain: Steps, moved: Sequence[Steps], values: Callable[[Steps], Tensors], dtype: torch.dtype
 ) -> dict[str, Measured]:
     """Errors of the unmodified model. Its runs are moved to the reference, because noise is a change."""
     exact, own = values(reference), values(plain)
     shifted = [{n: exact[n].double() + (v.double() - own[n].double()) for n, v in values(run).items()} for run in moved]
-    return measured(own, exact, shifted)
+    return measured(own, exact, shifted, dtype=dtype)
 
 
 def step_of_model(
-    model: ResolvedModel, source: Source, micro_batches: Sequence[Batch], change: Change | None = None
+    model: ResolvedModel,
+    source: Source,
+    micro_batches: Sequence[Batch],
+    change: Change | None = None,
+    *,
+    in_float64: bool = False,
 ) -> Steps:
-    """Loss and gradients of the unmodified model in its own dtype, perhaps with other rounding."""
-    plain = materialised(model.model, source if change is None else change.source(source))
+    """Loss and gradients of the unmodified model in its own dtype or in float64, perhaps with other rounding."""
+    wanted = torch.float64 if in_float64 else None
+    plain = materialised(model.model, source if change is None else change.source(source, wanted))
+    plain = plain.double() if in_float64 else plain  # complex values keep their dtype
     dtype = next(plain.parameters()).dtype
     loss = torch.zeros((), dtype=dtype)
     for batch in micro_batches:

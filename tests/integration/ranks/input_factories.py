@@ -87,3 +87,22 @@ def encoder() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def compiled() -> tuple[Any, ...]:
     x, y, _ = tensors()
     return torch.compile(built(Logits)), (x, y), F.cross_entropy
+
+
+class Sensitive(nn.Module):
+    """Doubles every difference 26 times: in float32 no digit of a gradient is certain, in float64 eight are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(self.down(torch.tanh(self.up(x))))
+        for _ in range(26):
+            y = 3.99 * y * (1 - y)
+        return y.square().mean()
+
+
+def sensitive() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    return Sensitive(), (torch.randn(4, WIDTH),)
