@@ -22,7 +22,7 @@ import torch
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 5e-2}
 NOISE_FACTOR = 8  # docs/semantics.md has the measured ratios of error to noise
 LARGEST_LIMIT = 0.1  # by noise; less than one of eight summands of a gradient
-ZERO_EPSILONS = 10  # measured: tensors that are zero have at most 0.5, the smallest others 1e8 (docs/equivalence.md)
+ZERO_EPSILONS = 10  # measured: tensors that are zero have at most 0.4 (docs/equivalence.md)
 EQUAL, DIFFERENT, UNJUDGED = "equal", "different", "cannot be judged"
 FAR = 1e4  # times its limit: more runs do not change the verdict on such an error
 Tensors = Mapping[str, torch.Tensor]
