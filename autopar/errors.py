@@ -74,7 +74,15 @@ class PlanError(InputError):
 
 
 class CaptureError(AutoparError):
-    """Raised when a model cannot be captured as one graph; names the module and the source line."""
+    """Raised when a model cannot be captured as one graph; names the module and the source line.
+
+    `option` is the argument of a call that would permit what was refused, such as ``specialise``, or empty. The message
+    has it as ``specialise=True``. The command line shows its own option there.
+    """
+
+    def __init__(self, message: str, *, option: str = "") -> None:
+        self.option = option
+        super().__init__(message)
 
 
 class RuleError(AutoparError):

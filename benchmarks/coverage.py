@@ -10,11 +10,14 @@ import datetime
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 DEGREES = (4, 8)
 AIM = 0.95
 MAX_NAMED = 3
 NOTABLE = 5e-4
+DOCS = Path(__file__).parents[1] / "docs" / "coverage.md"
+MARK = "<!-- census -->"  # of tools/operator_census.py
 PAGE = """# What tensor parallelism splits
 
 `autopar coverage MODEL --tp N` prints the share of the work that `tp` splits, and every operator behind it. This
@@ -54,7 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = [name, *cells, *([] if options.markdown else [f"{time.monotonic() - started:.0f}"])]
         print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\nBelow {AIM:.0%}: {', '.join(missed) or 'none'}.")
+    if options.markdown:
+        print(kept_section(DOCS.read_text(encoding="utf-8")), end="")
     return 0
+
+
+def kept_section(page: str) -> str:
+    """The part of the page that another tool writes: from the heading before its mark to the end. Empty without it."""
+    before, mark, _ = page.partition(MARK)
+    return page[before.rindex("\n## ") :] if mark else ""
 
 
 def cells_of(name: str, seq_len: int | None, layers: int | None) -> tuple[list[str], bool]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 pytree = _pytree
 IncompatibleKeys = _IncompatibleKeys
+FAKE_TENSOR_LOG = FakeTensorMode.__module__  # the logger of failures in a trace
 
 
 def operator_parts(value: Any) -> tuple[str, str, str] | None:

@@ -56,15 +56,15 @@ def captured_model(
     seq_len: int | None = None,
     dtype: str | None = None,
     training: bool = True,
+    specialise: bool = False,
 ) -> CapturedModel:
     """The model that `spec` names, captured, or its capture of an earlier time in `folder` (None: keep nothing).
 
     Arguments and errors are those of `autopar.models.load.resolve_model` and `autopar.capture.any_size.capture`.
     """
     if is_factory(spec):
-        return _captured_now(
-            resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype), None, training
-        )
+        found = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
+        return _captured_now(found, None, training=training, specialise=specialise)
 
     def build(batch: int) -> ResolvedModel:
         return resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
@@ -73,7 +73,7 @@ def captured_model(
         from autopar.capture.program import capture_program
 
         found = build(batch)
-        return capture_program(found.model, found.example_inputs, training=training)
+        return capture_program(found.model, found.example_inputs, training=training, specialise=specialise)
 
     config, name, _ = config_named(spec)
     asked = {
@@ -82,6 +82,7 @@ def captured_model(
         "seq_len": seq_len,
         "dtype": checked_dtype(dtype),
         "training": training,
+        "specialise": specialise,
     }
     file = None if folder is None else kept_file(folder, "capture", config, asked, CAPTURED_BATCH, _versions())
     notes: list[str] = []
@@ -96,21 +97,28 @@ def captured_model(
                 return replace(read(), again=again)
 
             return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
-    made = _captured_now(build(CAPTURED_BATCH), CAPTURED_BATCH, training)
+    made = _captured_now(build(CAPTURED_BATCH), CAPTURED_BATCH, training=training, specialise=specialise)
     if file is not None and made.capture.record is not None:
         about = {"model": name, **{k: str(v) for k, v in asked.items() if v is not None}}
         _keep(made, file, about, notes.append)
     return replace(made, notes=(*made.notes, *notes))
 
 
-def _captured_now(found: ResolvedModel, batch: int | None, training: bool) -> CapturedModel:
+def _captured_now(found: ResolvedModel, batch: int | None, *, training: bool, specialise: bool) -> CapturedModel:
     from autopar.capture.any_size import capture
     from autopar.capture.export.export import input_names
     from autopar.capture.program import batch_and_sequence
     from autopar.capture.record.file import digest_of
 
-    local_batch, _ = batch_and_sequence(input_names(found.model, found.example_inputs))
-    made = capture(found.model, found.example_inputs, batch=batch, training=training)
+    local_batch, _ = batch_and_sequence(input_names(found.model, found.example_inputs, found.loss_fn))
+    made = capture(
+        found.model,
+        found.example_inputs,
+        batch=batch,
+        loss_fn=found.loss_fn,
+        training=training,
+        specialise=specialise,
+    )
     from_factory = found.kind == "factory"
     digest = None if from_factory or made.record is None else digest_of(made.record)
     own = local_batch if from_factory else None

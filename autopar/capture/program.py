@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar._torch import private
 from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
 from autopar.capture.export.data_reads import Reading, refuse_changing
@@ -89,7 +90,7 @@ def capture_program(
         ['input', 'target']
     """
     asked = CaptureRequest(
-        model=model,
+        model=private.uncompiled(model),
         inputs=example_inputs,
         loss_fn=loss_fn,
         training=training,
@@ -118,10 +119,10 @@ class CaptureRequest:
         inputs = resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence))
         return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
 
-    def deciding_as(self, captured: Flat | Program) -> "CaptureRequest":
-        """The request of a capture that takes the decisions of another capture again, and that may fail."""
+    def deciding_as(self, captured: Flat | Program, *, may_fail: bool = True) -> "CaptureRequest":
+        """The request of a capture that takes the decisions of another capture again."""
         answers = {decision.key: decision for decision in captured.decisions}
-        return replace(self, reading=replace(self.reading, answers=answers, explains=False))
+        return replace(self, reading=replace(self.reading, answers=answers, explains=not may_fail))
 
     def flat(self) -> Flat:
         """The graph that `torch.export` returns."""
@@ -153,6 +154,8 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
     sizes = batch_and_sequence(named)
     first = (batch or sizes[0], sizes[1])
+    if first[0] < sizes[0] and asked.reading.specialise and asked.reading.answers is None:
+        asked = asked.deciding_as(asked.flat(), may_fail=False)  # fewer rows may decide otherwise
     big = asked.at(sizes, *first)
     flat, stacks = _first_capture(big)
     wanted = _small_sizes(named, sizes, first[0])

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.errors import AutoparError, InfeasibleError, RankError, SearchError, VerificationError
+from autopar.errors import AutoparError, CaptureError, InfeasibleError, RankError, SearchError, VerificationError
 from autopar.planning.options import PlanOptions, command_options, flag
 
 FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
@@ -102,7 +102,7 @@ class _Guard:
         if self.wants_traceback:
             traceback.print_exception(error)
         if isinstance(error, AutoparError):
-            _say(str(error))
+            _say(_in_options(error))
             for note in getattr(error, "__notes__", ()):
                 _say(note)
             raise typer.Exit(next(status for kind, status in _STATUS if isinstance(error, kind))) from None
@@ -110,6 +110,12 @@ class _Guard:
         hint = "" if self.wants_traceback else "; this is a bug, --traceback shows where"
         _say(f"unexpected {type(error).__name__}: {first}{hint}")
         raise typer.Exit(FAILED) from None
+
+
+def _in_options(error: AutoparError) -> str:
+    """The message of an error, with the option of a command in place of the argument of a call."""
+    name = error.option if isinstance(error, CaptureError) else ""
+    return str(error).replace(f"{name}=True", flag(name)) if name else str(error)
 
 
 def _say(message: str) -> None:

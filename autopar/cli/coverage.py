@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
@@ -31,6 +31,7 @@ def coverage(
     ] = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    specialise: Specialise = False,
     as_json: Json = False,
 ) -> None:
     """Show how much of MODEL's work is split, and the price of the operators that stay whole.
@@ -55,6 +56,8 @@ def coverage(
             example_inputs=found.example_inputs,
             plan=options.wish(),
             global_batch=options.global_batch,
+            loss_fn=found.loss_fn,
+            specialise=specialise,
         )
     if as_json:
         print_json({"model": found.name, "cluster": spec.name, **covered.to_dict()})

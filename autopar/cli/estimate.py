@@ -14,6 +14,7 @@ from autopar.cli.options.model_argument import (
     Json,
     Layers,
     ModelArgument,
+    Specialise,
 )
 from autopar.cli.options.search_options import Precision, Profile
 from autopar.cli.output import console, print_json, progress, table
@@ -63,6 +64,7 @@ def estimate(
     correct: Correct = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    specialise: Specialise = False,
     as_json: Json = False,
 ) -> None:
     """Predict step time and memory of MODEL under a plan on a cluster. Needs no GPU and no memory for the weights.
@@ -88,6 +90,8 @@ def estimate(
             spec,
             options.wish(),
             example_inputs=found.example_inputs,
+            loss_fn=found.loss_fn,
+            specialise=specialise,
             global_batch=options.global_batch,
             engine=found_engine,
             profile=found_profile,

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, CaptureError, PlanError, RankError
@@ -14,57 +15,64 @@ if TYPE_CHECKING:
 _LEAST = "splits the batch only, which asks least of a model"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyCommand:
+    """The arguments of a `verify` command that its suggestions repeat."""
+
+    model: str
+    world_size: int
+    specialise: bool = False
+
+    def words(self, world_size: int | None = None, degrees: Mapping[str, Any] | None = None) -> str:
+        """The command with other degrees."""
+        words = ["autopar", "verify", self.model, "--world-size", str(world_size or self.world_size)]
+        for name, value in (degrees or {}).items():
+            option = name.replace("_", "-")
+            words += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
+        return shlex.join([*words, "--specialise"] if self.specialise else words)
+
+
 @contextmanager
-def suggesting_next_step(model: str, world_size: int, options: PlanOptions) -> Iterator[None]:
+def suggesting_next_step(command: VerifyCommand, options: PlanOptions) -> Iterator[None]:
     """Add the next thing to try to every error of a `verify` command."""
     try:
         yield
     except AutoparError as error:
         asked = {name: getattr(options, name) for name in command_options()}
-        error.add_note(f"next: {next_after_refusal(error, model, world_size, asked)}")
+        error.add_note(f"next: {next_after_refusal(error, command, asked)}")
         raise
 
 
-def next_after_refusal(error: AutoparError, model: str, world_size: int, wish: Mapping[str, Any]) -> str:
+def next_after_refusal(error: AutoparError, command: VerifyCommand, wish: Mapping[str, Any]) -> str:
     """A command for an error of `verify`, with its purpose. `wish` are the degrees of the refused command."""
     asked = {name: value for name, value in wish.items() if value is not None}
     if isinstance(error, PlanError):
-        return _other_degrees(model, world_size, asked)
+        return _other_degrees(command, asked)
+    if isinstance(error, CaptureError) and error.option == "specialise":
+        return f"{replace(command, specialise=True).words(degrees=asked)}  # takes the branch of the example inputs"
     if isinstance(error, CaptureError):
-        return (
-            f"{_command(model, world_size, asked)} --traceback  # shows the line of the model that cannot be captured"
-        )
+        return f"{command.words(degrees=asked)} --traceback  # shows the line of the model that cannot be captured"
     if isinstance(error, RankError):
-        return f"{_command(model, 1, {})}  # tells a fault of the model from a fault of the split"
+        return f"{command.words(1)}  # tells a fault of the model from a fault of the split"
     return "autopar verify --help  # lists the options and their values"
 
 
-def next_after_difference(report: "Report", model: str) -> str:
+def next_after_difference(report: "Report", command: VerifyCommand) -> str:
     """A command that narrows down a difference."""
     failed = {q.name for q in report.quantities if not q.passed}
     degrees = report.plan.degrees
     if failed <= {"captured loss", "captured gradients"}:
-        return (
-            f"{_command(model, 1, {})}  # the split is right, and the capture differs from the module on one device too"
-        )
+        return f"{command.words(1)}  # the split is right, and the capture differs from the module on one device too"
     if degrees.tp > 1 or degrees.pp > 1:
-        return f"{_command(model, degrees.world_size, {'dp': degrees.world_size})}  # {_LEAST}: is it equal?"
+        return f"{command.words(degrees.world_size, {'dp': degrees.world_size})}  # {_LEAST}: is it equal?"
     return 'docs/troubleshooting.md, "The result differs"'
 
 
-def _other_degrees(model: str, world_size: int, asked: Mapping[str, Any]) -> str:
+def _other_degrees(command: VerifyCommand, asked: Mapping[str, Any]) -> str:
     """The same command without the degrees that are refused most often."""
     if (asked.get("accumulate") or 1) > 1:
         kept = {name: value for name, value in asked.items() if name != "accumulate"}
-        return f"{_command(model, world_size, kept)}  # without micro-batches"
+        return f"{command.words(degrees=kept)}  # without micro-batches"
     if {"tp", "pp"} & asked.keys():
-        return f"{_command(model, world_size, {'dp': world_size})} --batch 1  # {_LEAST}"
-    return f"{_command(model, 1, {})} --batch {world_size}  # one rank"
-
-
-def _command(model: str, world_size: int, degrees: Mapping[str, Any]) -> str:
-    words = ["autopar", "verify", model, "--world-size", str(world_size)]
-    for name, value in degrees.items():
-        option = name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
-    return shlex.join(words)
+        return f"{command.words(degrees={'dp': command.world_size})} --batch 1  # {_LEAST}"
+    return f"{command.words(1)} --batch {command.world_size}  # one rank"

@@ -16,6 +16,7 @@ from autopar.cli.options.model_argument import (
     Json,
     Layers,
     ModelArgument,
+    Specialise,
 )
 from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import (
@@ -62,6 +63,7 @@ def plan(
     profile: Profile = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    specialise: Specialise = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan to this file (JSON).", show_default=False)
     ] = None,
@@ -104,8 +106,9 @@ def plan(
     with progress(f"capturing {model}") as on_progress:
         dtype = None if is_factory(model) else MODEL_DTYPES[wanted]
         captured = captured_model(
-            model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype
-        )
+            model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype,
+            specialise=specialise,
+        )  # fmt: skip
         if options.global_batch is None and captured.local_batch is not None:
             batch = default_global_batch(options, spec.num_devices, captured.local_batch)
             asked = replace(asked, global_batch=batch)

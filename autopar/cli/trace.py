@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.explanation import sizes_in_words
@@ -25,6 +25,7 @@ def trace(
     plan: Annotated[Path | None, typer.Option(help="Plan file to run.", show_default=False)] = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    specialise: Specialise = False,
     batch: LocalBatch = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model: float64, float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
@@ -47,7 +48,7 @@ def trace(
         from autopar.commands.profile import trace_model
         from autopar.commands.verify import Job
 
-        job = Job(spec=model, dtype=dtype, seed=seed, **sizes)
+        job = Job(spec=model, dtype=dtype, seed=seed, specialise=specialise, **sizes)
         decided, times = trace_model(job, out, world_size=world_size, degrees=wish, plan=plan, on_progress=on_progress)
     if as_json:
         print_json({"trace": str(out), "plan": decided.to_dict(), "tracks": [asdict(one) for one in times]})

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.next_step import next_after_difference, suggesting_next_step
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument
+from autopar.cli.next_step import VerifyCommand, next_after_difference, suggesting_next_step
+from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.explanation import sizes_in_words
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.runtime.verify.verify import Report
 
 _FAILED = 1
+_VERDICTS = {"equal": "ok", "different": "DIFFERS", "cannot be judged": "NOT JUDGED"}
 
 
 def verify(
@@ -28,6 +29,7 @@ def verify(
     ] = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    specialise: Specialise = False,
     batch: LocalBatch = None,
     dtype: Annotated[
         str, typer.Option(help="Dtype of both runs: float64, float32 or bfloat16. Each has its tolerance.")
@@ -45,7 +47,8 @@ def verify(
 
     Exit status: 0 equal, 1 different, 2 wrong input.
     """
-    with suggesting_next_step(model, world_size, options), progress("importing torch") as on_progress:
+    command = VerifyCommand(model=model, world_size=world_size, specialise=specialise)
+    with suggesting_next_step(command, options), progress("importing torch") as on_progress:
         check_numbers(world_size=world_size, steps=steps, batch=batch)
         wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
         from autopar.commands.verify import verify as run
@@ -58,6 +61,7 @@ def verify(
             dtype=dtype,
             steps=steps,
             seed=seed,
+            specialise=specialise,
             on_progress=on_progress,
             **sizes,
         )
@@ -67,7 +71,7 @@ def verify(
         _show(report, model, sizes)
     if not report.passed:
         if not as_json:
-            console().print(f"next: {next_after_difference(report, model)}")
+            console().print(f"next: {next_after_difference(report, command)}")
         raise typer.Exit(_FAILED)
 
 
@@ -76,13 +80,12 @@ def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     out.print(f"{model}{f' ({words})' if words else ''}: {sizes_in_words(report.plan)}, in {report.seconds:.1f} s")
     columns = ("compared with one device", "worst error", "limit", "", "place of the worst error")
-    rows = [
-        (q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", "ok" if q.passed else "DIFFERS", q.where)
-        for q in report.quantities
-    ]
+    rows = [(q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", _VERDICTS[q.outcome], q.where) for q in report.quantities]
     out.print(table(columns, rows, right=columns[1:3]))
     for note in report.notes:
         out.print(f"note: {note}")
-    failed = [q.name for q in report.quantities if not q.passed]
+    failed = [
+        q.name if q.outcome == "different" else f"{q.name} ({q.outcome})" for q in report.quantities if not q.passed
+    ]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: the parallel steps equal the single-device steps"
     out.print(verdict, style="bold red" if failed else "bold green")

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from autopar.capture.record.pickled import to_bytes
-from autopar.commands.verify import Job, built_on_rank, decide
+from autopar.commands.verify import Job, built_on_rank, decide, structured, tensors_of
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.profile.chrome_trace import TrackTime, check_writable, track_times
-from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.random_batches import random_batches, values_that_decide
 from autopar.runtime.verify.verify import check_dtype, this_ranks_part
 
 
@@ -34,19 +34,21 @@ def trace_model(
     """
     check_writable(path)
     check_dtype(job.dtype)
-    _, program, decided = decide(job, world_size, degrees, plan, on_progress)
+    model, program, decided = decide(job, world_size, degrees, plan, on_progress)
     on_progress(f"three steps on {world_size} ranks")
     with Ranks(world_size, checked=False) as world:
-        world.run(
-            "autopar.commands.profile:traced_on_rank", job, decided, to_bytes(program), str(Path(path).absolute())
-        )
+        target, given = "autopar.commands.profile:traced_on_rank", values_that_decide(program, tensors_of(model))
+        world.run(target, job, decided, to_bytes(program), given, str(Path(path).absolute()))
     return decided, track_times(json.loads(Path(path).read_text()))
 
 
-def traced_on_rank(rank: int, job: Job, plan: Plan, program_bytes: bytes, path: str) -> None:
+def traced_on_rank(
+    rank: int, job: Job, plan: Plan, program_bytes: bytes, given: Mapping[str, torch.Tensor], path: str
+) -> None:
     """The work of one rank."""
     model, program = built_on_rank(job, plan, program_bytes)
     source = parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, source, torch.device("cpu"), seed=job.seed)
-    (batch,) = random_batches(program, plan.degrees, 1, job.seed)
-    parallel.trace(path, this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.dims["dp"].coordinate))
+    (batch,) = random_batches(program, plan.degrees, 1, job.seed, given)
+    own = this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+    parallel.trace(path, structured(model, own))

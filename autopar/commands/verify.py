@@ -4,6 +4,7 @@ The command line's `autopar verify` and tests call `verify`; steps and compariso
 `autopar.runtime.verify.verify`.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.export.export import named_outputs
+from autopar.capture.export.export import Inputs, input_names, inputs_of_values, outputs_of
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
 from autopar.errors import VerificationError
@@ -30,9 +31,18 @@ from autopar.runtime.codegen.passes.attention_dropout import without_attention_d
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.materialise import parameter_source
-from autopar.runtime.verify.error_metrics import TOLERANCES, Measured, Quantity, Tensors, measured, worst
+from autopar.runtime.verify.error_metrics import (
+    TOLERANCES,
+    UNJUDGED,
+    Measured,
+    Quantity,
+    Tensors,
+    may_change,
+    measured,
+    worst,
+)
 from autopar.runtime.verify.noise import Change, Noise, samples_of
-from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches
+from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, reference_steps
 from autopar.runtime.verify.shared_draws import draws_anything
 from autopar.runtime.verify.verify import (
@@ -40,7 +50,6 @@ from autopar.runtime.verify.verify import (
     check_dtype,
     compare_with_noise,
     in_dtype,
-    may_be_noise,
     merge_stages,
     notes_on_noise,
     parallel_steps,
@@ -61,6 +70,7 @@ class Job:
     dtype: str
     steps: int = 1
     seed: int = 0
+    specialise: bool = False
 
 
 def resolve(job: Job) -> ResolvedModel:
@@ -86,24 +96,36 @@ def verify(
     dtype: str = "float64",
     steps: int = 3,
     seed: int = 0,
+    specialise: bool = False,
     on_progress: _Progress = lambda text: None,
     ranks: Ranks | None = None,
 ) -> Report:
     """Verify a model under degrees, or a plan file, on `world_size` gloo ranks of this machine.
 
-    `batch` is the sequences of one data-parallel rank in one step. `ranks` reuses a world. Raises `InputError` or
-    `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
+    `batch` is the sequences of one data-parallel rank in one step. `ranks` reuses a world. With `specialise`, branches
+    on inputs are captured as the example inputs take them, and the inputs that decide keep their values.
+
+    Raises `InputError` or `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
     """
     started = time.monotonic()
     check_dtype(dtype)
     job = Job(
-        spec=spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype, steps=steps, seed=seed
+        spec=spec,
+        layers=layers,
+        hidden=hidden,
+        seq_len=seq_len,
+        batch=batch,
+        dtype=dtype,
+        steps=steps,
+        seed=seed,
+        specialise=specialise,
     )
     model, program, decided = decide(job, world_size, degrees, plan, on_progress)
     on_progress("single-device steps")
     checked = in_dtype(program, dtype)
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
-    data = random_batches(checked, decided.degrees, steps, seed)
+    given = values_that_decide(checked, tensors_of(model))
+    data = random_batches(checked, decided.degrees, steps, seed, given)
     reference = reference_steps(checked, source, data, decided.degrees)
     check_reference(reference)
     _, was_quietened = without_attention_dropout(program)
@@ -117,7 +139,7 @@ def verify(
     on_progress(f"the same steps on {world_size} ranks")
     with nullcontext(ranks) if ranks is not None else Ranks(world_size) as world:
         describe = partial(rank_name, decided.degrees)
-        target, arguments = "autopar.commands.verify:rank_steps", (job, decided, to_bytes(program))
+        target, arguments = "autopar.commands.verify:rank_steps", (job, decided, to_bytes(program), given)
         parts: list[Steps | None] = world.run(target, *arguments, describe=describe)
     found = merge_stages([part for part in parts if part is not None])
     noise = noise_of(checked, source, data, decided.degrees, reference)
@@ -145,18 +167,27 @@ def decide(
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")
     model = resolve(job)
-    inputs = model.example_inputs
-    named = dict(inputs) if isinstance(inputs, Mapping) else dict(enumerate(inputs))
-    local_batch, _ = batch_and_sequence({str(k): v for k, v in named.items() if isinstance(v, torch.Tensor)})
+    capture = partial(capture_for, model.model, model.example_inputs, loss_fn=model.loss_fn, specialise=job.specialise)
+    local_batch, _ = batch_and_sequence(tensors_of(model))
     if plan is not None:
         decided = Plan.load(plan)
-        program = capture_for(model.model, inputs, decided.degrees)
+        program = capture(decided.degrees)
         check_plan(decided, program, world_size, None if job.batch is None else local_batch)
         return model, program, decided
     wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
-    program = capture_for(model.model, inputs, wanted)
+    program = capture(wanted)
     on_progress("choosing labels")
     return model, program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
+
+
+def tensors_of(model: ResolvedModel) -> dict[str, torch.Tensor]:
+    """The tensors of the example inputs by name."""
+    return input_names(model.model, model.example_inputs, model.loss_fn)
+
+
+def structured(model: ResolvedModel, batch: Batch) -> Inputs:
+    """A batch of tensors by name, in the structure of the example inputs and with their values that are no tensors."""
+    return inputs_of_values(model.model, model.example_inputs, batch, model.loss_fn)
 
 
 def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -188,13 +219,13 @@ def built_on_rank(job: Job, plan: Plan, program: bytes) -> tuple[ResolvedModel, 
     return model, captured
 
 
-def rank_steps(rank: int, job: Job, plan: Plan, program_bytes: bytes) -> Steps | None:
+def rank_steps(rank: int, job: Job, plan: Plan, program_bytes: bytes, given: Tensors) -> Steps | None:
     """The work of one rank: build the model on meta and run the steps. One rank of each stage returns them."""
     model, program = built_on_rank(job, plan, program_bytes)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
-    data = random_batches(checked, plan.degrees, job.steps, job.seed)
-    found = parallel_steps(checked, plan, source, data)
+    data = random_batches(checked, plan.degrees, job.steps, job.seed, given)
+    found = parallel_steps(checked, plan, source, data, partial(structured, model))
     is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
     return found if is_first else None
 
@@ -214,54 +245,86 @@ def noise_of(program: Program, source: Source, data: Sequence[Batch], degrees: D
 def against_model(
     model: ResolvedModel, source: Source, micro_batches: Sequence[Batch], reference: Steps
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """The promoted reference against the unmodified model in its own dtype, once: mean loss and gradients, and notes.
+    """The promoted reference against the unmodified model, once: mean loss and gradients, and notes.
 
-    The noise is measured on the unmodified model in its own dtype.
+    The unmodified model runs in its own dtype, and the noise is measured on it. If a tensor cannot be judged there, the
+    model runs in float64 for this tensor, unless the model fails in float64.
     """
-    plain = step_of_model(model, source, micro_batches)
+    own = next(model.model.parameters()).dtype
+    tolerance = TOLERANCES[str(own).removeprefix("torch.")]
+    errors_in = partial(_errors_of_model, model, source, micro_batches, reference, tolerance)
+    losses, gradients = errors_in(in_float64=False)
+    notes: tuple[str, ...] = ()
+    unjudged = {n for errors in (losses, gradients) for n, m in errors.items() if m.outcome(tolerance) == UNJUDGED}
+    if unjudged and own is not torch.float64:
+        with contextlib.suppress(Exception):  # code of the user that may need its own dtype
+            more = errors_in(in_float64=True)
+            losses, gradients = (
+                {name: again[name] if name in unjudged else one for name, one in errors.items()}
+                for errors, again in zip((losses, gradients), more, strict=True)
+            )
+            notes = (f"{len(unjudged)} values of the unmodified model are compared in float64: in {own} all is noise",)
+    quantities = worst("captured loss", losses, tolerance), worst("captured gradients", gradients, tolerance)
+    return quantities, (*notes_on_noise(quantities), *notes)
+
+
+def _errors_of_model(
+    model: ResolvedModel,
+    source: Source,
+    micro_batches: Sequence[Batch],
+    reference: Steps,
+    tolerance: float,
+    *,
+    in_float64: bool,
+) -> tuple[dict[str, Measured], dict[str, Measured]]:
+    """Errors of loss and gradients of the unmodified model in its own dtype or in float64."""
+    plain = step_of_model(model, source, micro_batches, in_float64=in_float64)
     missing = set(reference.gradients) ^ set(plain.gradients)
     if missing:
         raise VerificationError(
             f"the captured program and the model disagree on which gradients exist: {sorted(missing)}"
         )
-    tolerance = TOLERANCES[str(next(model.model.parameters()).dtype).removeprefix("torch.")]
-    noise = Noise(lambda change: step_of_model(model, source, micro_batches, change), plain, samples=0)
+    dtype = plain.losses[0].dtype
 
-    def compare(moved: Sequence[Steps]) -> tuple[Quantity, ...]:
-        losses = _against(reference, plain, moved, lambda steps: {"loss": steps.losses[0]})
-        gradients = _against(reference, plain, moved, lambda steps: steps.gradients)
-        return worst("captured loss", losses, tolerance), worst("captured gradients", gradients, tolerance)
+    def compare(moved: Sequence[Steps]) -> tuple[dict[str, Measured], dict[str, Measured]]:
+        losses = _against(reference, plain, moved, lambda steps: {"loss": steps.losses[0]}, dtype)
+        return losses, _against(reference, plain, moved, lambda steps: steps.gradients, dtype)
 
-    quantities = noise.verdict(compare, may_be_noise)
-    return quantities, tuple(notes_on_noise(quantities))
+    run = partial(step_of_model, model, source, micro_batches, in_float64=in_float64)
+    noise = Noise(run, plain, samples=0)
+    return noise.verdict(
+        compare, lambda errors, num_runs: may_change([*errors[0].values(), *errors[1].values()], tolerance, num_runs)
+    )
 
 
 def _against(
-    reference: Steps, plain: Steps, moved: Sequence[Steps], values: Callable[[Steps], Tensors]
+    reference: Steps, plain: Steps, moved: Sequence[Steps], values: Callable[[Steps], Tensors], dtype: torch.dtype
 ) -> dict[str, Measured]:
     """Errors of the unmodified model. Its runs are moved to the reference, because noise is a change."""
     exact, own = values(reference), values(plain)
     shifted = [{n: exact[n].double() + (v.double() - own[n].double()) for n, v in values(run).items()} for run in moved]
-    return measured(own, exact, shifted)
+    return measured(own, exact, shifted, dtype=dtype)
 
 
 def step_of_model(
-    model: ResolvedModel, source: Source, micro_batches: Sequence[Batch], change: Change | None = None
+    model: ResolvedModel,
+    source: Source,
+    micro_batches: Sequence[Batch],
+    change: Change | None = None,
+    *,
+    in_float64: bool = False,
 ) -> Steps:
-    """Loss and gradients of the unmodified model in its own dtype, perhaps with other rounding."""
-    plain = materialised(model.model, source if change is None else change.source(source))
+    """Loss and gradients of the unmodified model in its own dtype or in float64, perhaps with other rounding."""
+    wanted = torch.float64 if in_float64 else None
+    plain = materialised(model.model, source if change is None else change.source(source, wanted))
+    plain = plain.double() if in_float64 else plain  # complex values keep their dtype
     dtype = next(plain.parameters()).dtype
     loss = torch.zeros((), dtype=dtype)
     for batch in micro_batches:
         typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
         if change is not None:
             typed = {k: change.of(k, v) for k, v in typed.items()}
-        inputs = model.example_inputs
-        if isinstance(inputs, Mapping):
-            out = plain(**{k: v for k, v in inputs.items() if not isinstance(v, torch.Tensor)}, **typed)
-        else:
-            out = plain(*typed.values())
-        loss = loss + named_outputs(out)["loss"] / len(micro_batches)
+        loss = loss + outputs_of(plain, structured(model, typed), model.loss_fn)["loss"] / len(micro_batches)
     loss.backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     return Steps(losses=[loss.detach()], gradients=gradients)

@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,7 +52,8 @@ class ResolvedModel:
     """A module and inputs to capture it with.
 
     `config` is the transformers config of the model, `batch` and `seq_len` the sizes of the derived inputs. All three
-    are None for a factory. `notes` are messages for the user.
+    are None for a factory. `loss_fn` is a factory's function of (output, target), None if the model returns its loss.
+    `notes` are messages for the user.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ResolvedModel:
     config: Mapping[str, Any] | None = None
     batch: int | None = None
     seq_len: int | None = None
+    loss_fn: Callable[..., torch.Tensor] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -87,8 +89,8 @@ def resolve_model(
 
     Args:
         spec: A preset's name, a path to a transformers ``config.json`` or its folder, or ``package.module:factory``. A
-            ``factory()`` returns ``(model, example_inputs)``; the inputs are a dict or a tuple. It decides all sizes
-            itself: only `dtype` applies to it.
+            ``factory()`` returns ``(model, example_inputs)``; the inputs are a dict or a tuple. If the model returns no
+            loss, a third element is the ``loss_fn``. It decides all sizes itself: only `dtype` applies to it.
         layers: Number of layers of a smaller model (`autopar.presets.configs` has the rule; every dropout becomes 0).
         hidden: Width of a smaller model, by the same rule.
         seq_len: Tokens of a sequence; by default the context length, at most 4,096.
@@ -264,16 +266,23 @@ def is_factory(spec: str) -> bool:
 def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
     import torch
 
+    from autopar._torch import private
+
     factory = _import_factory(spec)
     try:
         returned = factory()
     except Exception as error:
         raise InputError(f"{spec} raised {type(error).__name__}: {error} ({_where(error)})") from error
     expected = "(model, example_inputs): an nn.Module, and a dict of keyword arguments or a tuple of positional ones"
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise InputError(f"{spec} must return {expected}; it returned {_kind(returned)}")
-    model, inputs = returned
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise InputError(
+            f"{spec} must return {expected}, and a loss_fn behind them if the model returns no loss; it returned "
+            f"{_kind(returned)}"
+        )
+    model, inputs, loss_fn = (*returned, None)[:3]
     problems = []
+    if loss_fn is not None and not callable(loss_fn):
+        problems.append(Problem(path="loss_fn", rule="must be a function of (output, target)", value=_kind(loss_fn)))
     if not isinstance(model, torch.nn.Module):
         problems.append(Problem(path="model", rule="must be a torch.nn.Module", value=_kind(model)))
     if not isinstance(inputs, (dict, tuple)):
@@ -288,26 +297,26 @@ def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
         dtype = getattr(torch, dtype_name)
         model = model.to(dtype)
         inputs = _cast(inputs, dtype)
-    return ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs)
+    model = private.uncompiled(model)
+    return ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs, loss_fn=loss_fn)
 
 
 def _has_tensor(value: object) -> bool:
+    """Whether nested inputs hold a tensor. A dataclass that torch does not know may hold one; its capture names it."""
     import torch
 
-    if isinstance(value, (dict, list, tuple)):
-        return any(_has_tensor(each) for each in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, torch.Tensor)
+    from autopar._torch.private import pytree
+
+    return any(isinstance(leaf, torch.Tensor) or is_dataclass(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors at any depth of dicts, lists and plain tuples, as `dtype`."""
+    """Nested inputs with floating-point tensors as `dtype`."""
     import torch
 
-    if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_cast(each, dtype) for each in value)
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    from autopar._torch.private import pytree
+
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def _import_factory(spec: str) -> Callable[[], object]:

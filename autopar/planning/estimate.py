@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from autopar._torch import private
 from autopar.capture.analysis import analyse
 from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.program import batch_and_sequence
@@ -71,8 +72,6 @@ def estimate(
 ) -> Estimate:
     """Predict the step time and memory of a model under a plan, without any device.
 
-    A plan that does not fit the devices' memory is priced too; see `Estimate.fits`.
-
     Args:
         model_or_program: The model, which may be on meta, or a program of `autopar.capture_program`.
         cluster: The cluster, or its text, such as ``"8xh100"``.
@@ -93,7 +92,8 @@ def estimate(
         specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
-        Seconds, bytes and FLOP/s of one step, and their parts. `assumptions` lists everything that nobody measured.
+        Seconds, bytes and FLOP/s of one step, and their parts. `fits` is false if the plan does not fit the devices'
+        memory. `assumptions` lists everything that nobody measured.
 
     Raises:
         InputError: Inputs, engine, profile or precision cannot be used.
@@ -107,6 +107,7 @@ def estimate(
         (4, True)
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    model_or_program = _uncompiled(model_or_program)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     report = on_progress or (lambda _: None)
     chosen = _checked_engine(engine, spec, cp, ep, exact_memory)
@@ -129,6 +130,10 @@ def estimate(
     report("counting the tensors of a rank")
     whole = own_plan or _whole_plan(program, priceable, question)
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+def _uncompiled(given: nn.Module | Program) -> nn.Module | Program:
+    return private.uncompiled(given) if isinstance(given, nn.Module) else given
 
 
 class _Asked(NamedTuple):

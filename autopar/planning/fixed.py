@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar._torch import private
 from autopar.capture.analysis import Analysis, analyse
 from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
 from autopar.cost_model.work.coverage import Coverage
@@ -65,6 +66,7 @@ def make_plan(
     specialise: bool = False,
 ) -> tuple[Program, Plan]:
     """Capture the model at the global micro-batch and choose labels."""
+    model = private.uncompiled(model)
     program = capture_for(model, example_inputs, degrees, loss_fn, specialise=specialise)
     return program, label_plan(program, cluster, degrees, name or type(model).__name__)
 
@@ -241,6 +243,8 @@ def coverage(
     example_inputs: "Inputs",
     plan: Mapping[str, Any] | None = None,
     global_batch: int | None = None,
+    loss_fn: "LossFunction | None" = None,
+    specialise: bool = False,
 ) -> Coverage:
     """Report how much of the work of a training step is split over ranks.
 
@@ -252,6 +256,8 @@ def coverage(
         example_inputs: The inputs of one data-parallel rank: a dict of tensors by name, or a tuple.
         plan: The wanted degrees, such as ``{"tp": 4}``, labelled as in `autopar.parallelize`.
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
+        loss_fn: A function of (output, target), if the model returns no loss.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
 
     Returns:
         The split share of all FLOP, and the price of every operator that stays whole.
@@ -274,9 +280,10 @@ def coverage(
     from autopar.capture.program import batch_and_sequence
 
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    local_batch, _ = batch_and_sequence(input_names(model, example_inputs))
+    model = private.uncompiled(model)
+    local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     degrees = resolve_degrees(plan, spec.num_devices, local_batch, global_batch=global_batch)
-    program = capture_for(model, example_inputs, degrees)
+    program = capture_for(model, example_inputs, degrees, loss_fn, specialise=specialise)
     degrees, analysis, found = choose_labels(program, spec, degrees)
     return coverage_of(program, analysis, found.blocks, degrees, spec)
 

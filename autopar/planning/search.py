@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from autopar._torch import private
 from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.profile import DeviceProfile
@@ -128,6 +129,7 @@ def plan(
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
+    model = private.uncompiled(model)
     report("capturing")
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise)
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)

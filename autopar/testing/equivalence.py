@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar._torch import private
 from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.program import capture_program
@@ -21,11 +22,11 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen.execute import run_reference
 from autopar.runtime.parameters.packed import packed_source
-from autopar.runtime.verify.error_metrics import Measured, Tensors, is_open, measured
+from autopar.runtime.verify.error_metrics import UNJUDGED, Measured, Tensors, may_change, measured
 from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.reference import Steps, no_gradient
 from autopar.runtime.verify.shared_draws import draws_anything, on_one_device
-from autopar.runtime.verify.verify import in_dtype
+from autopar.runtime.verify.verify import HOW_TO_JUDGE, in_dtype
 from autopar.testing.one_process import Outcome, run_in_one_process
 
 # Correct labels have errors of 1e-15 in float64. A gradient that is zero except for rounding has its measured noise.
@@ -71,13 +72,15 @@ class Equivalence:
 
     The names are ``loss``, ``output NAME``, ``gradient NAME``, ``buffer NAME`` and ``equal copies``. The last one is
     the largest difference between ranks whose values must be equal. `limits` has the tensors whose measured noise on
-    one device allows more than the tolerance.
+    one device allows more than the tolerance. `unjudged` has the noise of the tensors that cannot be judged, because
+    rounding alone changes them as much.
     """
 
     mesh: Mapping[str, int]
     errors: Mapping[str, float]
     tolerance: float
     limits: Mapping[str, float] = field(default_factory=dict)
+    unjudged: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst_error(self) -> float:
@@ -99,9 +102,16 @@ class Equivalence:
     def __str__(self) -> str:
         name = max(self.errors, key=self._scaled)
         mesh = ", ".join(f"{dim} {degree}" for dim, degree in self.mesh.items())
-        return (
+        text = (
             f"{len(self.errors)} values compared on {mesh}: "
             f"largest relative error {self.worst_error:.1e}, of {name} (tolerance {self.tolerance:.0e})"
+        )
+        if not self.unjudged:
+            return text
+        noisiest = max(self.unjudged, key=lambda name: self.unjudged[name])
+        return (
+            f"{text}; {len(self.unjudged)} cannot be judged, because rounding alone changes them on one device (by "
+            f"{self.unjudged[noisiest]:.0%} of {noisiest}); {HOW_TO_JUDGE}"
         )
 
 
@@ -112,6 +122,7 @@ def run_model(
 
     Raises `InputError` if the model is on meta, and `CaptureError` if it cannot be captured.
     """
+    model = private.uncompiled(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise InputError("the model is on meta, so it has no weights to compute with; build it on CPU")
     program = in_dtype(capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise), "float64")
@@ -173,29 +184,30 @@ def compare_runs(run: SingleDeviceRun, outcome: Outcome, mesh: Mesh, tolerance: 
 
     Noise is measured only if a tensor is above the tolerance.
     """
-    reference = _by_label(run.loss, run.outputs, run.gradients, run.updates)
-    found = _by_label(outcome.loss, outcome.outputs, outcome.gradients, outcome.updates)
+    reference = _by_kind(run.loss, run.outputs, run.gradients, run.updates)
+    found = _by_kind(outcome.loss, outcome.outputs, outcome.gradients, outcome.updates)
 
     def compare(moved: Sequence[Steps]) -> dict[str, Measured]:
-        errors = measured(found, reference, [_by_label(m.losses[0], m.outputs, m.gradients, m.buffers) for m in moved])
-        return errors | {name: Measured(error=inf) for name in found if name not in reference}
+        errors: dict[str, Measured] = {}
+        every = [_by_kind(m.losses[0], m.outputs, m.gradients, m.buffers) for m in moved]
+        for kind, own in reference.items():
+            errors |= measured(found[kind], own, [each[kind] for each in every])
+            errors |= {name: Measured(error=inf) for name in found[kind] if name not in own}
+        return errors
 
-    def may_change(errors: Mapping[str, Measured], num_runs: int) -> bool:
-        failed = [(m.error, m.limit(tolerance)) for m in errors.values() if not m.passes(tolerance)]
-        return is_open(failed, num_runs)
-
-    errors = run.noise.verdict(compare, may_change)
+    errors = run.noise.verdict(compare, lambda errors, num_runs: may_change(errors.values(), tolerance, num_runs))
     values = {name: inf if m.error != m.error else m.error for name, m in errors.items()}
     return Equivalence(
         mesh=mesh.as_dict(),
         errors={"loss": values.pop("loss"), "equal copies": outcome.disagreement, **values},
         tolerance=tolerance,
         limits={name: m.limit(tolerance) for name, m in errors.items() if m.limit(tolerance) > tolerance},
+        unjudged={name: m.noise for name, m in errors.items() if m.outcome(tolerance) == UNJUDGED},
     )
 
 
-def _by_label(loss: torch.Tensor, outputs: Tensors, gradients: Tensors, updates: Tensors) -> dict[str, torch.Tensor]:
-    """The values of a run by their names in an `Equivalence`."""
-    found = {"loss": loss} | {f"output {name}": value for name, value in outputs.items()}
-    found |= {f"gradient {name}": value for name, value in gradients.items()}
-    return found | {f"buffer {name}": value for name, value in updates.items()}
+def _by_kind(loss: torch.Tensor, outputs: Tensors, gradients: Tensors, updates: Tensors) -> dict[str, Tensors]:
+    """The values of a run by quantity and by their names in an `Equivalence`."""
+    named = {"output": outputs, "gradient": gradients, "buffer": updates}
+    kinds = {kind: {f"{kind} {name}": value for name, value in values.items()} for kind, values in named.items()}
+    return {"loss": {"loss": loss}, **kinds}

@@ -93,6 +93,6 @@ def _text(rows: Sequence[Sequence[int]], decisions: Sequence[Decision]) -> str:
     return (
         f"the batch takes another branch than the captured model: {decision.line}: `{decision.code}` read "
         f"{short_repr(decision.value)}{of} during capture, {named_ranks(ranks)} now read "
-        f"{short_repr(_number(decision, bits))}; pass batches that decide alike, or call parallelize with "
-        "this batch as example_inputs"
+        f"{short_repr(_number(decision, bits))}; pass batches that decide alike, or capture the model with this batch "
+        "as example inputs"
     )

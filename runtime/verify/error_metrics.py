@@ -4,33 +4,53 @@ The error of a tensor is ‖difference‖ / ‖reference‖. A tensor differs if
 the tolerance and `NOISE_FACTOR` × its noise. The noise is the tensor's change on one device if only rounding
 changes (`autopar.runtime.verify.noise`). Some tensors are zero in exact arithmetic, such as gradients of biases before
 a normalisation. Their reference is rounding itself, so they have an error of about 1, and a noise of about 1.
+
+A reference that changes wildly from run to run would hide every difference. Therefore noise explains no error above
+`LARGEST_LIMIT`, except in a tensor that is zero in exact arithmetic: its norm and its noise are at most
+`ZERO_EPSILONS` × the machine epsilon × the norm of all tensors of its quantity, such as all gradients. A buffer behind
+optimizer steps may also be zero up to the reach of the optimizer. Any other tensor with an error above `LARGEST_LIMIT`
+and within its noise cannot be judged, and does not pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, isnan
+from math import hypot, inf, isfinite, isnan, sqrt
 from typing import Any
 
 import torch
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 5e-2}
 NOISE_FACTOR = 8  # docs/semantics.md has the measured ratios of error to noise
+LARGEST_LIMIT = 0.1  # by noise; less than one of eight summands of a gradient
+ZERO_EPSILONS = 10  # measured: tensors that are zero have at most 0.4 (docs/equivalence.md)
+EQUAL, DIFFERENT, UNJUDGED = "equal", "different", "cannot be judged"
 FAR = 1e4  # times its limit: more runs do not change the verdict on such an error
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The error of one tensor, and its noise. Both are relative to the reference."""
+    """The error of one tensor, and its noise. Both are relative to the reference.
+
+    `is_zero` says that the tensor is zero in exact arithmetic: norm and noise are rounding of the whole quantity.
+    """
 
     error: float
     noise: float = 0.0
+    is_zero: bool = False
 
     def limit(self, tolerance: float) -> float:
-        return max(tolerance, NOISE_FACTOR * self.noise)
+        by_noise = NOISE_FACTOR * self.noise
+        return max(tolerance, by_noise if self.is_zero else min(by_noise, LARGEST_LIMIT))
 
     def passes(self, tolerance: float) -> bool:
         return self.error <= self.limit(tolerance)  # false for NaN
+
+    def outcome(self, tolerance: float) -> str:
+        """`EQUAL`, `DIFFERENT`, or `UNJUDGED` if rounding alone makes as large an error on one device."""
+        if self.passes(tolerance):
+            return EQUAL
+        return UNJUDGED if self.error <= NOISE_FACTOR * self.noise else DIFFERENT
 
     def ratio(self, tolerance: float) -> float:
         """The error divided by its limit. Infinite for NaN."""
@@ -42,7 +62,8 @@ class Quantity:
     """The worst tensor of one quantity: the one whose error is the largest part of its own limit.
 
     `num_noisy` tensors are above the tolerance and pass because of their noise. `largest_noise` is the largest noise
-    of these tensors, and `noisiest` is its place.
+    of these tensors, and `noisiest` is its place. `num_unjudged` tensors cannot be judged. If no tensor is different,
+    the worst tensor is one of them, and `unjudged_noise` is its noise.
     """
 
     name: str
@@ -53,6 +74,13 @@ class Quantity:
     num_noisy: int = 0
     largest_noise: float = 0.0
     noisiest: str = ""
+    num_unjudged: int = 0
+    unjudged_noise: float = 0.0
+
+    @property
+    def outcome(self) -> str:
+        """`EQUAL`, `DIFFERENT` or `UNJUDGED`."""
+        return EQUAL if self.passed else UNJUDGED if self.unjudged_noise else DIFFERENT
 
     @property
     def passed(self) -> bool:
@@ -72,6 +100,8 @@ class Quantity:
             "limit": self.limit,
             "num_noisy": self.num_noisy,
             "largest_noise": self.largest_noise,
+            "num_unjudged": self.num_unjudged,
+            "outcome": self.outcome,
             "passed": self.passed,
         }
 
@@ -99,21 +129,62 @@ def error(found: torch.Tensor, reference: torch.Tensor) -> float:
     return _relative(distance(found, reference), size(reference))
 
 
-def measured(found: Tensors, reference: Tensors, moved: Sequence[Tensors]) -> dict[str, Measured]:
-    """Error and noise of every tensor of the reference. `moved` are runs in which only rounding is different."""
+def size_of_all(reference: Tensors) -> float:
+    """The norm of all floating-point tensors of a quantity."""
+    return hypot(*(size(value) for value in reference.values() if value.is_floating_point()))
+
+
+def size_of_zero(value: torch.Tensor, whole: float, dtype: torch.dtype | None = None, reach: float = 0.0) -> float:
+    """The largest norm of a tensor that is zero in exact arithmetic, in a quantity of the norm `whole`.
+
+    An optimizer that divides by a gradient's size moves an element without gradient by `reach` at most.
+    """
+    dtype = dtype or (value.dtype if value.is_floating_point() else torch.float64)
+    return ZERO_EPSILONS * torch.finfo(dtype).eps * whole + reach * sqrt(value.numel())
+
+
+def measured(
+    found: Tensors,
+    reference: Tensors,
+    moved: Sequence[Tensors],
+    *,
+    dtype: torch.dtype | None = None,
+    reach: float = 0.0,
+) -> dict[str, Measured]:
+    """Error and noise of every tensor of one quantity, such as all gradients.
+
+    `moved` are runs in which only rounding is different. `dtype` is the dtype of the runs, by default that of the
+    reference. An optimizer has moved weights without gradient by `reach`.
+    """
+    whole = size_of_all(reference)
     return {
-        name: measured_one(found.get(name), value, [run[name] for run in moved if name in run])
+        name: measured_one(
+            found.get(name),
+            value,
+            [run[name] for run in moved if name in run],
+            size_of_zero(value, whole, dtype, reach),
+        )
         for name, value in reference.items()
     }
 
 
-def measured_one(found: torch.Tensor | None, reference: torch.Tensor, moved: Sequence[torch.Tensor]) -> Measured:
-    """Error and noise of one tensor. A missing tensor has an infinite error."""
+def measured_one(
+    found: torch.Tensor | None,
+    reference: torch.Tensor,
+    moved: Sequence[torch.Tensor],
+    zero: float = 0.0,
+) -> Measured:
+    """Error and noise of one tensor. A missing tensor has an infinite error. `zero` is the result of `size_of_zero`."""
     if found is None:
         return Measured(error=inf)
     noise = max((d for d in (distance(m, reference) for m in moved) if isfinite(d)), default=0.0)
-    base = size(reference) or noise  # a reference that is zero by chance
-    return Measured(error=_relative(distance(found, reference), base), noise=_relative(noise, base))
+    own = size(reference)
+    base = own or noise  # a reference that is zero by chance
+    return Measured(
+        error=_relative(distance(found, reference), base),
+        noise=_relative(noise, base),
+        is_zero=max(own, noise) <= zero,
+    )
 
 
 def measured_weights(
@@ -129,17 +200,17 @@ def measured_weights(
     AdamW divides by the gradient's own size, so rounding alone moves elements whose gradient is rounding. They may
     differ by the distance that the optimizer can cover, `reach` = 2 · lr · steps. Other elements are compared by value.
     """
-    errors, by_reach = {}, 0
+    errors, by_reach, whole = {}, 0, size_of_all(reference)
     for name, value in reference.items():
         own, runs = found.get(name), [run[name] for run in moved if name in run]
         shifts = [run[name] - gradients[name] for run in moved_gradients if name in run and name in gradients]
         if own is None or own.shape != value.shape or not shifts:
-            errors[name] = measured_one(own, value, runs)
+            errors[name] = measured_one(own, value, runs, size_of_zero(value, whole))
             continue
         tiny = noisy_elements(gradients[name], shifts)
         by_reach += int(tiny.sum())
         kept = [torch.where(tiny, value, tensor) for tensor in (own, *runs)]
-        one = measured_one(kept[0], value, kept[1:])
+        one = measured_one(kept[0], value, kept[1:], size_of_zero(value, whole))
         is_far = bool(((own.double() - value.double()).abs()[tiny] > reach).any())
         errors[name] = Measured(error=inf) if is_far else one
     return errors, by_reach
@@ -164,15 +235,25 @@ def is_open(failed: Iterable[tuple[float, float]], num_runs: int) -> bool:
     return bool(pairs) and (num_runs < 2 or all(error < FAR * limit for error, limit in pairs))
 
 
+def may_change(errors: Iterable[Measured], tolerance: float, num_runs: int) -> bool:
+    """Whether another noise run can change the verdict on some tensors. More noise judges no tensor."""
+    failed = [m for m in errors if m.outcome(tolerance) == DIFFERENT]
+    return is_open([(m.error, m.limit(tolerance)) for m in failed], num_runs)
+
+
 def _relative(value: float, base: float) -> float:
     return value / base if base else (inf if value else 0.0)
 
 
 def worst(name: str, errors: Mapping[str, Measured], tolerance: float) -> Quantity:
-    """The entry whose error is the largest part of its limit. NaN counts as worst."""
+    """The entry whose error is the largest part of its limit. NaN counts as worst.
+
+    An entry that is different is worse than all entries that cannot be judged.
+    """
     if not errors:
         return Quantity(name=name, max_error=0.0, where="", tolerance=tolerance, limit=tolerance)
-    where = max(errors, key=lambda k: errors[k].ratio(tolerance))
+    outcomes = {name: error.outcome(tolerance) for name, error in errors.items()}
+    where = max(errors, key=lambda k: (outcomes[k] == DIFFERENT, errors[k].ratio(tolerance)))
     noisy = {k: m for k, m in errors.items() if m.error > tolerance and m.passes(tolerance)}
     noisiest = max(noisy, key=lambda k: noisy[k].noise, default="")
     return Quantity(
@@ -184,4 +265,6 @@ def worst(name: str, errors: Mapping[str, Measured], tolerance: float) -> Quanti
         num_noisy=len(noisy),
         largest_noise=noisy[noisiest].noise if noisy else 0.0,
         noisiest=noisiest,
+        num_unjudged=sum(outcome == UNJUDGED for outcome in outcomes.values()),
+        unjudged_noise=errors[where].noise if outcomes[where] == UNJUDGED else 0.0,
     )

@@ -5,6 +5,7 @@ from math import inf
 
 import torch
 
+from autopar.capture.export.export import resized
 from autopar.capture.input_ranges import input_ranges
 from autopar.capture.value_range import ValueRange
 from autopar.ir.degrees import Degrees
@@ -14,8 +15,12 @@ from autopar.ir.program import InputInfo, Program
 _FREE_VALUES = 8
 
 
-def random_batches(program: Program, degrees: Degrees, steps: int, seed: int) -> list[dict[str, torch.Tensor]]:
+def random_batches(
+    program: Program, degrees: Degrees, steps: int, seed: int, given: Mapping[str, torch.Tensor] | None = None
+) -> list[dict[str, torch.Tensor]]:
     """Global batches for `steps` steps, equal in every process.
+
+    `given` has values of inputs that are not drawn, such as `values_that_decide`. Their rows repeat in the batch.
 
     Floating-point inputs are normally distributed, masks are ones. If the loss skips a value of an input with places
     (``ignore_index``), every sequence but the first has this value from a random place on.
@@ -24,16 +29,29 @@ def random_batches(program: Program, degrees: Degrees, steps: int, seed: int) ->
     """
     ranges = input_ranges(program)
     generator = torch.Generator().manual_seed(seed)
+    count, held = degrees.num_micro_batches, given or {}
+    fixed = {i.name: resized(held[i.name], _shape(i, count)).to(i.dtype) for i in program.inputs if i.name in held}
     return [
-        {info.name: _drawn(info, ranges, degrees.num_micro_batches, generator) for info in program.inputs}
-        for _ in range(steps)
+        {info.name: _drawn(info, ranges, count, generator) for info in program.inputs} | fixed for _ in range(steps)
     ]
 
 
+def values_that_decide(program: Program, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The example values of all inputs that decided a branch during capture: other values may decide otherwise."""
+    return {name: example[name] for decision in program.decisions for name in decision.inputs}
+
+
 def notes_on_inputs(program: Program) -> tuple[str, ...]:
-    """The drawn values of integer inputs that no operator bounds, one sentence for each input."""
+    """One sentence for each input that decides a branch, and for each integer input that no operator bounds."""
     notes = []
+    deciding = {name: decision.line for decision in program.decisions for name in decision.inputs}
     for info in program.inputs:
+        if info.name in deciding:
+            notes.append(
+                f"the input {info.name!r} has the values of the example inputs in every step, because it decides a "
+                f"branch ({deciding[info.name]})"
+            )
+            continue
         found = input_ranges(program).get(info.name)
         if found is not None and not found.is_bounded:
             low, high = _interval(found, info.dtype)
@@ -45,9 +63,7 @@ def notes_on_inputs(program: Program) -> tuple[str, ...]:
 def _drawn(
     info: InputInfo, ranges: Mapping[str, ValueRange], num_micro_batches: int, generator: torch.Generator
 ) -> torch.Tensor:
-    shape = list(info.shape)
-    if info.batch_dim is not None:
-        shape[info.batch_dim] *= num_micro_batches
+    shape = _shape(info, num_micro_batches)
     if info.dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(info.dtype)
     allowed = ranges.get(info.name, ValueRange())
@@ -62,6 +78,10 @@ def _drawn(
     lengths[0] = shape[1]
     behind = torch.arange(shape[1]) >= lengths.unsqueeze(1)
     return values.masked_fill(behind.reshape(*shape[:2], *(1 for _ in shape[2:])), ignored)
+
+
+def _shape(info: InputInfo, num_micro_batches: int) -> tuple[int, ...]:
+    return tuple(size * (num_micro_batches if dim == info.batch_dim else 1) for dim, size in enumerate(info.shape))
 
 
 def _is_mask(info: InputInfo, allowed: ValueRange) -> bool:

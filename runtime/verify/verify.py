@@ -16,8 +16,10 @@ from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.packed import by_model_parameter
 from autopar.runtime.verify.error_metrics import (
+    DIFFERENT,
     NOISE_FACTOR,
     TOLERANCES,
+    UNJUDGED,
     Quantity,
     Tensors,
     is_open,
@@ -29,6 +31,8 @@ from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.noise import Noise
 from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Steps
 from autopar.runtime.verify.shared_draws import SharedDraws
+
+HOW_TO_JUDGE = "use float64, a larger batch, larger inputs, or fewer steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +82,16 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def parallel_steps(
-    program: Program, plan: Plan, source: Callable[[str], torch.Tensor], data: list[dict[str, torch.Tensor]]
+    program: Program,
+    plan: Plan,
+    source: Callable[[str], torch.Tensor],
+    data: list[dict[str, torch.Tensor]],
+    structured: Callable[[Mapping[str, torch.Tensor]], Any] = lambda batch: batch,
 ) -> Steps:
-    """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors."""
+    """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors.
+
+    `structured` puts tensors by name into the structure of the model's inputs.
+    """
     streams = lambda mesh: SharedDraws(plan.mesh, mesh.dims)  # noqa: E731
     model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -90,9 +101,9 @@ def parallel_steps(
         own = this_ranks_part(program, batch, plan.degrees, coordinate)
         if step == 0:
             micro = split_micro_batches(program, own, plan.degrees.num_micro_batches)[-1]
-            out = model.evaluate(micro)
+            out = model.evaluate(structured(micro))
             found.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}
-        found.losses.append(model.forward_backward(own))
+        found.losses.append(model.forward_backward(structured(own)))
         if step == 0:
             found.gradients = model.whole_gradients()
         found.norms.append(model.clip_grad_norm_(MAX_NORM))
@@ -123,17 +134,19 @@ def compare_steps(
     reference: Steps, found: Steps, tolerance: float, moved: Sequence[Steps] = ()
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """Quantities by the error measure, and notes. `moved` are runs in which only rounding is different."""
+    reach = 2 * LEARNING_RATE * len(reference.losses)
     weights, by_reach = measured_weights(
         found.weights,
         reference.weights,
         [run.weights for run in moved],
         reference.gradients,
         [run.gradients for run in moved],
-        reach=2 * LEARNING_RATE * len(reference.losses),
+        reach=reach,
     )
 
-    def compared(name: str, values: Callable[[Steps], Tensors]) -> Quantity:
-        return worst(name, measured(values(found), values(reference), [values(run) for run in moved]), tolerance)
+    def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
+        runs = [values(run) for run in moved]
+        return worst(name, measured(values(found), values(reference), runs, reach=reach), tolerance)
 
     quantities = [
         compared("loss", lambda steps: _numbered(steps.losses)),
@@ -145,7 +158,7 @@ def compare_steps(
     if found.buffers:  # buffers of the state dict
         held = found.buffers.keys()
         changed = lambda steps: {name: value for name, value in steps.buffers.items() if name in held}  # noqa: E731
-        quantities.append(compared("buffers changed in forward", changed))
+        quantities.append(compared("buffers changed in forward", changed, reach))
     notes = tuple(notes_on_noise(quantities))
     if by_reach:
         notes += (f"{by_reach} weights have a gradient that is only rounding, and were compared by lr·steps",)
@@ -163,13 +176,18 @@ def compare_with_noise(
 
 
 def may_be_noise(quantities: Iterable[Quantity], num_runs: int) -> bool:
-    """Whether another noise run can change the verdict."""
-    return is_open([(q.max_error, q.limit) for q in quantities if not q.passed], num_runs)
+    """Whether another noise run can change the verdict. More noise judges no tensor."""
+    return is_open([(q.max_error, q.limit) for q in quantities if q.outcome == DIFFERENT], num_runs)
 
 
 def notes_on_noise(quantities: Iterable[Quantity]) -> Iterator[str]:
-    """One sentence for each quantity with tensors that passed because of their measured noise."""
+    """One sentence for each quantity with tensors that passed because of their noise, or that cannot be judged."""
     for q in quantities:
+        if q.outcome == UNJUDGED:
+            yield (
+                f"{q.name}: {q.num_unjudged} cannot be judged, because rounding alone changes them on one device (by "
+                f"{q.unjudged_noise:.0%} of {q.where}); {HOW_TO_JUDGE}"
+            )
         if q.num_noisy:
             yield (
                 f"{q.name}: {q.num_noisy} above the tolerance, within {NOISE_FACTOR} × their measured noise on one "

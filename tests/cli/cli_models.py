@@ -1,5 +1,7 @@
 """Factories that the command line is given by name."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -40,3 +42,28 @@ def plain() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def broken() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     raise KeyError("no such weights")
+
+
+class Masked(nn.Module):
+    """Takes another branch if no element is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if hidden.any():  # the line that must be named
+            y = y.masked_fill(hidden, 0.0)
+        return y
+
+
+def masked() -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
+    """The loss is outside, and only the last row is hidden."""
+    hidden = torch.arange(4)[:, None].eq(3).expand(4, 8).clone()
+    inputs = {"x": torch.ones(4, 8), "hidden": hidden, "target": torch.zeros(4, 8)}
+    return Masked(), inputs, nn.functional.mse_loss
+
+
+def not_a_loss() -> tuple[nn.Module, dict[str, torch.Tensor], str]:
+    return Masked(), {"x": torch.ones(4, 8)}, "mse"

@@ -3,7 +3,7 @@
 import pytest
 from run import refused
 
-from autopar.cli.next_step import next_after_refusal
+from autopar.cli.next_step import VerifyCommand, next_after_refusal
 from autopar.errors import AutoparError, CaptureError, InputError, PlanError, RankError
 
 
@@ -18,12 +18,17 @@ from autopar.errors import AutoparError, CaptureError, InputError, PlanError, Ra
         ),
         (PlanError("x"), {"dp": 4}, "autopar verify gpt2 --world-size 1 --batch 4"),
         (CaptureError("x"), {"tp": 4, "sequence_parallel": False}, "--tp 4 --no-sequence-parallel --traceback"),
+        (
+            CaptureError("x", option="specialise"),
+            {"tp": 4},
+            "gpt2 --world-size 4 --tp 4 --specialise  # takes the branch",
+        ),
         (RankError("x"), {"tp": 4}, "autopar verify gpt2 --world-size 1  #"),
         (InputError("x"), {}, "autopar verify --help"),
     ],
 )
 def test_a_command_for_each_refusal(error: AutoparError, wish: dict[str, int], says: str) -> None:
-    assert says in next_after_refusal(error, "gpt2", 4, wish)
+    assert says in next_after_refusal(error, VerifyCommand(model="gpt2", world_size=4), wish)
 
 
 def test_a_refusal_ends_with_the_next_command() -> None:

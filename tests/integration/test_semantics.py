@@ -16,7 +16,14 @@ from autopar.lowering.randomness import dropout
 from autopar.runtime.codegen.randomness import RandomStream
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.distributed.mesh import MeshDim
-from autopar.runtime.verify.error_metrics import NOISE_FACTOR, TOLERANCES, error, measured_one, measured_weights
+from autopar.runtime.verify.error_metrics import (
+    NOISE_FACTOR,
+    TOLERANCES,
+    error,
+    measured_one,
+    measured_weights,
+    size_of_zero,
+)
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.verify import split_micro_batches, this_ranks_part
 
@@ -193,12 +200,26 @@ def test_noise_is_no_difference() -> None:
     rounding, tolerance = 1e-17 * some(0, 40, 30), TOLERANCES["float64"]
     moved = [1e-17 * some(seed, 40, 30) for seed in (1, 2)]
     assert not measured_one(1e-17 * some(3, 40, 30), rounding, []).passes(tolerance)
-    assert measured_one(1e-17 * some(3, 40, 30), rounding, moved).passes(tolerance)
-    assert not measured_one(3e-16 * some(3, 40, 30), rounding, moved).passes(tolerance)
+    small = size_of_zero(rounding, float(some(4, 40, 30).norm()))
+    assert measured_one(1e-17 * some(3, 40, 30), rounding, moved, small).passes(tolerance)
+    assert not measured_one(3e-16 * some(3, 40, 30), rounding, moved, small).passes(tolerance)
     zero = torch.zeros_like(rounding)
-    assert measured_one(moved[0], zero, moved[1:]).passes(tolerance)
-    assert not measured_one(moved[0] * 100, zero, moved[1:]).passes(tolerance)
-    assert not measured_one(None, zero, moved).passes(tolerance)
+    assert measured_one(moved[0], zero, moved[1:], small).passes(tolerance)
+    assert not measured_one(moved[0] * 100, zero, moved[1:], small).passes(tolerance)
+    assert not measured_one(None, zero, moved, small).passes(tolerance)
+
+
+def test_noise_explains_no_large_error() -> None:
+    """A tensor that is not zero in exact arithmetic cannot be judged if rounding moves it by much of its size."""
+    reference, tolerance = some(0, 40, 30), TOLERANCES["float64"]
+    zero = size_of_zero(reference, float(reference.norm()))
+
+    def outcome(error: float, noise: float) -> str:
+        found, moved = (reference + size * some(seed, 40, 30) for seed, size in ((1, error), (2, noise)))
+        return measured_one(found, reference, [moved], zero).outcome(tolerance)
+
+    assert [outcome(error, 0.005) for error in (0.01, 0.06)] == ["equal", "different"]
+    assert [outcome(error, 1.0) for error in (0.05, 0.5, 20.0)] == ["equal", "cannot be judged", "different"]
 
 
 def weights_passed(found: torch.Tensor, reference: torch.Tensor, gradient: torch.Tensor, reach: float) -> int | None:

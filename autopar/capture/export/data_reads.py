@@ -118,7 +118,7 @@ class DataReads(TorchFunctionMode):
             raise self._refusal(
                 line,
                 f"reads {short_repr(value)}, which is computed of input {names}",
-                "or pass specialise=True: a batch with another value is then refused",
+                option="specialise",
             )
         if inputs or buffers:
             self._occurrences[str(line)] += 1
@@ -153,9 +153,12 @@ class DataReads(TorchFunctionMode):
             self._values = KnownValues({node: value for node, value in leaves.items() if node is not None})
         return self._values.of(node)
 
-    def _refusal(self, line: SourceLine, what: str, more: str = "") -> CaptureError:
-        remedy = f"{REMEDY}, {more}" if more else REMEDY
-        return CaptureError(f"the model cannot be captured: {line}: `{line.code}` {what}; {remedy}")
+    def _refusal(self, line: SourceLine, what: str, option: str = "") -> CaptureError:
+        """The error of a read. `option` is the argument of a call that permits it."""
+        more = f", or pass {option}=True: a batch with another value is then refused" if option else ""
+        return CaptureError(
+            f"the model cannot be captured: {line}: `{line.code}` {what}; {REMEDY}{more}", option=option
+        )
 
     def _check_device(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Refuse a tensor on a device that the model is not on. Torch may end the process for such a tensor."""

@@ -7,6 +7,7 @@ node. One output is the loss.
 import contextlib
 import gc
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch.private import as_exported, flex_attention_by, pytree, quick_export
+from autopar._torch.private import FAKE_TENSOR_LOG, as_exported, flex_attention_by, pytree, quick_export
 from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.failure import capture_error
@@ -95,6 +96,13 @@ class _Outputs(nn.Module):
         return with_loss(out, self.loss_fn(out, *given.loss_args, **given.loss_kwargs))
 
 
+def outputs_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, torch.Tensor]:
+    """The tensors that one call of a model returns, by name, and the loss."""
+    args, kwargs = split_inputs(inputs)
+    found: dict[str, torch.Tensor] = _Outputs(model, loss_fn)(*args, **kwargs)
+    return found
+
+
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     """The tensors of a module's output by name: mapping keys, or positions. The loss has the name ``loss``."""
     found = _tensors(out)
@@ -129,14 +137,15 @@ def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """The model in training or evaluation mode, without generation caches (`config.use_cache`).
 
-    If the model is in the other mode, all its modules change mode. Otherwise each module keeps its own mode.
+    If the model is in the other mode, all its modules change mode. Otherwise each module keeps its own mode. Afterwards
+    the modules have their attributes of before: a trace leaves no tensor without values in them.
     """
     owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
-    was_training = {module: module.training for module in model.modules()}
+    before = {module: dict(vars(module)) for module in model.modules()}
     for config in configs.values():
         config.use_cache = False
     if model.training != training:
@@ -146,8 +155,20 @@ def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
-        for module, mode in was_training.items():
-            module.training = mode
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextlib.contextmanager
+def _without_log_of_failures() -> Iterator[None]:
+    """Turn off torch's log of an operator that fails in a trace: the error says it, and another trace may follow."""
+    log = logging.getLogger(FAKE_TENSOR_LOG)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 @contextlib.contextmanager
@@ -206,11 +227,21 @@ def inputs_of_shapes(
 
 def resize_inputs(example_inputs: Inputs, resize: Callable[[torch.Tensor], tuple[int, ...]]) -> Inputs:
     """The example inputs with every tensor in the shape `resize(tensor)`: its elements are cut, or repeat."""
-    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: _resized(leaf, resize(leaf)), example_inputs)
+    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: resized(leaf, resize(leaf)), example_inputs)
     return inputs
 
 
-def _resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def inputs_of_values(
+    model: nn.Module, example_inputs: Inputs, values: Mapping[str, torch.Tensor], loss_fn: LossFunction | None = None
+) -> Inputs:
+    """The example inputs with every tensor replaced by the value of its name."""
+    names = iter(input_names(model, example_inputs, loss_fn))  # in the order of the tensors
+    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda _: values[next(names)], example_inputs)
+    return inputs
+
+
+def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in another shape: its elements are cut, or repeat."""
     if not tensor.numel():
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     found = tensor.detach()
@@ -312,7 +343,7 @@ def _exported(
     args, kwargs = split_inputs(pytree.tree_map_only(torch.Tensor, torch.clone, _on_meta(given) if on_meta else given))
 
     def run() -> None:
-        with _without_cache(model, training):
+        with _in_mode(model, training):
             _Outputs(model, loss_fn)(*args, **kwargs)
 
     raise capture_error(failed, model, run, on_meta=on_meta) from failed
@@ -323,7 +354,7 @@ def run_on_meta(
 ) -> None:
     """Call a model on meta tensors as an export does. Raises any exception of the model."""
     args, kwargs = split_inputs(_on_meta(example_inputs))
-    with _without_cache(model, training), warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
+    with _in_mode(model, training), warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
         warnings.simplefilter("ignore")
         _Outputs(model, loss_fn)(*args, **kwargs)
 
@@ -343,7 +374,8 @@ def _export(
     tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
     traced = _Traced(reading, named, tensors, tuple(kwargs))
     with ExitStack() as stack:
-        stack.enter_context(_without_cache(model, training))
+        stack.enter_context(_in_mode(model, training))
+        stack.enter_context(_without_log_of_failures())
         stack.enter_context(warnings.catch_warnings())
         speed = contextlib.nullcontext() if lines else quick_export()
         for context in (ListsAsSlices(), speed, _no_collection(), flex_attention_by(flexible_attention)):

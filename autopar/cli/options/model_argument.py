@@ -30,5 +30,12 @@ Layers = Annotated[
 Hidden = Annotated[
     int | None, typer.Option(help="Hidden size, for a preset or config. (default: the model's own)", show_default=False)
 ]
+Specialise = Annotated[
+    bool,
+    typer.Option(
+        "--specialise",
+        help="Capture branches on inputs as the example inputs take them. A batch that decides otherwise is refused.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 MODEL_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp32": "float32"}  # a model's, by precision

@@ -13,6 +13,7 @@ from deciding_models import (
     of_lengths,
     tokens_and_padding,
 )
+from input_models import cases
 from one_layer import OneLayer
 from torch import nn
 
@@ -127,3 +128,17 @@ def test_a_captured_model_decides_alike_at_every_batch() -> None:
     captured = capture(built(PaddedIfNeeded), tokens_and_padding(), specialise=True)
     for batch in (4, 8, 12):
         assert [decision.value for decision in captured.at(batch=batch).decisions] == [True, True]
+
+
+def test_fewer_rows_decide_as_all_rows() -> None:
+    """Only the last row is padded, and the capture has two rows."""
+    batch = tokens_and_padding(padded=(3,))
+    program = capture_program(built(PaddedIfNeeded), batch, batch=2, specialise=True)
+    assert [decision.value for decision in program.decisions] == [True, True]
+
+
+def test_a_capture_leaves_no_tensor_in_the_model() -> None:
+    kind, inputs, _ = cases()["a kept loss"]
+    kept = built(kind)
+    capture_program(kept, inputs)
+    assert not hasattr(kept, "loss")

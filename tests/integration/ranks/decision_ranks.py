@@ -44,3 +44,9 @@ def outcomes(
         with torch.no_grad():
             found.append((text, abs(losses[0] - float(reference(**batch))) if losses else 0.0))
     return found
+
+
+def loss_under_plan(rank: int, path: str, batch: Batch) -> float:
+    """The first loss of a job that loads a plan file, with a batch of one rank."""
+    parallel = parallelize(built(PaddedIfNeeded).float(), "2xcpu", example_inputs=batch, plan=path, specialise=True)
+    return float(parallel.forward_backward(batch))

@@ -11,7 +11,7 @@ from equivalence import labelled
 from torch import nn
 
 from autopar.capture.program import capture_program
-from autopar.errors import InputError
+from autopar.errors import InputError, VerificationError
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
@@ -19,6 +19,7 @@ from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.noise import MAX_RUNS, Change, Noise
 from autopar.runtime.verify.reference import Batch, Steps, check_reference, reference_steps
 from autopar.runtime.verify.verify import compare_with_noise
+from autopar.testing import check_equivalence
 from autopar.testing.equivalence import SingleDeviceRun, compare_runs, run_labels, run_program
 from autopar.testing.one_process import Outcome
 
@@ -107,6 +108,50 @@ def test_statistics_of_a_part_of_the_batch_differ() -> None:
     local, _ = steps_of(model, {n: torch.cat((v[:4], v[:4])) for n, v in inputs.items()})
     quantities, _ = compare_with_noise(reference, local, 1e-9, noise)
     assert not any(q.passed for q in quantities if q.name in ("loss", "gradients", "buffers changed in forward"))
+
+
+class Chaotic(nn.Module):
+    """Doubles every difference a hundred times: no bit of the result is certain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = torch.sigmoid(self.down(torch.tanh(self.up(x))))
+        for _ in range(100):
+            y = 3.99 * y * (1 - y)
+        return {"loss": nn.functional.cross_entropy(y, target), "y": y}
+
+
+def chaotic() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Chaotic().double(), {"x": torch.randn(4, 8, dtype=torch.float64), "target": torch.arange(4)}
+
+
+def test_a_reference_that_is_noise_judges_nothing() -> None:
+    """Every difference would be within 8 × its noise."""
+    with pytest.raises(VerificationError, match=r"cannot be judged, because rounding alone changes them on one device"):
+        check_equivalence(*chaotic(), tp=2, dp=2)
+    model, inputs = chaotic()
+    run = run_program(promoted(capture_program(model, inputs)), model, inputs)
+    outcome = run_labels(run, labelled(run, Mesh.of(tp=1)), Mesh.of(tp=1))
+    assert compare_runs(run, outcome, Mesh.of(tp=1)).passed, "the same bits are equal"
+    halved = replace(outcome, gradients=scaled(outcome.gradients, "up.weight", 0.5))
+    found = compare_runs(run, halved, Mesh.of(tp=1))
+    assert not found.passed
+    assert found.errors["gradient up.weight"] < 8 * found.unjudged["gradient up.weight"]
+
+
+def test_steps_that_are_noise_are_named() -> None:
+    model, inputs = chaotic()
+    reference, noise = steps_of(model, inputs, num_steps=1)
+    other, _ = steps_of(model, {**inputs, "x": inputs["x"] * (1 + 1e-15)}, num_steps=1)
+    quantities, notes = compare_with_noise(reference, other, 1e-9, noise)
+    outcomes = {q.name: q.outcome for q in quantities}
+    assert outcomes["outputs"] == outcomes["gradients"] == "cannot be judged"
+    assert not any(q.passed for q in quantities if q.name in ("outputs", "gradients"))
+    assert any(note.startswith("gradients: 4 cannot be judged") and "use float64" in note for note in notes)
 
 
 class ByPlace(nn.Module):

@@ -1,0 +1,45 @@
+"""``--specialise``: every command that captures a model has it, and refusals name it with the line and the value."""
+
+from pathlib import Path
+
+import pytest
+from run import autopar, refused
+
+MODEL = "cli_models:masked"
+COMMANDS = (
+    ("plan", MODEL, "-c", "2xcpu"),
+    ("estimate", MODEL, "-c", "2xcpu"),
+    ("coverage", MODEL, "--tp", "2"),
+    ("verify", MODEL, "-n", "2", "--tp", "2"),
+    ("trace", MODEL, "-n", "2", "--tp", "2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_refusal_names_the_option_of_the_command(command: tuple[str, ...]) -> None:
+    message = refused(*command)
+    assert "cli_models.py:" in message and "`if hidden.any():" in message
+    assert "reads True, which is computed of input 'hidden'" in message
+    assert "or pass --specialise: a batch with another value is then refused" in message
+    assert "specialise=True" not in message
+
+
+def test_verify_suggests_the_same_command_with_the_option() -> None:
+    assert "--world-size 2 --tp 2 --specialise  #" in refused(*COMMANDS[3])
+
+
+@pytest.mark.parametrize("command", COMMANDS[:3], ids=lambda command: command[0])
+def test_the_option_takes_the_branch(command: tuple[str, ...]) -> None:
+    result = autopar(*command, "--specialise")
+    assert result.exit_code == 0, result.stderr
+    assert "cli_models:masked" in result.stdout
+
+
+def test_a_loss_that_is_no_function_is_named() -> None:
+    message = refused("coverage", "cli_models:not_a_loss")
+    assert "loss_fn: must be a function of (output, target)" in message
