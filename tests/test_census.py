@@ -44,7 +44,7 @@ class Odd(nn.Module):
 
 
 def outcome(build: object) -> dict[str, object]:
-    entry = census.census_models.Entry(package="own", name="model", build=build)
+    entry = census.Entry(package="own", name="model", build=build)
     found: dict[str, object] = census.measured(entry)
     return found
 
