@@ -14,6 +14,7 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
+from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
@@ -208,6 +209,7 @@ def remove_dead(graph: fx.Graph) -> None:
 
 GraphPass = Callable[[fx.Graph], None]
 PASSES: tuple[GraphPass, ...] = (
+    one_name,
     dense_gradients,
     drop_no_ops,
     embedding_bags,
