@@ -2,8 +2,9 @@
 
 A trace has no values. A value that depends on no parameter and no random number is computed (`known_values`), and the
 model reads it. If an input decides the value, only ``specialise=True`` permits the read. A value that an input or a
-buffer decides becomes a `Decision`, an output of the graph that later batches are compared with. Every other read is
-refused, with the line of the model.
+buffer decides becomes a `Decision`, an output of the graph that later batches are compared with. A model that looks
+for overflows reads that there are none, which is a note of the program. Every other read is refused, with the line of
+the model.
 """
 
 import operator
@@ -63,13 +64,14 @@ class DataReads(TorchFunctionMode):
     """Gives a model that is traced the values that it reads, or refuses.
 
     `given` are the tensors of the model and their values, by name and kind ("parameter", "buffer" or "input").
-    `decided` gets the decisions and the traced tensors.
+    `decided` gets the decisions and the traced tensors, `notes` the lines that look for overflows.
     """
 
     def __init__(self, model: nn.Module, given: Iterable[tuple[str, str, Tensor, Tensor]], reading: Reading) -> None:
         super().__init__()
         self._model, self._given, self._reading = model, list(given), reading
         self.decided: list[tuple[Decision, Tensor]] = []
+        self.notes: dict[str, None] = {}
         self._occurrences: Counter[str] = Counter()
         self._devices = {value.device.type for *_, value in self._given}
         self._values: KnownValues | None = None
@@ -104,6 +106,8 @@ class DataReads(TorchFunctionMode):
             with private.without_tracing():
                 value = read(found.value)
             inputs, buffers = found.inputs, found.buffers
+            if found.assumes_finite:
+                self.notes[f"{line}: `{line.code}` is captured for values without overflow"] = None
             if inputs and self._reading.answers is not None:
                 if key not in answers:
                     raise self._refusal(line, "reads a value that was not read at the sizes of the plan")

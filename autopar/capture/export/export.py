@@ -48,7 +48,9 @@ class _Traced:
     names: tuple[str, ...]
     values: tuple[torch.Tensor, ...]
     keywords: tuple[str, ...]
-    decided: list[Decision] = field(default_factory=list)  # an export restores the attributes of a module, but no list
+    # an export restores the attributes of a module, but no list
+    decided: list[Decision] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class _Outputs(nn.Module):
@@ -75,6 +77,7 @@ class _Outputs(nn.Module):
         with DataReads(self.model, given, self._traced.reading) as reads:
             found = self._outputs(*args, **kwargs)
         self._traced.decided[:] = [decision for decision, _ in reads.decided]
+        self._traced.notes[:] = reads.notes
         return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}
 
     def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -234,7 +237,7 @@ def capture_flat(
     Raises `CaptureError` with the module and source line if the model cannot be exported.
     """
     reading = reading or Reading()
-    exported, decided = _exported(model, example_inputs, loss_fn, training, reading)
+    exported, traced = _exported(model, example_inputs, loss_fn, training, reading)
     placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     refuse_unusable(
         exported.graph_module.graph,
@@ -273,7 +276,8 @@ def capture_flat(
         outputs=names,
         root=module,
         updates=updates,
-        decisions=tuple(decided),
+        decisions=tuple(traced.decided),
+        notes=tuple(traced.notes),
     )
 
 
@@ -285,8 +289,8 @@ def _exported(
     reading: Reading,
     *,
     lines: bool = False,
-) -> tuple[Any, list[Decision]]:
-    """The exported program, and the decisions of the model.
+) -> tuple[Any, _Traced]:
+    """The exported program, and the values that the model read.
 
     With `lines`, nodes have their stack traces, and the export takes twice as long.
     """
@@ -336,8 +340,8 @@ def _export(
     training: bool,
     reading: Reading,
     lines: bool,
-) -> tuple[Any, list[Decision]]:
-    """The exported program, and the decisions of the model."""
+) -> tuple[Any, _Traced]:
+    """The exported program, and the values that the model read."""
     args, kwargs = split_inputs(example_inputs)
     named = tuple(input_names(model, values, loss_fn))
     tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
@@ -353,7 +357,7 @@ def _export(
         exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
     if training:
         refuse_own_gradients(seen)
-    return exported, traced.decided
+    return exported, traced
 
 
 def _on_meta(example_inputs: Inputs) -> Inputs:
