@@ -15,6 +15,8 @@ from autopar._torch import private
 from autopar._torch.private import pytree
 from autopar.capture.nodes import function, is_random
 
+RANDOM_NUMBERS = "random numbers"  # the reason of a value that random numbers decide
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -69,7 +71,7 @@ class KnownValues:
         if unknown is not None:
             made = unknown
         elif is_random(node):
-            made = Unknown("random numbers")
+            made = Unknown(RANDOM_NUMBERS)
         elif not private.overloads_of(node.target) and not _is_plain(node):
             made = Unknown(f"the result of {node.target}")
         else:
