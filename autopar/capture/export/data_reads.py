@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import private
-from autopar.capture.export.known_values import Known, KnownValues, Unknown, leaf
+from autopar.capture.export.data_sizes import known_sizes
+from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
 from autopar.capture.export.source_lines import SourceLine, line_that_runs
 from autopar.errors import CaptureError, short_repr
 from autopar.ir.program import Decision
@@ -48,6 +49,8 @@ _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
     Tensor.__contains__: lambda a, element: (a == element).any(),
 }
 REMEDY = "use torch.where, or fixed shapes, at this line"
+_SHAPE = "makes a tensor whose shape depends on data"
+_CHANCE = "or set the probability of this branch to 0, such as layerdrop=0 in the configuration"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,13 +91,21 @@ class DataReads(TorchFunctionMode):
         if func is Tensor.__format__ or func is Tensor.__repr__:
             return f"<tensor of shape {tuple(args[0].shape)}>"
         self._check_device(func, args, kwargs)
-        made = func(*args, **kwargs)
+        is_sized, made = known_sizes(func, args, kwargs, self._size)
+        if not is_sized:
+            made = func(*args, **kwargs)
         results = made if isinstance(made, (tuple, list)) else (made,)
         if not all(isinstance(size, int) for one in results if isinstance(one, Tensor) for size in one.shape):
-            raise self._refusal(line_that_runs(self._model), "makes a tensor whose shape depends on data")
+            raise self._refusal(line_that_runs(self._model), _SHAPE)
         return made
 
-    def _read(self, tensor: Tensor, read: Callable[[Tensor], Any], otherwise: Callable[[], Any]) -> Any:
+    def _size(self, tensor: Tensor) -> int:
+        """A size of a tensor that the model makes."""
+        return int(self._read(tensor, int, lambda: int(tensor), is_size=True))
+
+    def _read(
+        self, tensor: Tensor, read: Callable[[Tensor], Any], otherwise: Callable[[], Any], *, is_size: bool = False
+    ) -> Any:
         """What the model reads of a tensor."""
         node = private.traced_node(tensor)
         if node is None:  # a tensor of no graph has a value
@@ -116,12 +127,15 @@ class DataReads(TorchFunctionMode):
             value = answers[key].value
             inputs, buffers = frozenset(answers[key].inputs), frozenset(answers[key].buffers)
         else:
-            raise self._refusal(line, f"reads a value that depends on {found.reason}")
+            reads = f"{_SHAPE}, and the data depends on" if is_size else "reads a value that depends on"
+            more = _CHANCE if found.reason == RANDOM_NUMBERS else ""
+            raise self._refusal(line, f"{reads} {found.reason}", more)
         if inputs and not self._reading.specialise:
             names = " and ".join(map(repr, sorted(inputs)))
+            reads = f"{_SHAPE}: the size {value}" if is_size else f"reads {short_repr(value)}"
             raise self._refusal(
                 line,
-                f"reads {short_repr(value)}, which is computed of input {names}",
+                f"{reads}, which is computed of input {names}",
                 "or pass specialise=True: a batch with another value is then refused",
             )
         if inputs or buffers:

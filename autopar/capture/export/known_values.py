@@ -39,6 +39,8 @@ _PLACES = {
 }  # fmt: skip
 _STAY_FINITE = frozenset(_POINTWISE | _SUMS | _PLACES)
 
+RANDOM_NUMBERS = "random numbers"  # the reason of a value that random numbers decide
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -101,7 +103,7 @@ class KnownValues:
         if unknown is not None:
             made = self._of_unknown(node, unknown)
         elif is_random(node):
-            made = Unknown("random numbers", self._is_finite(node))
+            made = Unknown(RANDOM_NUMBERS, self._is_finite(node))
         elif not private.overloads_of(node.target) and not _is_plain(node):
             made = Unknown(f"the result of {node.target}")
         else:

@@ -20,6 +20,7 @@ from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
+from autopar.capture.passes.recurrent import drop_between_layers
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
@@ -213,6 +214,7 @@ PASSES: tuple[GraphPass, ...] = (
     dense_gradients,
     drop_no_ops,
     embedding_bags,
+    drop_between_layers,
     one_output_each,
     drop_copies,
     drop_no_ops,

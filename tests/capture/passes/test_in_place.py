@@ -29,6 +29,16 @@ def by_mask(y: torch.Tensor) -> torch.Tensor:
     return z * y
 
 
+def rows_by_mask(y: torch.Tensor) -> torch.Tensor:
+    z = y.clone()
+    z[z[..., 0] > 0] = y[0, 0] * 2
+    return z * y
+
+
+def power(y: torch.Tensor) -> torch.Tensor:
+    return (1 + y.square()).pow_(-0.5).masked_fill_(y == 0, 0.0)
+
+
 def by_rows(y: torch.Tensor) -> torch.Tensor:
     z = torch.zeros_like(y)
     z[:, torch.tensor([2, 0])] = y[:, :2]
@@ -74,7 +84,20 @@ def rounded(y: torch.Tensor) -> torch.Tensor:
 
 
 BODIES: dict[str, Body] = {
-    f.__name__: f for f in (shifted, masked_slice, by_mask, by_rows, view_of_view, piece, in_a_region, cut, rounded)
+    f.__name__: f
+    for f in (
+        shifted,
+        masked_slice,
+        by_mask,
+        rows_by_mask,
+        power,
+        by_rows,
+        view_of_view,
+        piece,
+        in_a_region,
+        cut,
+        rounded,
+    )
 }
 
 
