@@ -209,6 +209,7 @@ _MORE: tuple[Mapping[str, Any], ...] = (  # tried in this order, until a model c
     {"image_size": (256, 256), "patch_size": (2, 2), "dims": (32, 48, 64),
      "channels": (16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 128)},
 )  # fmt: skip
+_ENDS = (classifier, with_square)  # some models return more than logits
 
 
 def vit_pytorch_entries() -> Iterator[Entry]:
@@ -230,10 +231,10 @@ def _vit_pytorch(file: str) -> Built:
         found = models[-1:]  # passes `num_classes` on
     if not found:
         raise NotImplementedError("no class takes num_classes")
-    return first_that_runs(partial(_vit, found[-1], {**_VIT, **more}) for more in _MORE)
+    return first_that_runs(partial(_vit, found[-1], {**_VIT, **more}, end) for end in _ENDS for more in _MORE)
 
 
-def _vit(kind: Callable[..., nn.Module], values: Mapping[str, Any]) -> Built:
+def _vit(kind: Callable[..., nn.Module], values: Mapping[str, Any], end: Callable[..., Built]) -> Built:
     known = inspect.signature(kind).parameters
     needed = {
         n for n, p in known.items() if (p.default is p.empty and p.kind is p.KEYWORD_ONLY) or n in ("dim", "depth")
@@ -244,8 +245,8 @@ def _vit(kind: Callable[..., nn.Module], values: Mapping[str, Any]) -> Built:
     model = kind(**{name: value for name, value in values.items() if name in known or name in passed_on})
     size = values["image_size"] if isinstance(values["image_size"], int) else values["image_size"][0]
     if "frames" in known or "num_frames" in known:
-        return classifier(model, torch.randn(BATCH, 3, 4, size, size))
-    return classifier(model, torch.randn(BATCH, 3, 64) if "seq_len" in known else image(size=size))
+        return end(model, torch.randn(BATCH, 3, 4, size, size))
+    return end(model, torch.randn(BATCH, 3, 64) if "seq_len" in known else image(size=size))
 
 
 # ---- monai ----

@@ -29,6 +29,15 @@ _LAYERS = (
 )
 
 
+_USUAL: Mapping[str, Callable[[Any], int]] = {  # of values that a configuration leaves open
+    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+    "num_key_value_heads": lambda config: config.num_attention_heads,
+    "num_experts_per_tok": lambda config: 2,
+    "n_group": lambda config: 1,
+    "topk_group": lambda config: 1,
+}
+
+
 def transformers_entries() -> Iterator[Entry]:
     """Every model type with one of the heads above."""
     from transformers.models.auto import modeling_auto
@@ -47,7 +56,7 @@ def _transformers(kind: str, name: str) -> Built:
     return first_that_runs(
         partial(_with_inputs, kind, name, shorten, make)
         for shorten in (True, False)
-        for make in (_derived, _features, partial(_features, turned=True), _of_text, _patches)
+        for make in (_derived, _features, partial(_features, turned=True), _with_image, _of_text, _patches, _longest)
     )
 
 
@@ -56,7 +65,8 @@ def _with_inputs(
 ) -> Built:
     import transformers
 
-    config = transformers.CONFIG_MAPPING[kind]()
+    own = getattr(transformers, name).config_class
+    config = transformers.CONFIG_MAPPING[kind]() if own is None else own()
     if shorten:
         _shorten(config)
     _complete(config, name)
@@ -82,6 +92,12 @@ def _complete(config: Any, name: str) -> None:
     for token in ("pad_token_id", "decoder_start_token_id", "bos_token_id"):
         if getattr(config, token, None) is None:
             setattr(config, token, 0)
+    for part in (config, getattr(config, "text_config", None)):
+        for value, usual in _USUAL.items():
+            if part is not None and value in vars(part) and getattr(part, value) is None:
+                setattr(part, value, usual(part))
+    if "layerdrop" in vars(config):
+        config.layerdrop = 0.0  # a layer that is left out at random is a branch on a random number
     if "is_decoder" in vars(config) and not name.endswith("MaskedLM"):
         config.is_decoder = True
     if getattr(config, "languages", None):
@@ -112,11 +128,28 @@ def _features(model: nn.Module, config: Any, *, turned: bool = False) -> Mapping
     return _with_labels(model, inputs, torch.randint(1, 20, (BATCH, 8)))
 
 
+def _with_image(model: nn.Module, config: Any) -> Mapping[str, torch.Tensor]:
+    """Tokens whose first ones stand for an image."""
+    token = next(getattr(config, n) for n in ("image_token_id", "image_token_index") if getattr(config, n, None))
+    count = _anywhere(config, "image_seq_length", default=576)
+    tokens = torch.full((BATCH, count + TOKENS), 3, device="cpu")
+    tokens[:, :count] = token
+    return {**_derived(model, config), "input_ids": tokens, "labels": torch.full_like(tokens, 3)}
+
+
 def _of_text(model: nn.Module, config: Any) -> Mapping[str, torch.Tensor]:
     """Tokens alone."""
-    return _with_labels(
-        model, {"input_ids": torch.randint(3, 20, (BATCH, TOKENS))}, torch.randint(3, 20, (BATCH, TOKENS))
-    )
+    of_classes = type(model).__name__.endswith("Classification")
+    labels = torch.zeros(BATCH, dtype=torch.int64) if of_classes else torch.randint(3, 20, (BATCH, TOKENS))
+    return _with_labels(model, {"input_ids": torch.randint(3, 20, (BATCH, TOKENS))}, labels)
+
+
+def _longest(model: nn.Module, config: Any) -> Mapping[str, torch.Tensor]:
+    """Tokens of the whole context."""
+    from autopar.models.example_inputs import example_inputs_for
+
+    found: dict[str, torch.Tensor] = example_inputs_for(model, BATCH)
+    return found
 
 
 def _patches(model: nn.Module, config: Any) -> Mapping[str, torch.Tensor]:
