@@ -96,8 +96,9 @@ def _complete(config: Any, name: str) -> None:
         for value, usual in _USUAL.items():
             if part is not None and value in vars(part) and getattr(part, value) is None:
                 setattr(part, value, usual(part))
-    if "layerdrop" in vars(config):
-        config.layerdrop = 0.0  # a layer that is left out at random is a branch on a random number
+    for draws in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"):
+        if draws in vars(config):  # branches on random numbers, and draws by NumPy
+            setattr(config, draws, type(getattr(config, draws))(0))
     if "is_decoder" in vars(config) and not name.endswith("MaskedLM"):
         config.is_decoder = True
     if getattr(config, "languages", None):

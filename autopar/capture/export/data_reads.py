@@ -72,7 +72,9 @@ class DataReads(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, given: Iterable[tuple[str, str, Tensor, Tensor]], reading: Reading) -> None:
         super().__init__()
-        self._model, self._given, self._reading = model, list(given), reading
+        self._model, self._reading = model, reading
+        # now: `x.to(device)` may return `x`, whose node is then another
+        self._given = [(private.traced_node(traced), name, kind, value) for name, kind, traced, value in given]
         self.decided: list[tuple[Decision, Tensor]] = []
         self.notes: dict[str, None] = {}
         self._occurrences: Counter[str] = Counter()
@@ -167,8 +169,8 @@ class DataReads(TorchFunctionMode):
 
     def _of(self, node: fx.Node) -> Known | Unknown:
         if self._values is None:
-            leaves = {private.traced_node(traced): leaf(name, kind, value) for name, kind, traced, value in self._given}
-            self._values = KnownValues({node: value for node, value in leaves.items() if node is not None})
+            leaves = {node: leaf(name, kind, value) for node, name, kind, value in self._given if node is not None}
+            self._values = KnownValues(leaves)
         return self._values.of(node)
 
     def _refusal(self, line: SourceLine, what: str, more: str = "") -> CaptureError:

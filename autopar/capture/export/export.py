@@ -7,6 +7,7 @@ node. One output is the loss.
 import contextlib
 import gc
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch.private import as_exported, flex_attention_by, pytree, quick_export
+from autopar._torch.private import as_exported, ctc_loss_traced, flex_attention_by, pytree, quick_export
 from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.failure import capture_error
 from autopar.capture.export.flexible_attention import flexible_attention
+from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
 from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.export.loss_arguments import (
     arguments_of_loss,
@@ -151,6 +153,17 @@ def _without_cache(model: nn.Module, training: bool) -> Iterator[None]:
             config.use_cache = True
         for module, mode in was_training.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the errors of a trace. The second capture may fail, and other errors are raised."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 @contextlib.contextmanager
@@ -350,11 +363,19 @@ def _export(
         stack.enter_context(_without_cache(model, training))
         stack.enter_context(warnings.catch_warnings())
         speed = contextlib.nullcontext() if lines else quick_export()
-        for context in (ListsAsSlices(), speed, _no_collection(), flex_attention_by(flexible_attention)):
+        for context in (ListsAsSlices(), speed, _no_collection(), _quiet(), ctc_loss_traced()):
             stack.enter_context(context)
+        stack.enter_context(flex_attention_by(flexible_attention))
         seen = stack.enter_context(seen_functions())
         warnings.simplefilter("ignore")
-        exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+
+        def export() -> Any:
+            return torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+
+        before = drawn_so_far()
+        exported = export()
+        if training:
+            refuse_foreign_draws(model, before, export)
     if training:
         refuse_own_gradients(seen)
     return exported, traced

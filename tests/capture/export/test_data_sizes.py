@@ -94,3 +94,13 @@ def test_a_size_of_a_buffer_needs_no_option() -> None:
     model = Padded().double()
     x = X.transpose(1, 2).contiguous()
     check_equivalence(model, {"x": x}, tp=2, dp=2)
+
+
+def test_an_input_that_is_moved_to_its_own_device_is_known() -> None:
+    def finish(y: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        if torch.zeros(3).sum() > 0:  # a read before the move
+            y = -y
+        n = n.to(y.device)
+        return y[n > 1]
+
+    check_equivalence(Counted(finish).double(), {"x": X, "n": N}, tp=2, specialise=True)
