@@ -97,7 +97,7 @@ def _complete(config: Any, name: str) -> None:
             if part is not None and value in vars(part) and getattr(part, value) is None:
                 setattr(part, value, usual(part))
     for draws in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"):
-        if draws in vars(config):  # branches on random numbers, and draws by NumPy
+        if vars(config).get(draws):  # branches on random numbers, and draws by NumPy
             setattr(config, draws, type(getattr(config, draws))(0))
     if "is_decoder" in vars(config) and not name.endswith("MaskedLM"):
         config.is_decoder = True
