@@ -54,9 +54,7 @@ def transformers_entries() -> Iterator[Entry]:
 def _transformers(kind: str, name: str) -> Built:
     """The model with two layers, or with its usual ones, and the first inputs that it runs with."""
     return first_that_runs(
-        partial(_with_inputs, kind, name, shorten, make)
-        for shorten in (True, False)
-        for make in (_derived, _features, partial(_features, turned=True), _with_image, _of_text, _patches, _longest)
+        partial(_with_inputs, kind, name, shorten, make) for shorten in (True, False) for make in _INPUTS
     )
 
 
@@ -94,7 +92,7 @@ def _complete(config: Any, name: str) -> None:
             setattr(config, token, 0)
     for part in (config, getattr(config, "text_config", None)):
         for value, usual in _USUAL.items():
-            if part is not None and value in vars(part) and getattr(part, value) is None:
+            if part is not None and vars(part).get(value, 0) is None:
                 setattr(part, value, usual(part))
     for draws in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"):
         if vars(config).get(draws):  # branches on random numbers, and draws by NumPy
@@ -125,14 +123,19 @@ def _features(model: nn.Module, config: Any, *, turned: bool = False) -> Mapping
         raise NotImplementedError(f"features for the input {name!r}")
     bins = _anywhere(config, "num_mel_bins", "input_dim", "input_feat_per_channel", default=80)
     frames = (BATCH, 3000, bins) if turned else (BATCH, bins, 3000)
-    inputs = {name: torch.randn(BATCH, 16_000) if name == "input_values" and not turned else torch.randn(frames)}
+    sound = torch.randn(BATCH, 16_000) if name == "input_values" and not turned else torch.randn(frames)
+    inputs = {str(name): sound}
     return _with_labels(model, inputs, torch.randint(1, 20, (BATCH, 8)))
 
 
-def _with_image(model: nn.Module, config: Any) -> Mapping[str, torch.Tensor]:
-    """Tokens whose first ones stand for an image."""
-    token = next(getattr(config, n) for n in ("image_token_id", "image_token_index") if getattr(config, n, None))
-    count = _anywhere(config, "image_seq_length", default=576)
+def _with_image(model: nn.Module, config: Any, count: int | None = None) -> Mapping[str, torch.Tensor]:
+    """Tokens of which the first `count` ones stand for an image."""
+    token = next(
+        (getattr(config, n) for n in ("image_token_id", "image_token_index") if getattr(config, n, None)), None
+    )
+    if token is None or not {"pixel_values", "input_ids", "labels"} <= set(_arguments(model)):
+        raise NotImplementedError("no image among the tokens")
+    count = count or _anywhere(config, "image_seq_length", default=576)
     tokens = torch.full((BATCH, count + TOKENS), 3, device="cpu")
     tokens[:, :count] = token
     return {**_derived(model, config), "input_ids": tokens, "labels": torch.full_like(tokens, 3)}
@@ -180,3 +183,9 @@ def _anywhere(config: Any, *names: str, default: int) -> int:
     parts = (config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ())))
     found = (getattr(part, name, None) for name in names for part in parts)
     return next((value for value in found if isinstance(value, int)), default)
+
+
+_INPUTS = (  # tried in this order
+    _with_image, partial(_with_image, count=256), _derived, _features, partial(_features, turned=True), _of_text,
+    _patches, _longest,
+)  # fmt: skip

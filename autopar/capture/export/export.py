@@ -20,6 +20,7 @@ from torch import fx, nn
 from autopar._torch.private import as_exported, ctc_loss_traced, flex_attention_by, pytree, quick_export
 from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
+from autopar.capture.export.distributions import unchecked_distributions
 from autopar.capture.export.failure import capture_error
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
@@ -365,7 +366,8 @@ def _export(
         speed = contextlib.nullcontext() if lines else quick_export()
         for context in (ListsAsSlices(), speed, _no_collection(), _quiet(), ctc_loss_traced()):
             stack.enter_context(context)
-        stack.enter_context(flex_attention_by(flexible_attention))
+        for context in (unchecked_distributions(), flex_attention_by(flexible_attention)):
+            stack.enter_context(context)
         seen = stack.enter_context(seen_functions())
         warnings.simplefilter("ignore")
 

@@ -90,6 +90,20 @@ def _kinds(schema: Any) -> list[str]:
     return [str(argument.type) for argument in schema.arguments if argument.name != "out"]
 
 
+def _arguments(node: fx.Node, twin: Any) -> tuple[Any, ...]:
+    """The positional arguments of a node, with a default of its operator where the twin has another or none.
+
+    A trace leaves out `p` of `bernoulli_(p=0.5)`, but `bernoulli` needs it.
+    """
+    given = list(node.args)
+    own = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    for argument, other in list(zip(own, twin._schema.arguments, strict=False))[len(given) :]:
+        if argument.name in node.kwargs or argument.default_value == other.default_value:
+            break
+        given.append(argument.default_value)
+    return tuple(given)
+
+
 def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Replace an in-place operator. The new value has the shape and dtype of the old value."""
     target, twin = _first(node), _functional_twin(node)
@@ -104,7 +118,7 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         if twin is aten.copy.default:
             new = _fitted(graph, node, node.args[1], like)
         else:
-            new = _fitted(graph, node, compute(graph, node, twin, *node.args, **node.kwargs), like)
+            new = _fitted(graph, node, compute(graph, node, twin, *_arguments(node, twin), **node.kwargs), like)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     assert target is not new

@@ -186,3 +186,12 @@ def test_a_changed_parameter_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"changes layer\.weight in its forward pass; only buffers"):
         capture_program(Clipped(), {"x": torch.zeros(4, 6)})
+
+
+def test_a_default_that_only_the_operator_in_place_has_is_kept() -> None:
+    """A trace leaves out the probability of one half, which `bernoulli_` has as its default."""
+    program = capture_program(
+        squared(lambda y: y * y.new_empty(y.shape[0], 1).bernoulli_(0.5)), {"x": torch.zeros(4, 6)}
+    )
+    drawn = [n for n in program.blocks[0].graph.nodes if n.target is torch.ops.aten.bernoulli.p]
+    assert [n.args[1] for n in drawn] == [0.5]
