@@ -7,7 +7,7 @@ import torch
 from script import ROOT, script
 from torch import nn
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(ROOT / "tools"))
 census = script("tools/operator_census.py")
 
 

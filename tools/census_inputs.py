@@ -75,11 +75,12 @@ class WithLoss(nn.Module):
 
 
 def first_that_runs(candidates: Iterable[Callable[[], Built]]) -> Built:
-    """The first candidate that can be built and called. If there is none, the first one that can be built.
+    """The first candidate that can be called. If there is none, the first one that fails for want of values, or any.
 
-    A model that reads a value cannot be called on meta, and counts as one that runs.
+    A model that reads a value cannot be called on meta, so that its failure says nothing about its inputs.
     """
-    built: Built | None = None
+    built: list[Built] = []
+    without_values: list[Built] = []
     failed: Exception | None = None
     for candidate in candidates:
         try:
@@ -87,16 +88,17 @@ def first_that_runs(candidates: Iterable[Callable[[], Built]]) -> Built:
         except Exception as error:
             failed = failed or error
             continue
-        if runs(*found):
+        own = error_of(*found)
+        if own is None:
             return found
-        built = built or found
-    if built is None:
+        (without_values if "meta" in str(own).lower() else built).append(found)
+    if not built and not without_values:
         raise failed or ValueError("no candidates")
-    return built
+    return (without_values or built)[0]
 
 
-def runs(model: nn.Module, inputs: Any, loss_fn: Callable[..., torch.Tensor] | None) -> bool:
-    """Whether a call succeeds, or fails for no other reason than a value that meta tensors do not have."""
+def error_of(model: nn.Module, inputs: Any, loss_fn: Callable[..., torch.Tensor] | None) -> Exception | None:
+    """The error of a call, if it fails."""
     model.train()
     try:
         if isinstance(inputs, Mapping):
@@ -106,5 +108,5 @@ def runs(model: nn.Module, inputs: Any, loss_fn: Callable[..., torch.Tensor] | N
         else:
             loss_fn(model(*inputs[:-1]), inputs[-1])
     except Exception as error:
-        return "meta" in str(error).lower()
-    return True
+        return error
+    return None
