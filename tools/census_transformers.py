@@ -109,22 +109,28 @@ def _derived(model: nn.Module, config: Any) -> Mapping[str, torch.Tensor]:
 
     if model.main_input_name in ("input_values", "input_features") and "labels" in _arguments(model):
         return _features(model, config)
-    if type(model).__name__.endswith("ForImageClassification") and not hasattr(config, "image_size"):
+    if type(model).__name__.endswith("ForImageClassification") and not (
+        hasattr(config, "image_size") and hasattr(config, "num_channels")
+    ):
         pixels = torch.randn(BATCH, getattr(config, "num_channels", 3), 224, 224)
         return _with_labels(model, {"pixel_values": pixels}, torch.zeros(BATCH, dtype=torch.int64))
     found: dict[str, torch.Tensor] = example_inputs_for(model, BATCH, TOKENS)
     return found
 
 
-def _features(model: nn.Module, config: Any, *, turned: bool = False) -> Mapping[str, torch.Tensor]:
+def _features(
+    model: nn.Module, config: Any, *, turned: bool = False, masked: bool = False
+) -> Mapping[str, torch.Tensor]:
     """A sound as values or as features: (batch, frequencies, frames), or turned. The labels are tokens."""
     name = model.main_input_name
     if name not in ("input_values", "input_features"):
         raise NotImplementedError(f"features for the input {name!r}")
-    bins = _anywhere(config, "num_mel_bins", "input_dim", "input_feat_per_channel", default=80)
+    bins = _anywhere(config, "input_dim", "num_mel_bins", "input_feat_per_channel", default=80)
     frames = (BATCH, 3000, bins) if turned else (BATCH, bins, 3000)
     sound = torch.randn(BATCH, 16_000) if name == "input_values" and not turned else torch.randn(frames)
     inputs = {str(name): sound}
+    if masked:
+        inputs["attention_mask"] = torch.ones(BATCH, 3000, dtype=torch.int64)
     return _with_labels(model, inputs, torch.randint(1, 20, (BATCH, 8)))
 
 
@@ -186,6 +192,6 @@ def _anywhere(config: Any, *names: str, default: int) -> int:
 
 
 _INPUTS = (  # tried in this order
-    _with_image, partial(_with_image, count=256), _derived, _features, partial(_features, turned=True), _of_text,
-    _patches, _longest,
+    _with_image, partial(_with_image, count=256), _derived, _features, partial(_features, turned=True),
+    partial(_features, turned=True, masked=True), _of_text, _patches, _longest,
 )  # fmt: skip
