@@ -245,7 +245,12 @@ def _operator_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [
         f"{len(with_it)} operators; {len(found)} of them have calls without a rule.",
         "",
-        _row("operator", "models that have it", "models with calls without a rule", "its largest share of FLOP there"),
+        _row(
+            "operator",
+            "models that have it",
+            "models with calls without a rule",
+            "largest share of FLOP of all its calls there",
+        ),
         _row("---", "---:", "---:", "---:"),
         *(_row(f"`{o}`", str(with_it[o]), str(without_rule[o]), f"{flops[o]:.1%}") for o in found[:SHOWN]),
     ]

@@ -15,6 +15,7 @@ from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
+from autopar.capture.passes.cells import open_cells
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
@@ -215,6 +216,7 @@ PASSES: tuple[GraphPass, ...] = (
     drop_no_ops,
     embedding_bags,
     drop_between_layers,
+    open_cells,
     one_output_each,
     drop_copies,
     drop_no_ops,
