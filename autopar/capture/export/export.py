@@ -31,6 +31,7 @@ from autopar.capture.export.loss_arguments import (
     names_of_loss,
     num_of_loss,
 )
+from autopar.capture.export.own_changes import unchanged
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
@@ -90,6 +91,10 @@ class _Outputs(nn.Module):
             yield name, "buffer", buffer
 
     def _outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        with unchanged(self.model):
+            return self._changed_outputs(*args, **kwargs)
+
+    def _changed_outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
             before = getattr(self.model, "loss", None)
             found = named_outputs(self.model(*args, **kwargs))
