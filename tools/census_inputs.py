@@ -98,8 +98,8 @@ def first_that_runs(candidates: Iterable[Callable[[], Built]]) -> Built:
 
 
 def error_of(model: nn.Module, inputs: Any, loss_fn: Callable[..., torch.Tensor] | None) -> Exception | None:
-    """The error of a call, if it fails."""
-    model.train()
+    """The error of a call, if it fails. The whole model moves to the device that it was built for."""
+    model.to(torch.get_default_device()).train()
     try:
         if isinstance(inputs, Mapping):
             model(**inputs)
