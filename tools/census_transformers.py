@@ -94,9 +94,10 @@ def _complete(config: Any, name: str) -> None:
         for value, usual in _USUAL.items():
             if part is not None and vars(part).get(value, 0) is None:
                 setattr(part, value, usual(part))
-    for draws in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"):
-        if vars(config).get(draws):  # branches on random numbers, and draws by NumPy
-            setattr(config, draws, type(getattr(config, draws))(0))
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for draws in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"):
+            if part is not None and vars(part).get(draws):  # branches on random numbers, and draws by NumPy
+                setattr(part, draws, type(getattr(part, draws))(0))
     if "is_decoder" in vars(config) and not name.endswith("MaskedLM"):
         config.is_decoder = True
     if getattr(config, "languages", None):
