@@ -8,68 +8,26 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from census_inputs import (
+    BATCH,
+    CLASSES,
+    IMAGE,
+    TOKENS,
+    Built,
+    Entry,
+    Part,
+    classifier,
+    first_that_runs,
+    image,
+    with_square,
+)
+from census_transformers import transformers_entries
 from torch import nn
-
-BATCH = 4
-CLASSES = 10
-IMAGE, TOKENS = 64, 32
-Built = tuple[nn.Module, Any, Callable[..., torch.Tensor] | None]  # model, inputs, loss_fn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A model of the census."""
-
-    package: str
-    name: str
-    build: Callable[[], Built]
-
-
-class Part(nn.Module):
-    """A model with one of its outputs: an attribute, a key or a position."""
-
-    def __init__(self, model: nn.Module, output: str | int) -> None:
-        super().__init__()
-        self.model, self.output = model, output
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        found = self.model(*args)
-        out: torch.Tensor = getattr(found, self.output) if isinstance(self.output, str) else found[self.output]
-        return out
-
-
-def squared(out: Any, target: torch.Tensor) -> torch.Tensor:
-    """The mean square of the first output tensor, whatever shape it has. `target` only gives the batch."""
-    while not isinstance(out, torch.Tensor):
-        out = next(iter(out.values())) if isinstance(out, Mapping) else out[0]
-    return out.float().square().mean() + 0 * target.float().mean()
-
-
-def image(channels: int = 3, size: int = IMAGE, dims: int = 2) -> torch.Tensor:
-    """A batch of images or volumes."""
-    return torch.randn(BATCH, channels, *[size] * dims)
-
-
-def classes() -> torch.Tensor:
-    """A batch of class numbers."""
-    return torch.randint(0, CLASSES, (BATCH,))
-
-
-def classifier(model: nn.Module, x: torch.Tensor) -> Built:
-    """A model whose output are the logits of classes."""
-    return model, (x, classes()), F.cross_entropy
-
-
-def with_square(model: nn.Module, *inputs: torch.Tensor) -> Built:
-    """A model with a loss of its first output."""
-    return model, (*inputs, torch.zeros(BATCH)), squared
-
 
 # ---- timm: the first and the smallest model of every file ----
 
@@ -126,72 +84,6 @@ def _torchvision(name: str) -> Built:
     size = 299 if "inception" in name else 224
     more = {"aux_logits": False} if "inception" in name or "googlenet" in name else {}
     return classifier(models.get_model(name, num_classes=CLASSES, **more), image(size=size))
-
-
-# ---- transformers: every model type with a language head, an image or audio head, and two layers ----
-
-_HEADS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "MODEL_FOR_CTC_MAPPING_NAMES",
-)
-_LAYERS = (
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
-)
-
-
-def transformers_entries() -> Iterator[Entry]:
-    """Every model type with one of the heads above."""
-    from transformers.models.auto import modeling_auto
-
-    seen = set()
-    for head in _HEADS:
-        for kind, names in getattr(modeling_auto, head).items():
-            name = names if isinstance(names, str) else names[0]
-            if kind not in seen:
-                seen.add(kind)
-                yield Entry(package="transformers", name=name, build=partial(_transformers, kind, name))
-
-
-def _transformers(kind: str, name: str) -> Built:
-    import transformers
-
-    from autopar.models.example_inputs import example_inputs_for
-
-    config = transformers.CONFIG_MAPPING[kind]()
-    for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
-        for layers in _LAYERS:
-            if part is not None and isinstance(getattr(part, layers, None), int):
-                setattr(part, layers, min(2, getattr(part, layers)))
-    if isinstance(vars(config).get("layer_types"), list):
-        config.layer_types = config.layer_types[:2]
-    config.use_cache = False
-    model = getattr(transformers, name)(config)
-    if (
-        model.main_input_name in ("input_values", "input_features")
-        and "labels" in inspect.signature(model.forward).parameters
-    ):
-        shape = (
-            (BATCH, 16_000)
-            if model.main_input_name == "input_values"
-            else (BATCH, getattr(config, "num_mel_bins", 80), 3000)
-        )
-        labels = torch.randint(1, 20, (BATCH, 8))
-        return model, {model.main_input_name: torch.randn(shape), "labels": labels}, None
-    if name.endswith("ForImageClassification") and not hasattr(config, "image_size"):
-        pixels = torch.randn(BATCH, getattr(config, "num_channels", 3), 224, 224)
-        return model, {"pixel_values": pixels, "labels": torch.zeros(BATCH, dtype=torch.int64)}, None
-    return model, example_inputs_for(model, BATCH, TOKENS), None
 
 
 # ---- diffusers ----
@@ -306,8 +198,18 @@ _VIT = {
     "image_size": IMAGE, "patch_size": 16, "num_classes": CLASSES, "dim": 64, "depth": 2, "heads": 4, "mlp_dim": 128,
     "dim_head": 16, "channels": 3, "cls_depth": 1, "frames": 4, "image_patch_size": 16, "frame_patch_size": 2,
     "spatial_depth": 1, "temporal_depth": 1, "seq_len": 64, "num_register_tokens": 2, "block_repeats": (1, 1),
-    "num_hierarchies": 2, "max_patches": 16,
+    "num_hierarchies": 2, "max_patches": 16, "sm_dim": 64, "lg_dim": 128, "sm_patch_size": 8, "lg_patch_size": 16,
+    "num_slots": 4, "reduction_factor": (8, 4, 2, 1), "ndim": 2, "input_shape": (IMAGE, IMAGE), "img_size": IMAGE,
+    "embedding_dim": 64, "num_layers": 2, "num_heads": 4, "max_frames": 4, "mlp_ratio": 2, "num_frames": 4,
 }  # fmt: skip
+_OF_STAGES: Mapping[str, Any] = {"depth": (1, 1, 1, 1)}
+_MORE: tuple[Mapping[str, Any], ...] = (  # tried in this order, until a model can be called
+    {}, _OF_STAGES, {"depth": (1, 2), "image_size": 128}, {"image_size": 224}, {**_OF_STAGES, "image_size": 224},
+    {"image_size": 224, "depth": (1, 2)}, {"patch_size": 1}, {**_OF_STAGES, "image_size": 256},
+    {"image_size": (256, 256), "patch_size": (2, 2), "dims": (32, 48, 64),
+     "channels": (16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 128)},
+)  # fmt: skip
+_ENDS = (classifier, with_square)  # some models return more than logits
 
 
 def vit_pytorch_entries() -> Iterator[Entry]:
@@ -320,23 +222,31 @@ def vit_pytorch_entries() -> Iterator[Entry]:
 
 def _vit_pytorch(file: str) -> Built:
     module = importlib.import_module(f"vit_pytorch.{file}")
-    found = [
+    models = [
         kind for kind in vars(module).values()
         if inspect.isclass(kind) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__
-        and "num_classes" in inspect.signature(kind).parameters
     ]  # fmt: skip
+    found = [kind for kind in models if "num_classes" in inspect.signature(kind).parameters]
+    if not found and "img_size" in inspect.signature(models[-1]).parameters:
+        found = models[-1:]  # passes `num_classes` on
     if not found:
         raise NotImplementedError("no class takes num_classes")
-    known = inspect.signature(found[-1]).parameters
+    return first_that_runs(partial(_vit, found[-1], {**_VIT, **more}, end) for end in _ENDS for more in _MORE)
+
+
+def _vit(kind: Callable[..., nn.Module], values: Mapping[str, Any], end: Callable[..., Built]) -> Built:
+    known = inspect.signature(kind).parameters
     needed = {
         n for n, p in known.items() if (p.default is p.empty and p.kind is p.KEYWORD_ONLY) or n in ("dim", "depth")
     }
-    if missing := needed - set(_VIT):
+    if missing := needed - set(values):
         raise NotImplementedError(f"arguments without a usual value: {sorted(missing)}")
-    model = found[-1](**{name: value for name, value in _VIT.items() if name in known})
-    if "frames" in known:
-        return classifier(model, torch.randn(BATCH, 3, 4, IMAGE, IMAGE))
-    return classifier(model, torch.randn(BATCH, 3, 64) if "seq_len" in known else image())
+    passed_on = ("num_classes", "num_layers", "num_heads", "mlp_ratio") if "img_size" in known else ()
+    model = kind(**{name: value for name, value in values.items() if name in known or name in passed_on})
+    size = values["image_size"] if isinstance(values["image_size"], int) else values["image_size"][0]
+    if "frames" in known or "num_frames" in known:
+        return end(model, torch.randn(BATCH, 3, 4, size, size))
+    return end(model, torch.randn(BATCH, 3, 64) if "seq_len" in known else image(size=size))
 
 
 # ---- monai ----
@@ -393,7 +303,8 @@ def segmentation_entries() -> Iterator[Entry]:
     import segmentation_models_pytorch as smp
 
     for name, kind in smp.MODEL_ARCHITECTURES_MAPPING.items():
-        for encoder in ("resnet18", "mobilenet_v2", "tu-convnext_atto"):
+        of_any = ("resnet18", "mobilenet_v2", "tu-convnext_atto")
+        for encoder in ("tu-vit_tiny_patch16_224",) if name == "dpt" else of_any:
             yield Entry(
                 package="segmentation_models_pytorch",
                 name=f"{name} {encoder}",
@@ -402,7 +313,9 @@ def segmentation_entries() -> Iterator[Entry]:
 
 
 def _segmentation(kind: Callable[..., nn.Module], encoder: str) -> Built:
-    return with_square(kind(encoder, encoder_weights=None, classes=2), image(size=128))
+    size = 224 if "224" in encoder else 128
+    more = {"dynamic_img_size": True} if "vit" in encoder else {}
+    return with_square(kind(encoder, encoder_weights=None, classes=2, **more), image(size=size))
 
 
 # ---- x_transformers: one model for each option ----
@@ -414,9 +327,9 @@ _OPTIONS: tuple[Mapping[str, Any], ...] = (
     {"sandwich_norm": True}, {"macaron": True}, {"residual_attn": True}, {"gate_residual": True},
     {"scale_residual": True}, {"shift_tokens": 1}, {"attn_gate_values": True}, {"attn_flash": True},
     {"dynamic_pos_bias": True}, {"ff_post_act_ln": True}, {"attn_softclamp_logits": True}, {"use_scalenorm": True},
-    {"resi_dual": True}, {"deepnorm": True}, {"attn_laser": True}, {"use_layerscale": True}, {"ff_relu_squared": True},
+    {"deepnorm": True}, {"attn_laser": True}, {"use_layerscale": True}, {"ff_relu_squared": True},
     {"attn_value_dim_head": 24}, {"num_residual_streams": 2}, {"polar_pos_emb": True}, {"rotary_xpos": True},
-    {"attn_selective": True}, {"attn_learned_value_residual_mix": True, "add_value_residual": True},
+    {"attn_selective": True}, {"add_value_residual": True, "learned_value_residual_mix": True},
 )  # fmt: skip
 
 
@@ -442,11 +355,38 @@ def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+# ---- torch_geometric: networks of a graph's nodes, with a list of edges ----
+
+_GRAPHS: Mapping[str, Mapping[str, Any]] = {
+    "GCN": {}, "GraphSAGE": {}, "GIN": {}, "GAT": {"heads": 4}, "GAT v2": {"v2": True, "heads": 4}, "EdgeCNN": {},
+    "GCN cat": {"jk": "cat"}, "GraphSAGE lstm": {"jk": "lstm"}, "GIN norm": {"norm": "batch_norm"},
+    "PNA": {"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": None},
+}  # fmt: skip
+NODES, EDGES, FEATURES = 64, 256, 32
+
+
+def torch_geometric_entries() -> Iterator[Entry]:
+    """Networks that classify the nodes of a graph."""
+    for name, options in _GRAPHS.items():
+        yield Entry(package="torch_geometric", name=name, build=partial(_graph, name.split()[0], options))
+
+
+def _graph(name: str, options: Mapping[str, Any]) -> Built:
+    from torch_geometric.nn import models
+
+    given = {**options, "deg": torch.ones(8, dtype=torch.int64, device="cpu")} if "deg" in options else options
+    with torch.device("cpu"):
+        model = getattr(models, name)(FEATURES, 64, 2, CLASSES, **given)
+    edges = torch.randint(0, NODES, (2, EDGES))
+    return model, (torch.randn(NODES, FEATURES), edges, torch.randint(0, CLASSES, (NODES,))), F.cross_entropy
+
+
 PACKAGES: Mapping[str, Callable[[], Iterator[Entry]]] = {
     "diffusers": diffusers_entries,
     "monai": monai_entries,
     "segmentation_models_pytorch": segmentation_entries,
     "timm": timm_entries,
+    "torch_geometric": torch_geometric_entries,
     "torchvision": torchvision_entries,
     "transformers": transformers_entries,
     "vit_pytorch": vit_pytorch_entries,

@@ -3,8 +3,9 @@
     python tools/operator_census.py [--only TEXT] [--share 0.1] [--results FILE] [--jobs N] [--write]
 
 Every model of tools/census_models.py whose package is installed is captured and labelled at tp = 2, each in a process
-of its own with a time limit. Results are kept in a JSON file, and a later run goes on from there. `--write` puts the
-tables into docs/coverage.md.
+of its own with a time limit. A model that is refused on meta is tried again as a user would: with inputs that have
+values and `specialise=True`, then on the CPU if it is small. Results are kept in a JSON file, and a later run goes on
+from there. `--write` puts the tables into docs/coverage.md.
 """
 
 import argparse
@@ -16,13 +17,13 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import census_models
-from census_models import Entry
+from census_inputs import Built, Entry
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "coverage.md"
@@ -30,8 +31,10 @@ MARKS = ("<!-- census -->", "<!-- end of census -->")
 TIMEOUT_S = 240
 AIM = 0.9  # of the FLOP are split at tp = 2
 SHOWN = 30
+MOST_PARAMETERS = 200_000_000  # of a model that is built on the CPU
 PRELOADED = ("torch", "torch._dynamo", "autopar", "autopar.planning.fixed", "autopar.capture.program")
-OUTCOMES = ("split", "partly split", "refused", "not built", "internal error", "too slow")
+CAPTURED = ("split", "partly split")
+OUTCOMES = (*CAPTURED, "refused", "internal error", "too slow", "fails alone")  # of a model that is built
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,31 +104,86 @@ def _send(send: Any, package: str, name: str) -> None:
 
 def measured(entry: Entry) -> dict[str, Any]:
     """The outcome of one model, and its operators: calls, calls without a rule, and FLOP."""
-    import torch
-
     from autopar.cost_model.work.coverage import coverage
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.degrees import Degrees
-    from autopar.planning.fixed import capture_for, choose_labels
+    from autopar.planning.fixed import choose_labels
 
     cluster = ClusterSpec.preset("2xcpu")
     try:
-        with torch.device("meta"):
-            model, inputs, loss_fn = entry.build()
+        try:
+            built = _built(entry)
+        except Exception as error:
+            if "meta" not in str(error):
+                raise
+            built = _built(entry, "cpu")  # it reads a value while it is built
     except Exception as error:
         return {"outcome": "not built", "reason": reason_of(error)}
     try:
-        program = capture_for(model.train(), inputs, Degrees(), loss_fn)
+        program = _captured(entry, built)
         degrees, analysis, found = choose_labels(program, cluster, Degrees(tp=2))
         covered = coverage(program, analysis, found.blocks, degrees, cluster)
     except AutoparError as error:
-        return {"outcome": "refused", "reason": reason_of(error)}
+        alone = "the model fails on one device, without autopar" in str(error)
+        return {"outcome": "fails alone" if alone else "refused", "reason": reason_of(error)}
     except Exception as error:
         return {"outcome": "internal error", "reason": reason_of(error)}
     share = covered.split_flops("tp")
     operators = {o.operator: (o.num_calls, o.num_without_rule, o.flops) for o in covered.operators}
-    return {"outcome": "split" if share >= AIM else "partly split", "share": share, "operators": operators}
+    row = {"outcome": CAPTURED[share < AIM], "share": share, "operators": operators}
+    return row | {"specialise": True} if any(decision.inputs for decision in program.decisions) else row
+
+
+def _built(entry: Entry, device: str = "meta") -> Built:
+    """The model, all of it on the device, and its inputs."""
+    import torch
+
+    with torch.device(device):
+        model, inputs, loss_fn = entry.build()
+    return model.to(device), inputs, loss_fn
+
+
+def _captured(entry: Entry, built: Built) -> Any:
+    """The program of the first attempt that is not refused. Raises the error of the last attempt."""
+    from autopar.errors import CaptureError
+    from autopar.ir.degrees import Degrees
+    from autopar.planning.fixed import capture_for
+
+    refused: CaptureError | None = None
+    for (model, inputs, loss_fn), specialise in _attempts(entry, built):
+        try:
+            return capture_for(model.train(), inputs, Degrees(), loss_fn, specialise=specialise)
+        except CaptureError as error:
+            refused = error
+    assert refused is not None
+    raise refused
+
+
+def _attempts(entry: Entry, built: Built) -> Iterator[tuple[Built, bool]]:
+    """The model on meta, with inputs that have values, and on the CPU; and whether inputs may decide branches."""
+    yield built, False
+    model, inputs, loss_fn = built
+    yield (model, with_values(inputs), loss_fn), True
+    if sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS:
+        on_cpu = _built(entry, "cpu")
+        yield on_cpu, False
+        yield on_cpu, True
+
+
+def with_values(inputs: Any) -> Any:
+    """The inputs on the CPU: small numbers instead of tensors on meta."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    def filled(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.is_meta:
+            return leaf
+        if leaf.dtype.is_floating_point:
+            return torch.randn(leaf.shape, dtype=leaf.dtype)
+        return torch.randint(1, 4, leaf.shape).to(leaf.dtype)
+
+    return pytree.tree_map_only(torch.Tensor, filled, inputs)
 
 
 def reason_of(error: Exception) -> str:
@@ -144,28 +202,32 @@ def tables(kept: Mapping[str, Any]) -> str:
     """The census as Markdown: outcomes by package, reasons, and operators."""
     built = {name: row for name, row in kept.items() if row["outcome"] != "not built"}
     packages = sorted({name.split("/")[0] for name in built})
+    run = [row for row in built.values() if row["outcome"] != "fails alone"]
     lines = [
-        f"{len(built)} models of {len(packages)} packages were built from their configurations on meta.",
+        f"{len(built)} models of {len(packages)} packages were built from their configurations. {len(run)} of them run "
+        "alone, and the shares below count these.",
         "",
-        _row("package", "models", *OUTCOMES[:3], *OUTCOMES[4:]),
-        _row("---", *["---:"] * 6),
+        _row("package", "built", *OUTCOMES, "with specialise"),
+        _row("---", *["---:"] * (len(OUTCOMES) + 2)),
     ]
     for package in [*packages, ""]:
-        own = Counter(
-            row["outcome"] for name, row in built.items() if name.startswith(f"{package}/" if package else "")
-        )
-        counts = [own[outcome] for outcome in (*OUTCOMES[:3], *OUTCOMES[4:])]
-        lines.append(_row(package or "all", str(own.total()), *map(str, counts)))
-    captured = sum(row["outcome"] in ("split", "partly split") for row in built.values())
-    split = sum(row["outcome"] == "split" for row in built.values())
-    total = max(1, len(built))
+        own = [row for name, row in built.items() if name.startswith(f"{package}/" if package else "")]
+        counts = Counter(row["outcome"] for row in own)
+        specialised = sum("specialise" in row for row in own)
+        lines.append(_row(package or "all", str(len(own)), *(str(counts[o]) for o in OUTCOMES), str(specialised)))
+    captured = [row for row in run if row["outcome"] in CAPTURED]
+    specialised = sum("specialise" in row for row in captured)
+    split = sum(row["outcome"] == "split" for row in captured)
+    total = max(1, len(run))
     lines += [
         "",
-        f"Captured: {captured / total:.1%}. At least {AIM:.0%} of the FLOP split at tp = 2: {split / total:.1%}.",
+        f"Captured: {len(captured) / total:.1%} ({(len(captured) - specialised) / total:.1%} as they are, and "
+        f"{specialised / total:.1%} with `specialise=True`). At least {AIM:.0%} of the FLOP split at tp = 2: "
+        f"{split / total:.1%}.",
         "",
     ]
     lines += [_row("reason of a refusal", "models"), _row("---", "---:")]
-    reasons = Counter(kind_of(row["reason"]) for row in built.values() if "reason" in row)
+    reasons = Counter(kind_of(row["reason"]) for row in run if "reason" in row)
     lines += [_row(reason.replace("|", "/"), str(count)) for reason, count in reasons.most_common()]
     return "\n".join([*lines, "", *_operator_table(built.values())])
 
@@ -183,7 +245,12 @@ def _operator_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return [
         f"{len(with_it)} operators; {len(found)} of them have calls without a rule.",
         "",
-        _row("operator", "models that have it", "models with calls without a rule", "its largest share of FLOP there"),
+        _row(
+            "operator",
+            "models that have it",
+            "models with calls without a rule",
+            "largest share of FLOP of all its calls there",
+        ),
         _row("---", "---:", "---:", "---:"),
         *(_row(f"`{o}`", str(with_it[o]), str(without_rule[o]), f"{flops[o]:.1%}") for o in found[:SHOWN]),
     ]

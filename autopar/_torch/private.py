@@ -220,6 +220,32 @@ def quick_export() -> Iterator[None]:
 
 
 @contextmanager
+def ctc_loss_traced() -> Iterator[None]:
+    """A context in which `ctc_loss` is traced for tensors of lengths.
+
+    PyTorch refuses it, because an inner result is as long as the longest target. Here it has the length of all targets.
+    """
+    from torch._subclasses.fake_impls import op_implementations_dict
+
+    def losses(mode: Any, operator: Any, log_probs: Any, targets: Any, *given: Any, **named: Any) -> tuple[Any, Any]:
+        batch = tuple(log_probs.shape[1:-1])
+        with mode:
+            length = 2 * targets.shape[-1] + 1
+            return log_probs.new_empty(batch), log_probs.new_empty((*batch, log_probs.shape[0], length))
+
+    inner = torch.ops.aten._ctc_loss.Tensor
+    before = op_implementations_dict.get(inner)
+    op_implementations_dict[inner] = losses
+    try:
+        yield
+    finally:
+        if before is None:
+            del op_implementations_dict[inner]
+        else:
+            op_implementations_dict[inner] = before
+
+
+@contextmanager
 def flex_attention_by(function: Callable[..., Any]) -> Iterator[None]:
     """A context in which `flex_attention` calls `function` on every device, without compilation."""
     module = sys.modules.get("torch.nn.attention.flex_attention")

@@ -13,7 +13,7 @@ class Flat:
 
     The graph returns the outputs, then the new values of the buffers in `updates`. `parts` describes the parameters
     that are pieces of a parameter of the model (`autopar.capture.passes.packings`). `decisions` name the outputs
-    with values that the model read.
+    with values that the model read. `notes` are facts about the capture for the user.
     """
 
     graph: fx.Graph
@@ -23,6 +23,7 @@ class Flat:
     updates: tuple[str, ...] = ()
     parts: dict[str, PartOf] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def of_kind(self, kind: str) -> dict[str, str]:
         """The placeholders of one kind, with the model's names for them."""

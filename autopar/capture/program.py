@@ -367,7 +367,8 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
         calls=calls,
         parameters={n: p for n, p in parameters.items() if n in used},
         unused=(unused := {n: p for n, p in parameters.items() if n not in used}),
-        notes=(f"parameters that the loss does not use get no gradient: {', '.join(unused)}",) if unused else (),
+        notes=(f"parameters that the loss does not use get no gradient: {', '.join(unused)}",)[: len(unused)]
+        + flat.notes,
         inputs=inputs,
         constants=constant_graph,
         loss=names[loss],

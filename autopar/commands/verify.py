@@ -33,7 +33,6 @@ from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.error_metrics import (
     TOLERANCES,
-    UNJUDGED,
     Measured,
     Quantity,
     Tensors,
@@ -247,23 +246,24 @@ def against_model(
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """The promoted reference against the unmodified model, once: mean loss and gradients, and notes.
 
-    The unmodified model runs in its own dtype, and the noise is measured on it. If a tensor cannot be judged there, the
-    model runs in float64 for this tensor, unless the model fails in float64.
+    The unmodified model runs in its own dtype, and the noise is measured on it. If a tensor cannot be judged there, or
+    differs, the model runs in float64 for this tensor, unless the model fails in float64. At a kink of a function, such
+    as a sample that lies exactly on a pixel, two dtypes have different gradients.
     """
     own = next(model.model.parameters()).dtype
     tolerance = TOLERANCES[str(own).removeprefix("torch.")]
     errors_in = partial(_errors_of_model, model, source, micro_batches, reference, tolerance)
     losses, gradients = errors_in(in_float64=False)
     notes: tuple[str, ...] = ()
-    unjudged = {n for errors in (losses, gradients) for n, m in errors.items() if m.outcome(tolerance) == UNJUDGED}
-    if unjudged and own is not torch.float64:
+    doubtful = {n for errors in (losses, gradients) for n, m in errors.items() if not m.passes(tolerance)}
+    if doubtful and own is not torch.float64:
         with contextlib.suppress(Exception):  # code of the user that may need its own dtype
             more = errors_in(in_float64=True)
             losses, gradients = (
-                {name: again[name] if name in unjudged else one for name, one in errors.items()}
+                {name: again[name] if name in doubtful else one for name, one in errors.items()}
                 for errors, again in zip((losses, gradients), more, strict=True)
             )
-            notes = (f"{len(unjudged)} values of the unmodified model are compared in float64: in {own} all is noise",)
+            notes = (f"{len(doubtful)} values of the unmodified model are compared in float64: {own} is too coarse",)
     quantities = worst("captured loss", losses, tolerance), worst("captured gradients", gradients, tolerance)
     return quantities, (*notes_on_noise(quantities), *notes)
 

@@ -62,7 +62,7 @@ class SingleDeviceRun:
 
     def _moved_by(self, change: Change) -> Steps:
         inputs = change.batch(self.program, self.inputs, 1)
-        parameters = {n: change.of(n, p).requires_grad_() for n, p in self.parameters.items()}
+        parameters = {n: change.of(n, p).requires_grad_(p.requires_grad) for n, p in self.parameters.items()}
         return values_of(self.program, parameters, inputs, {n: change.of(n, b) for n, b in self.buffers.items()})
 
 
@@ -137,7 +137,10 @@ def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -
     """
     every = {name: p.detach().cpu().double().clone() for name, p in model.named_parameters()}
     whole = packed_source(program, lambda name: every[name])
-    parameters = {name: whole(name).detach().clone().requires_grad_() for name in program.parameters}
+    parameters = {
+        name: whole(name).detach().clone().requires_grad_(info.requires_grad)
+        for name, info in program.parameters.items()
+    }
     buffers = {name: _float64(buffer) for name, buffer in model.named_buffers()}
     own_inputs = {name: _float64(value) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     found = values_of(program, parameters, own_inputs, buffers)

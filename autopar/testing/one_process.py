@@ -74,8 +74,8 @@ def run_in_one_process(
             if name in whole:
                 held = all_shards(whole[name].detach(), analysis.outer[name], kinds, mesh)
                 values[name] = private.from_ranks(held)
-                if name in parameters and whole[name].is_floating_point():
-                    values[name].requires_grad_()
+                if name in parameters:
+                    values[name].requires_grad_(parameters[name].requires_grad)
 
         def function_of(index: int, call: CallSite) -> BlockFunction:
             streams.begin(0, 0, index)

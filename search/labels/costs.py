@@ -34,6 +34,7 @@ from autopar.search.labels.choices import (
     share_of,
 )
 from autopar.search.labels.elimination import eliminated
+from autopar.search.labels.neighbourhoods import improved
 from autopar.search.labels.network import FloatArray, IntArray, Network, Solution, Use, Value
 from autopar.search.labels.prices import Prices
 
@@ -84,7 +85,7 @@ class DimProblem:
 
     def solve(self, time_limit_s: float) -> tuple[Solved, Solution] | None:
         """The best labels of this mesh dimension. None if there are none, or if the solver found none in time."""
-        solution = eliminated(self.network)
+        solution = eliminated(self.network) or improved(self.network)
         if solution is None:
             from autopar.search.labels.milp import solved  # HiGHS is rarely needed
 

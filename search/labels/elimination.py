@@ -3,7 +3,8 @@
 It is nonserial dynamic programming (Bertelè and Brioschi 1972), also called bucket elimination (Dechter 1999). All
 costs of a variable are summed into one table over the variable and its neighbours. The least entry for every choice of
 the neighbours is a new cost between them. A block of a model is nearly a chain, so a variable has few neighbours and
-the tables stay small. If a table would be too large, `eliminated` leaves the network to another method.
+the tables stay small. If a table would be too large, `eliminated` leaves the network to
+`autopar.search.labels.neighbourhoods`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,26 +25,38 @@ def eliminated(network: Network) -> Solution | None:
 
     The objective is infinite if every choice needs a conversion that does not exist.
     """
+    sizes, tables = tables_of(network)
+    order, entries = elimination_order(sizes, [scope for scope, _ in tables])
+    if entries > MOST_ENTRIES:
+        return None
+    choices, objective = eliminate(sizes, tables, order)
+    return Solution(choices=tuple(choices[: len(network.costs)]), objective=objective, gap=0.0)
+
+
+def tables_of(network: Network) -> tuple[list[int], list[Table]]:
+    """The sizes of all variables, those of the network first, and the costs of a network as tables."""
     sizes = [len(costs) for costs in network.costs]
     tables: list[Table] = [((variable,), costs) for variable, costs in enumerate(network.costs)]
     for value in network.values:
         tables += _tables_of(value, sizes)
-    order, entries = elimination_order(sizes, [scope for scope, _ in tables])
-    if entries > MOST_ENTRIES:
-        return None
-    choices, objective = _eliminate(sizes, tables, order)
-    return Solution(choices=tuple(choices[: len(network.costs)]), objective=objective, gap=0.0)
+    return sizes, tables
+
+
+def neighbours_of(num_variables: int, scopes: Sequence[Sequence[int]]) -> list[set[int]]:
+    """The variables that share a table with each variable."""
+    neighbours: list[set[int]] = [set() for _ in range(num_variables)]
+    for scope in scopes:
+        for variable in scope:
+            neighbours[variable].update(scope)
+    for variable, others in enumerate(neighbours):
+        others.discard(variable)
+    return neighbours
 
 
 def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> tuple[list[int], float]:
     """All variables, always the one with the smallest table next, and the number of entries of all tables."""
-    neighbours: list[set[int]] = [set() for _ in sizes]
-    for scope in scopes:
-        for variable in scope:
-            neighbours[variable].update(scope)
+    neighbours = neighbours_of(len(sizes), scopes)
     bits = [log2(size) for size in sizes]
-    for variable, others in enumerate(neighbours):
-        others.discard(variable)
     table_bits = [bits[v] + sum(bits[u] for u in sorted(others)) for v, others in enumerate(neighbours)]
     smallest = [(size, variable) for variable, size in enumerate(table_bits)]
     heapify(smallest)
@@ -66,7 +79,7 @@ def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> 
     return order, entries
 
 
-def _eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int]) -> tuple[list[int], float]:
+def eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int]) -> tuple[list[int], float]:
     """The best choice of every variable, and the total cost.
 
     A table's axes are places in the order, ascending. The variable to eliminate is the first axis of all its tables.

@@ -3,8 +3,8 @@
 A variable has several choices, each with a cost: the variants of an operator, or the types of a boundary class. The
 choice of a value's source decides the type in which it is made. The choices of its users decide the types in which it
 is used. Each other wanted type costs one conversion, whatever the number of users. Each form that the backward pass
-keeps costs memory once. Two exact methods find the choices of least total cost: `autopar.search.labels.elimination` and
-`autopar.search.labels.milp`.
+keeps costs memory once. `autopar.search.labels.elimination` finds the choices of least total cost. It leaves larger
+networks to `autopar.search.labels.neighbourhoods` and `autopar.search.labels.milp`.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The choice of every variable, the total cost, and its relative gap to the proven bound."""
+    """The choice of every variable, the total cost, and its relative gap to the proven bound, if one was proven."""
 
     choices: tuple[int, ...]
     objective: float
-    gap: float
+    gap: float | None

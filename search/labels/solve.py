@@ -77,7 +77,8 @@ def label(
     notes: list[str] = []
     objective: dict[str, float] = {}
     size: dict[str, tuple[int, int]] = {}
-    gap = added_work = 0.0
+    gaps: list[float | None] = [0.0]
+    added_work = 0.0
     for index in _order(mesh):
         if problems and mesh.names[index] == DATA:
             continue  # reported below, with the other indivisible axes
@@ -102,7 +103,7 @@ def label(
         solved.append(found)
         name = mesh.names[index]
         objective[name], size[name] = solution.objective, size_of
-        gap = max(gap, solution.gap)
+        gaps.append(solution.gap)
         notes += turn(hidden_axes).notes()
     legal.refuse(problems, mesh)
     return Labelling(
@@ -110,7 +111,7 @@ def label(
         blocks=_blocks(program, boundary, mesh, solved),
         objective=objective,
         size=size,
-        gap=gap,
+        gap=None if None in gaps else max(gap for gap in gaps if gap is not None),
         added_work=added_work,
         notes=tuple(notes),
         seconds=time.perf_counter() - started,

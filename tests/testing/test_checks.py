@@ -43,6 +43,17 @@ def test_every_gradient_is_compared() -> None:
     assert str(report).startswith(f"{len(report.errors)} values compared on dp 2, tp 2: largest relative error ")
 
 
+@pytest.mark.parametrize("check", [testing.check_equivalence, testing.check_random_labels])
+def test_frozen_parameters_have_no_gradient(check: Callable[..., Any]) -> None:
+    """The values before the first trained layer have no gradient either, so nothing sums theirs over ranks."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4))
+    model[0].requires_grad_(False)
+    found = check(model, BATCH, tp=2, dp=2, loss_fn=CROSS_ENTROPY)
+    for report in found if isinstance(found, tuple) else (found,):
+        assert "gradient 2.weight" in report.errors
+        assert "gradient 0.weight" not in report.errors
+
+
 def test_types_and_gradients_need_no_weights() -> None:
     pytest.importorskip("spmd_types")
     with torch.device("meta"):

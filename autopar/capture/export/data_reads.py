@@ -2,8 +2,9 @@
 
 A trace has no values. A value that depends on no parameter and no random number is computed (`known_values`), and the
 model reads it. If an input decides the value, only ``specialise=True`` permits the read. A value that an input or a
-buffer decides becomes a `Decision`, an output of the graph that later batches are compared with. Every other read is
-refused, with the line of the model.
+buffer decides becomes a `Decision`, an output of the graph that later batches are compared with. A model that looks
+for overflows reads that there are none, which is a note of the program. Every other read is refused, with the line of
+the model.
 """
 
 import operator
@@ -17,7 +18,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import private
-from autopar.capture.export.known_values import Known, KnownValues, Unknown, leaf
+from autopar.capture.export.data_sizes import known_sizes
+from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
 from autopar.capture.export.source_lines import SourceLine, line_that_runs
 from autopar.errors import CaptureError, short_repr
 from autopar.ir.program import Decision
@@ -47,6 +49,8 @@ _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
     Tensor.__contains__: lambda a, element: (a == element).any(),
 }
 REMEDY = "use torch.where, or fixed shapes, at this line"
+_SHAPE = "makes a tensor whose shape depends on data"
+_CHANCE = "or set the probability of this branch to 0, such as layerdrop=0 in the configuration"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,13 +67,16 @@ class DataReads(TorchFunctionMode):
     """Gives a model that is traced the values that it reads, or refuses.
 
     `given` are the tensors of the model and their values, by name and kind ("parameter", "buffer" or "input").
-    `decided` gets the decisions and the traced tensors.
+    `decided` gets the decisions and the traced tensors, `notes` the lines that look for overflows.
     """
 
     def __init__(self, model: nn.Module, given: Iterable[tuple[str, str, Tensor, Tensor]], reading: Reading) -> None:
         super().__init__()
-        self._model, self._given, self._reading = model, list(given), reading
+        self._model, self._reading = model, reading
+        # now: `x.to(device)` may return `x`, whose node is then another
+        self._given = [(private.traced_node(traced), name, kind, value) for name, kind, traced, value in given]
         self.decided: list[tuple[Decision, Tensor]] = []
+        self.notes: dict[str, None] = {}
         self._occurrences: Counter[str] = Counter()
         self._devices = {value.device.type for *_, value in self._given}
         self._values: KnownValues | None = None
@@ -86,13 +93,21 @@ class DataReads(TorchFunctionMode):
         if func is Tensor.__format__ or func is Tensor.__repr__:
             return f"<tensor of shape {tuple(args[0].shape)}>"
         self._check_device(func, args, kwargs)
-        made = func(*args, **kwargs)
+        is_sized, made = known_sizes(func, args, kwargs, self._size)
+        if not is_sized:
+            made = func(*args, **kwargs)
         results = made if isinstance(made, (tuple, list)) else (made,)
         if not all(isinstance(size, int) for one in results if isinstance(one, Tensor) for size in one.shape):
-            raise self._refusal(line_that_runs(self._model), "makes a tensor whose shape depends on data")
+            raise self._refusal(line_that_runs(self._model), _SHAPE)
         return made
 
-    def _read(self, tensor: Tensor, read: Callable[[Tensor], Any], otherwise: Callable[[], Any]) -> Any:
+    def _size(self, tensor: Tensor) -> int:
+        """A size of a tensor that the model makes."""
+        return int(self._read(tensor, int, lambda: int(tensor), is_size=True))
+
+    def _read(
+        self, tensor: Tensor, read: Callable[[Tensor], Any], otherwise: Callable[[], Any], *, is_size: bool = False
+    ) -> Any:
         """What the model reads of a tensor."""
         node = private.traced_node(tensor)
         if node is None:  # a tensor of no graph has a value
@@ -104,6 +119,8 @@ class DataReads(TorchFunctionMode):
             with private.without_tracing():
                 value = read(found.value)
             inputs, buffers = found.inputs, found.buffers
+            if found.assumes_finite:
+                self.notes[f"{line}: `{line.code}` is captured for values without overflow"] = None
             if inputs and self._reading.answers is not None:
                 if key not in answers:
                     raise self._refusal(line, "reads a value that was not read at the sizes of the plan")
@@ -112,12 +129,15 @@ class DataReads(TorchFunctionMode):
             value = answers[key].value
             inputs, buffers = frozenset(answers[key].inputs), frozenset(answers[key].buffers)
         else:
-            raise self._refusal(line, f"reads a value that depends on {found.reason}")
+            reads = f"{_SHAPE}, and the data depends on" if is_size else "reads a value that depends on"
+            more = _CHANCE if found.reason == RANDOM_NUMBERS else ""
+            raise self._refusal(line, f"{reads} {found.reason}", more)
         if inputs and not self._reading.specialise:
             names = " and ".join(map(repr, sorted(inputs)))
+            reads = f"{_SHAPE}: the size {value}" if is_size else f"reads {short_repr(value)}"
             raise self._refusal(
                 line,
-                f"reads {short_repr(value)}, which is computed of input {names}",
+                f"{reads}, which is computed of input {names}",
                 option="specialise",
             )
         if inputs or buffers:
@@ -149,8 +169,8 @@ class DataReads(TorchFunctionMode):
 
     def _of(self, node: fx.Node) -> Known | Unknown:
         if self._values is None:
-            leaves = {private.traced_node(traced): leaf(name, kind, value) for name, kind, traced, value in self._given}
-            self._values = KnownValues({node: value for node, value in leaves.items() if node is not None})
+            leaves = {node: leaf(name, kind, value) for node, name, kind, value in self._given if node is not None}
+            self._values = KnownValues(leaves)
         return self._values.of(node)
 
     def _refusal(self, line: SourceLine, what: str, option: str = "") -> CaptureError:

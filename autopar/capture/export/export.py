@@ -17,11 +17,20 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch.private import FAKE_TENSOR_LOG, as_exported, flex_attention_by, pytree, quick_export
+from autopar._torch.private import (
+    FAKE_TENSOR_LOG,
+    as_exported,
+    ctc_loss_traced,
+    flex_attention_by,
+    pytree,
+    quick_export,
+)
 from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
+from autopar.capture.export.distributions import unchecked_distributions
 from autopar.capture.export.failure import capture_error
 from autopar.capture.export.flexible_attention import flexible_attention
+from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
 from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.export.loss_arguments import (
     arguments_of_loss,
@@ -29,6 +38,7 @@ from autopar.capture.export.loss_arguments import (
     names_of_loss,
     num_of_loss,
 )
+from autopar.capture.export.own_changes import unchanged
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
@@ -49,7 +59,9 @@ class _Traced:
     names: tuple[str, ...]
     values: tuple[torch.Tensor, ...]
     keywords: tuple[str, ...]
-    decided: list[Decision] = field(default_factory=list)  # an export restores the attributes of a module, but no list
+    # an export restores the attributes of a module, but no list
+    decided: list[Decision] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class _Outputs(nn.Module):
@@ -76,6 +88,7 @@ class _Outputs(nn.Module):
         with DataReads(self.model, given, self._traced.reading) as reads:
             found = self._outputs(*args, **kwargs)
         self._traced.decided[:] = [decision for decision, _ in reads.decided]
+        self._traced.notes[:] = reads.notes
         return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}
 
     def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -85,6 +98,10 @@ class _Outputs(nn.Module):
             yield name, "buffer", buffer
 
     def _outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        with unchanged(self.model):
+            return self._changed_outputs(*args, **kwargs)
+
+    def _changed_outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
             before = getattr(self.model, "loss", None)
             found = named_outputs(self.model(*args, **kwargs))
@@ -265,7 +282,7 @@ def capture_flat(
     Raises `CaptureError` with the module and source line if the model cannot be exported.
     """
     reading = reading or Reading()
-    exported, decided = _exported(model, example_inputs, loss_fn, training, reading)
+    exported, traced = _exported(model, example_inputs, loss_fn, training, reading)
     placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     refuse_unusable(
         exported.graph_module.graph,
@@ -304,7 +321,8 @@ def capture_flat(
         outputs=names,
         root=module,
         updates=updates,
-        decisions=tuple(decided),
+        decisions=tuple(traced.decided),
+        notes=tuple(traced.notes),
     )
 
 
@@ -316,8 +334,8 @@ def _exported(
     reading: Reading,
     *,
     lines: bool = False,
-) -> tuple[Any, list[Decision]]:
-    """The exported program, and the decisions of the model.
+) -> tuple[Any, _Traced]:
+    """The exported program, and the values that the model read.
 
     With `lines`, nodes have their stack traces, and the export takes twice as long.
     """
@@ -367,8 +385,8 @@ def _export(
     training: bool,
     reading: Reading,
     lines: bool,
-) -> tuple[Any, list[Decision]]:
-    """The exported program, and the decisions of the model."""
+) -> tuple[Any, _Traced]:
+    """The exported program, and the values that the model read."""
     args, kwargs = split_inputs(example_inputs)
     named = tuple(input_names(model, values, loss_fn))
     tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
@@ -378,14 +396,23 @@ def _export(
         stack.enter_context(_without_log_of_failures())
         stack.enter_context(warnings.catch_warnings())
         speed = contextlib.nullcontext() if lines else quick_export()
-        for context in (ListsAsSlices(), speed, _no_collection(), flex_attention_by(flexible_attention)):
+        for context in (ListsAsSlices(), speed, _no_collection(), ctc_loss_traced()):
+            stack.enter_context(context)
+        for context in (unchecked_distributions(), flex_attention_by(flexible_attention)):
             stack.enter_context(context)
         seen = stack.enter_context(seen_functions())
         warnings.simplefilter("ignore")
-        exported = torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+
+        def export() -> Any:
+            return torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+
+        before = drawn_so_far()
+        exported = export()
+        if training:
+            refuse_foreign_draws(model, before, export)
     if training:
         refuse_own_gradients(seen)
-    return exported, traced.decided
+    return exported, traced
 
 
 def _on_meta(example_inputs: Inputs) -> Inputs:

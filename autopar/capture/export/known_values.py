@@ -2,10 +2,14 @@
 
 The nodes run once each, in the order of the trace, on real tensors. An operator that writes to a value changes every
 value that shares its memory. So a value that is known becomes unknown if an unknown value is written to it.
+
+Some unknown values are finite unless they overflow: weights, and their products, sums and norms with finite values. For
+them the answers of `isfinite`, `isinf` and `isnan` are known.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,23 +17,53 @@ from torch import fx
 
 from autopar._torch import private
 from autopar._torch.private import pytree
-from autopar.capture.nodes import function, is_random
+from autopar.capture.nodes import function, is_random, operator_name
+
+# the answers about values that are finite
+_ABOUT_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
+# operators whose result is finite if no product or sum overflows, whatever their operands are
+_NORMS = frozenset(["layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "sigmoid", "tanh"])
+# operators whose result is finite if their operands are finite and no product or sum overflows
+_POINTWISE = {
+    "add", "sub", "mul", "neg", "abs", "relu", "gelu", "silu", "leaky_relu", "elu", "softplus", "clamp",
+    "hardtanh", "dropout", "feature_dropout",
+}  # fmt: skip
+_SUMS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "embedding",
+    "softmax", "mean", "sum", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "scaled_dot_product_attention",
+}  # fmt: skip
+_PLACES = {
+    "cat", "stack", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "unsqueeze",
+    "squeeze", "expand", "slice", "select", "narrow", "split", "chunk", "unbind", "getitem", "index", "gather",
+    "roll", "alias", "clone", "contiguous", "detach", "to", "_to_copy",
+}  # fmt: skip
+_STAY_FINITE = frozenset(_POINTWISE | _SUMS | _PLACES)
+
+RANDOM_NUMBERS = "random numbers"  # the reason of a value that random numbers decide
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A value, and the names of the inputs and the buffers that it is computed of."""
+    """A value, and the names of the inputs and the buffers that it is computed of.
+
+    `assumes_finite` is true for an answer about values that are finite unless they overflow.
+    """
 
     value: Any
     inputs: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
+    assumes_finite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The reason why a value is not known, such as the parameter that decides it."""
+    """The reason why a value is not known, such as the parameter that decides it.
+
+    `is_finite` is true if the value is finite unless it overflows.
+    """
 
     reason: str
+    is_finite: bool = False
 
 
 class KnownValues:
@@ -67,27 +101,65 @@ class KnownValues:
         known = [operand for operand in operands if isinstance(operand, Known)]
         made: Known | Unknown
         if unknown is not None:
-            made = unknown
+            made = self._of_unknown(node, unknown)
         elif is_random(node):
-            made = Unknown("random numbers")
+            made = Unknown(RANDOM_NUMBERS, self._is_finite(node))
         elif not private.overloads_of(node.target) and not _is_plain(node):
             made = Unknown(f"the result of {node.target}")
         else:
             inputs = frozenset[str]().union(*(operand.inputs for operand in known))
             buffers = frozenset[str]().union(*(operand.buffers for operand in known))
-            made = self._computed(node, inputs, buffers)
+            assumes_finite = any(operand.assumes_finite for operand in known)
+            made = self._computed(node, Known(None, inputs, buffers, assumes_finite))
         for operand in _written(node):
             self._write(operand, made)
         return made
 
-    def _computed(self, node: fx.Node, inputs: frozenset[str], buffers: frozenset[str]) -> Known | Unknown:
+    def _of_unknown(self, node: fx.Node, unknown: Unknown) -> Known | Unknown:
+        """The result of an operand that is unknown: an answer about finite values, or another unknown value."""
+        name = operator_name(node)
+        if name in _ABOUT_FINITE and unknown.is_finite:
+            with private.without_tracing():
+                answers = torch.full(tuple(node.meta["val"].shape), _ABOUT_FINITE[name], device="cpu")
+            return Known(answers, assumes_finite=True)
+        return Unknown(unknown.reason, self._is_finite(node))
+
+    def _is_finite(self, node: fx.Node) -> bool:
+        """Whether a result is finite unless it overflows."""
+        name = operator_name(node).removesuffix("_")
+        if name in _NORMS:
+            return True
+        if name == "div":  # by a number that is not zero
+            divisor = node.args[1]
+            return isinstance(divisor, (int, float)) and divisor != 0 and self._has_finite_operands(node)
+        if name == "scaled_dot_product_attention" and (len(node.args) > 3 or "attn_mask" in node.kwargs):
+            return False  # a row may be masked whole
+        return (name in _STAY_FINITE or is_random(node)) and self._has_finite_operands(node)
+
+    def _has_finite_operands(self, node: fx.Node) -> bool:
+        numbers = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float)]
+        if not all(isfinite(number) for number in numbers):
+            return False
+        for operand in node.all_input_nodes:
+            found = self._found[operand]
+            if isinstance(found, Unknown):
+                if not found.is_finite:
+                    return False
+                continue
+            with private.without_tracing():
+                leaves = [leaf for leaf in pytree.tree_leaves(found.value) if isinstance(leaf, torch.Tensor)]
+                if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves if leaf.is_floating_point()):
+                    return False
+        return True
+
+    def _computed(self, node: fx.Node, about: Known) -> Known | Unknown:
         given = fx.map_arg(
             (tuple(node.args), {k: v for k, v in node.kwargs.items() if k != "pin_memory"}), self._operand
         )
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
         try:
             with private.without_tracing():
-                return Known(function(node)(*args, **dict(kwargs)), inputs, buffers)
+                return replace(about, value=function(node)(*args, **dict(kwargs)))
         except Exception as error:  # the operator's own error comes again in the trace or in the step
             return Unknown(f"the result of {node.target}, which raised {error}")
 
@@ -100,6 +172,7 @@ class KnownValues:
         """Every value that shares memory with a written operand depends on the written value."""
         target = self._found[operand]
         if isinstance(target, Unknown):
+            self._taint(made)
             return
         written = _storages(target.value)
         for node, found in self._found.items():
@@ -108,13 +181,22 @@ class KnownValues:
             if isinstance(made, Unknown):
                 self._found[node] = made
             else:
-                self._found[node] = Known(found.value, found.inputs | made.inputs, found.buffers | made.buffers)
+                inputs, buffers = found.inputs | made.inputs, found.buffers | made.buffers
+                self._found[node] = Known(found.value, inputs, buffers, found.assumes_finite or made.assumes_finite)
+
+    def _taint(self, made: Known | Unknown) -> None:
+        """Whose memory an unknown value shares is not known: after a write, all of them may be infinite."""
+        if isinstance(made, Unknown) and made.is_finite:
+            return
+        for node, found in self._found.items():
+            if isinstance(found, Unknown) and found.is_finite:
+                self._found[node] = Unknown(found.reason)
 
 
 def leaf(name: str, kind: str, value: torch.Tensor) -> Known | Unknown:
     """The value of a placeholder: a parameter, a buffer or an input of the model."""
     if kind == "parameter":
-        return Unknown(f"the parameter {name!r}")
+        return Unknown(f"the parameter {name!r}", is_finite=True)
     if value.is_meta:
         return Unknown(f"the {kind} {name!r}, which is on meta and has no values")
     names = frozenset({name})

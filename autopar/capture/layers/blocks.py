@@ -125,6 +125,7 @@ def build_block(
     for node in segment.externals:
         role = role_of[node]
         placeholder = graph.placeholder(_port_name(names[node], role, segment.path, taken))
+        placeholder.target = placeholder.name  # the generated code begins with `name = target`, in the order of ports
         placeholder.meta["info"] = node.meta["info"]
         placeholder.meta["key"] = placeholder.name
         values[node] = placeholder

@@ -77,8 +77,31 @@ def _functional_twin(node: fx.Node) -> Any:
     schema = node.target._schema  # type: ignore[union-attr]
     name = schema.name.split("::")[1]
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    twin = getattr(packet, schema.overload_name or "default", None) if packet else None
-    return twin if twin is not None and len(twin._schema.returns) == 1 else None
+    if packet is None:
+        return None
+    kinds = _kinds(schema)  # the twin of `pow_.Scalar` is `pow.Tensor_Scalar`, and not `pow.Scalar`
+    names = (schema.overload_name or "default", *packet.overloads())
+    twins = (getattr(packet, each) for each in names if each in packet.overloads())
+    return next((t for t in twins if _kinds(t._schema) == kinds and len(t._schema.returns) == 1), None)
+
+
+def _kinds(schema: Any) -> list[str]:
+    """The types of an operator's arguments."""
+    return [str(argument.type) for argument in schema.arguments if argument.name != "out"]
+
+
+def _arguments(node: fx.Node, twin: Any) -> tuple[Any, ...]:
+    """The positional arguments of a node, with a default of its operator where the twin has another or none.
+
+    A trace leaves out `p` of `bernoulli_(p=0.5)`, but `bernoulli` needs it.
+    """
+    given = list(node.args)
+    own = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    for argument, other in list(zip(own, twin._schema.arguments, strict=False))[len(given) :]:
+        if argument.name in node.kwargs or argument.default_value == other.default_value:
+            break
+        given.append(argument.default_value)
+    return tuple(given)
 
 
 def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -95,7 +118,7 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         if twin is aten.copy.default:
             new = _fitted(graph, node, node.args[1], like)
         else:
-            new = _fitted(graph, node, compute(graph, node, twin, *node.args, **node.kwargs), like)
+            new = _fitted(graph, node, compute(graph, node, twin, *_arguments(node, twin), **node.kwargs), like)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     assert target is not new
@@ -127,18 +150,21 @@ def drop_copies(graph: fx.Graph) -> None:
 
 
 def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace `x[mask] = number` by `where`."""
+    """Replace `x[mask] = row` by `where`, if the same row, or number, is written for every true element."""
     x, source, indices = _first(node), node.args[2], list(cast("list[Any]", node.args[1]))
     mask, *others = indices
-    if others or not isinstance(mask, fx.Node) or value(mask).dtype is not torch.bool or value(source).numel() != 1:
+    if others or not isinstance(mask, fx.Node) or value(mask).dtype is not torch.bool:
         return
-    if len(node.args) > 3 and node.args[3]:
+    dim, own = value(x).dim(), list(value(source).shape)
+    while own and own[0] == 1:
+        own.pop(0)
+    if len(own) > dim - value(mask).dim() or (len(node.args) > 3 and node.args[3]):
         return
-    shape = [*value(mask).shape, *[1] * (value(x).dim() - value(mask).dim())]
+    shape = [*value(mask).shape, *[1] * (dim - value(mask).dim())]
     with graph.inserting_before(node):
         wide = compute(graph, node, aten.reshape.default, mask, shape)
-        number = compute(graph, node, aten.reshape.default, source, [1] * value(x).dim())
-        new = compute(graph, node, aten.where.self, wide, number, x)
+        row = compute(graph, node, aten.reshape.default, source, [*[1] * (dim - len(own)), *own])
+        new = compute(graph, node, aten.where.self, wide, row, x)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 

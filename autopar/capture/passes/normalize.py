@@ -14,11 +14,14 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
+from autopar.capture.passes.aliases import one_name
+from autopar.capture.passes.cells import open_cells
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
+from autopar.capture.passes.recurrent import drop_between_layers
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
@@ -208,9 +211,12 @@ def remove_dead(graph: fx.Graph) -> None:
 
 GraphPass = Callable[[fx.Graph], None]
 PASSES: tuple[GraphPass, ...] = (
+    one_name,
     dense_gradients,
     drop_no_ops,
     embedding_bags,
+    drop_between_layers,
+    open_cells,
     one_output_each,
     drop_copies,
     drop_no_ops,

@@ -9,13 +9,13 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.nodes import argument, int_arg, operator_name, value
+from autopar.capture.passes.recurrent import RECURRENT
 from autopar.errors import CaptureError
 from autopar.rules.operators import output_of
 
 PIECES = ("split", "chunk", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit")
 PICKS_MANY = ("topk", "sort", "cummax", "cummin")
 PICKS_ONE = ("max", "min", "kthvalue", "median", "nanmedian", "mode")
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 Outputs = dict[int, fx.Node]
 
 

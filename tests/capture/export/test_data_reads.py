@@ -1,5 +1,6 @@
 """Values that a model reads while it is captured: of constants they are computed, of inputs they are decisions."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,6 +66,54 @@ def test_a_read_of_an_activation_is_refused_with_the_option_too() -> None:
     model = OneLayer(lambda y: y.sum() if y.mean() > 0 else y.square().sum())
     with pytest.raises(CaptureError, match=r"depends on the parameter 'layer\.weight'"):
         capture_program(model, {"x": torch.randn(4, 6)}, specialise=True)
+
+
+def of_a_norm(look: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A model that clamps activations if `look` says so."""
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        hidden = y + nn.functional.layer_norm(nn.functional.dropout(y, 0.0), (y.shape[-1],))
+        return (hidden.clamp(-0.1, 0.1) if look(hidden) else hidden).square().mean()
+
+    return OneLayer(loss)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda y: not torch.isfinite(y).all(),
+        lambda y: torch.isinf(y).any() or torch.isnan(y).any(),
+        lambda y: torch.isnan(y.to(torch.float64).reshape(-1) / 2).any().item(),
+    ],
+)
+def test_activations_are_captured_without_overflow(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model, x = of_a_norm(look), torch.randn(4, 6)
+    program = capture_program(model, {"x": x})
+    assert program.decisions == ()
+    notes = [note for note in program.notes if "is captured for values without overflow" in note]
+    assert notes and all("test_data_reads.py:" in note for note in notes)
+    found = run_reference(program, dict(model.named_parameters()), {"x": x}, {})[program.loss]
+    torch.testing.assert_close(found, model(x=x).detach())
+    check_equivalence(model, {"x": x}, tp=2, dp=2)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda y: y.log(),
+        lambda y: 1 / y,
+        lambda y: y / y.sum(),
+        lambda y: y * torch.inf,
+        lambda y: y.masked_fill(torch.eye(y.shape[0], y.shape[1]).bool(), -torch.inf) + y,
+        lambda y: y + torch.full((y.shape[1],), -torch.inf),
+        lambda y: y.clone().fill_diagonal_(torch.nan),
+        lambda y: (y.view(-1).fill_(torch.inf), y)[1],
+    ],
+)
+def test_values_that_may_be_infinite_without_overflow_are_refused(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = OneLayer(lambda y: (x.clamp(-1, 1) if torch.isinf(x := made(y)).any() else x).sum())
+    with pytest.raises(CaptureError, match=r"isinf.* reads a value that depends on the parameter"):
+        capture_program(model, {"x": torch.randn(4, 6)})
 
 
 def test_random_numbers_are_no_decision() -> None:

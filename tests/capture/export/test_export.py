@@ -11,6 +11,7 @@ from torch import nn
 from autopar.capture.export.export import capture_flat, input_names, named_outputs
 from autopar.capture.program import capture_program
 from autopar.errors import CaptureError
+from autopar.testing import check_equivalence
 
 X = {"x": torch.zeros(4, 6)}
 
@@ -116,3 +117,22 @@ def test_placeholders_know_what_they_are() -> None:
     assert ("parameter", "up.weight") in flat.placeholders.values()
     assert ("input", "target") in flat.placeholders.values()
     assert flat.outputs[0] == "loss" or "loss" in flat.outputs
+
+
+class Speech(nn.Module):
+    """Classes over time, and targets of unequal lengths behind each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        log_probs = self.classes(x).log_softmax(-1).transpose(0, 1)
+        times = torch.full_like(lengths, x.shape[1])
+        return nn.functional.ctc_loss(log_probs, targets, times, lengths)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ctc_with_tensors_of_lengths(tp: int) -> None:
+    inputs = {"x": torch.randn(4, 9, 6), "targets": torch.randint(1, 5, (4, 3)), "lengths": torch.tensor([3, 1, 2, 3])}
+    check_equivalence(Speech(), inputs, tp=tp, dp=2)

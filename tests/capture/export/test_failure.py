@@ -1,8 +1,10 @@
 """The message of a failed capture names the cause: the model's own error, or the line that cannot be traced."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from one_layer import OneLayer
@@ -72,6 +74,8 @@ def test_a_failed_capture_leaves_buffers_and_random_state() -> None:
         (lambda y: y.to("cuda:0").sum(), "a tensor is put on 'cuda', but the model is on cpu"),
         (lambda y: y.sum() + torch.ones(1, device="cuda"), "a tensor is put on 'cuda', but the model is on cpu"),
         (lambda y: y[y > 0].sum(), "makes a tensor whose shape depends on data"),
+        (lambda y: y.sum() * np.random.rand(), "draws random numbers with NumPy or Python"),
+        (lambda y: y.sum() * (2 if random.random() < 0.5 else 3), "draws random numbers with NumPy or Python"),
     ),
 )
 def test_what_no_trace_can_follow_is_named_with_its_line(finish: Callable[..., Any], named: str) -> None:
@@ -81,3 +85,9 @@ def test_what_no_trace_can_follow_is_named_with_its_line(finish: Callable[..., A
 
 def test_a_model_that_prints_its_values_is_captured() -> None:
     capture_program(OneLayer(lambda y: (str(y.mean()), f"{y.mean():.3f}", y.sum())[-1]), X)
+
+
+def test_a_second_capture_that_fails_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    bound = torch.randn(4, 6)
+    capture_program(OneLayer(lambda y: (y + bound).square().sum()), X)
+    assert capfd.readouterr() == ("", "")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autopar.capture.program import capture_program
+from autopar.runtime.codegen.execute import run_reference
 from autopar.testing import check_equivalence
 
 
@@ -127,3 +128,24 @@ class NumberInName(nn.Module):
 def test_a_number_in_the_name_of_the_model_hides_no_layers() -> None:
     program = capture_program(NumberInName(), {"x": torch.zeros(2, 4)})
     assert [c.path for c in program.calls if "layers" in c.path] == [f"wav2vec2.layers.{i}" for i in range(3)]
+
+
+class Capitals(nn.Module):
+    """Two inputs whose names differ in case only, beside the usual name of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, X: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * X
+        return (x.sum(-1, keepdim=True) + 2 * X).square().sum()
+
+
+def test_ports_whose_names_differ_in_case_only_hold_their_own_values() -> None:
+    model = Capitals().double()
+    inputs = {"X": torch.randn(4, 4, dtype=torch.float64), "x": torch.randn(4, 4, dtype=torch.float64)}
+    program = capture_program(model, inputs)
+    loss = run_reference(program, dict(model.named_parameters()), inputs, {})[program.loss]
+    torch.testing.assert_close(loss, model(**inputs), rtol=1e-13, atol=0.0)

@@ -29,6 +29,16 @@ def by_mask(y: torch.Tensor) -> torch.Tensor:
     return z * y
 
 
+def rows_by_mask(y: torch.Tensor) -> torch.Tensor:
+    z = y.clone()
+    z[z[..., 0] > 0] = y[0, 0] * 2
+    return z * y
+
+
+def power(y: torch.Tensor) -> torch.Tensor:
+    return (1 + y.square()).pow_(-0.5).masked_fill_(y == 0, 0.0)
+
+
 def by_rows(y: torch.Tensor) -> torch.Tensor:
     z = torch.zeros_like(y)
     z[:, torch.tensor([2, 0])] = y[:, :2]
@@ -74,7 +84,20 @@ def rounded(y: torch.Tensor) -> torch.Tensor:
 
 
 BODIES: dict[str, Body] = {
-    f.__name__: f for f in (shifted, masked_slice, by_mask, by_rows, view_of_view, piece, in_a_region, cut, rounded)
+    f.__name__: f
+    for f in (
+        shifted,
+        masked_slice,
+        by_mask,
+        rows_by_mask,
+        power,
+        by_rows,
+        view_of_view,
+        piece,
+        in_a_region,
+        cut,
+        rounded,
+    )
 }
 
 
@@ -163,3 +186,12 @@ def test_a_changed_parameter_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"changes layer\.weight in its forward pass; only buffers"):
         capture_program(Clipped(), {"x": torch.zeros(4, 6)})
+
+
+def test_a_default_that_only_the_operator_in_place_has_is_kept() -> None:
+    """A trace leaves out the probability of one half, which `bernoulli_` has as its default."""
+    program = capture_program(
+        squared(lambda y: y * y.new_empty(y.shape[0], 1).bernoulli_(0.5)), {"x": torch.zeros(4, 6)}
+    )
+    drawn = [n for n in program.blocks[0].graph.nodes if n.target is torch.ops.aten.bernoulli.p]
+    assert [n.args[1] for n in drawn] == [0.5]

@@ -17,8 +17,10 @@ from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.planning.labels import LABELLED
 from autopar.search.labels import elimination as labels_elimination
+from autopar.search.labels import neighbourhoods
 from autopar.search.labels.elimination import eliminated, elimination_order
 from autopar.search.labels.milp import solved
+from autopar.search.labels.neighbourhoods import improved, order_with_kept
 from autopar.search.labels.network import Network, Use, Value
 
 KINDS = 4  # of types in a drawn network
@@ -123,9 +125,8 @@ def test_many_uses_are_taken_apart() -> None:
     assert set(found.choices) == {2}
 
 
-def test_a_network_whose_tables_are_too_large_is_left_to_the_integer_program() -> None:
-    """Every two of 26 variables share a value."""
-    sizes, types = [4] * 26, np.arange(4, dtype=np.intp)
+def every_two_share_a_value(num_variables: int) -> Network:
+    sizes, types = [4] * num_variables, np.arange(4, dtype=np.intp)
     values = [
         Value(
             source=a,
@@ -136,14 +137,46 @@ def test_a_network_whose_tables_are_too_large_is_left_to_the_integer_program() -
             keep=np.zeros(4),
             regathered=np.zeros((4, 4), dtype=np.bool_),
         )
-        for a in range(26)
-        for b in range(a + 1, 26)
+        for a in range(num_variables)
+        for b in range(a + 1, num_variables)
     ]
-    network = Network(costs=tuple(np.arange(size, dtype=np.float64) for size in sizes), values=tuple(values))
+    return Network(costs=tuple(np.arange(size, dtype=np.float64)[::-1] for size in sizes), values=tuple(values))
+
+
+def test_a_network_whose_tables_are_too_large_is_left_to_neighbourhoods() -> None:
+    network = every_two_share_a_value(26)
     assert eliminated(network) is None
-    found = solved(network, 60.0)
-    assert found is not None
-    assert found.choices == (0,) * 26
+    for found in (improved(network), solved(network, 60.0)):
+        assert found is not None
+        assert found.choices == (3,) * 26
+        assert found.objective == pytest.approx(0.0, abs=1e-6)
+
+
+def test_neighbourhoods_find_choices_near_the_least_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tables keep several of the twelve variables in every round. A third of the conversions are missing."""
+    monkeypatch.setattr(neighbourhoods, "LARGEST_BITS", 6.0)
+    num_found = num_legal = 0
+    for seed in range(40, 100):
+        network = drawn(seed, num_variables=12, most_choices=6)
+        least, found = eliminated(network), improved(network)
+        assert least is not None
+        num_legal += least.objective < np.inf
+        if found is not None:
+            num_found += 1
+            assert found.gap is None
+            assert cost_of(network, found.choices) == pytest.approx(found.objective, rel=1e-12)
+            assert least.objective * (1 - 1e-12) <= found.objective <= 1.3 * least.objective
+    assert num_legal == 25
+    assert num_found >= 20
+
+
+def test_no_table_beside_the_kept_variables_is_large() -> None:
+    scopes = [(a, b) for a in range(20) for b in range(a)]
+    order, kept = order_with_kept([4] * 20, scopes, [1.0] * 20)
+    assert sorted([*order, *kept]) == list(range(20))
+    assert len(order) == 7  # 4 ** 7 entries are 2 ** 14
+    _, others = order_with_kept([4] * 20, scopes, [0.1 if v in kept else 1.0 for v in range(20)])
+    assert others > set(range(20)) - kept
 
 
 def test_the_smallest_table_first() -> None:
@@ -169,8 +202,14 @@ def test_models_are_labelled_as_by_the_integer_program(
         patched.setattr("autopar.search.labels.milp.solved", fail)
         _, _, found = choose_labels(program, cluster, degrees)
     monkeypatch.setattr("autopar.search.labels.costs.eliminated", lambda _: None)
+    _, _, near = choose_labels(program, cluster, degrees)
+    assert near.gap is None
+    for name, objective in found.objective.items():
+        assert objective * (1 - 1e-9) <= near.objective[name] <= objective * 1.01
+    monkeypatch.setattr("autopar.search.labels.costs.improved", lambda _: None)
     _, _, other = choose_labels(program, cluster, degrees)
     assert found.gap == 0.0
+    assert other.gap is not None
     assert other.gap < 1e-6
     assert found.objective == pytest.approx(other.objective, rel=1e-6)
     assert found.blocks == other.blocks

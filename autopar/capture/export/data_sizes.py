@@ -1,0 +1,115 @@
+"""Calls whose result has a size that data decides: ``x[mask]``, ``nonzero``, ``repeat_interleave``, ``x[:length]``.
+
+Such a call is written with the size as a number. A mask becomes the positions of its true elements
+(``nonzero_static``), as many as the mask has during capture. `known_sizes` asks its caller for every number, so that
+the caller can refuse, or compare later batches with it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from autopar._torch import private
+from autopar._torch.private import pytree
+
+Tensor = torch.Tensor
+Number = Callable[[Tensor], int]  # the value of a traced integer
+_MASKS = (torch.bool, torch.uint8)
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+_FIND = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+_SELECT = (torch.masked_select, Tensor.masked_select)
+_REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
+# functions that take sizes, and the position of the first size
+_SIZES: Mapping[Any, int] = {
+    F.pad: 1,
+    torch.arange: 0,
+    torch.zeros: 0,
+    torch.ones: 0,
+    torch.narrow: 2,
+    Tensor.narrow: 2,
+    Tensor.view: 1,
+    Tensor.reshape: 1,
+    torch.reshape: 1,
+    Tensor.expand: 1,
+    Tensor.repeat: 1,
+    Tensor.new_zeros: 1,
+    Tensor.new_ones: 1,
+}
+
+
+def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: Number) -> tuple[bool, Any]:
+    """Whether data decides a size of the call, and the result of the call with numbers from `number` instead."""
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        index = _index(args[1], number) if func is Tensor.__getitem__ or _is_packed(*args) else args[1]
+        return index is not args[1], func(args[0], index, *args[2:]) if index is not args[1] else None
+    if func in _SELECT:
+        x, mask = args[0], kwargs["mask"] if "mask" in kwargs else args[1]
+        sizes = torch.broadcast_shapes(x.shape, mask.shape)
+        is_known = _is_mask(mask) and len(sizes) > 0
+        return is_known, x.expand(sizes)[_positions(mask.expand(sizes), number)] if is_known else None
+    if func in _FIND and private.traced_node(args[0]) is not None and args[0].dim():
+        found = _positions(args[0], number)
+        return True, found if kwargs.get("as_tuple") else torch.stack(found, 1)
+    if func is torch.where and len(args) == 1 and not kwargs and private.traced_node(args[0]) is not None:
+        return (True, _positions(args[0], number)) if args[0].dim() else (False, None)
+    if func in _REPEAT:
+        return _repeated(func, args, kwargs, number)
+    first = _SIZES.get(func)
+    if first is None or not any(_is_integer(leaf) for leaf in pytree.tree_leaves((args[first:], dict(kwargs)))):
+        return False, None
+    sizes, named = pytree.tree_map(lambda leaf: number(leaf) if _is_integer(leaf) else leaf, (args[first:], kwargs))
+    return True, func(*args[:first], *sizes, **named)
+
+
+def _index(index: Any, number: Number) -> Any:
+    """The index with positions for masks, and with numbers for the ends of slices. The same object without any."""
+    items = index if isinstance(index, tuple) else (index,)
+    found: list[Any] = []
+    for item in items:
+        if _is_mask(item):
+            found += _positions(item, number)
+        elif isinstance(item, slice) and any(_is_integer(end) for end in (item.start, item.stop, item.step)):
+            ends = (item.start, item.stop, item.step)
+            found.append(slice(*(number(end) if _is_integer(end) else end for end in ends)))
+        else:
+            found.append(item)
+    is_same = len(found) == len(items) and all(a is b for a, b in zip(found, items, strict=True))
+    return index if is_same else tuple(found)
+
+
+def _is_packed(x: Tensor, index: Any, value: Any) -> bool:
+    """Whether a value that is written through an index has one element for every true element of a mask."""
+    if not _is_mask(index):
+        return isinstance(index, (tuple, slice)) and not any(_is_mask(item) for item in pytree.tree_leaves(index))
+    return isinstance(value, Tensor) and value.dim() == x.dim() - index.dim() + 1 and value.shape[0] != 1
+
+
+def _positions(mask: Tensor, number: Number) -> tuple[Tensor, ...]:
+    """The positions of the elements that are not zero, one tensor for each dimension."""
+    size = number((mask != 0).sum())
+    return torch.nonzero_static(mask, size=size).unbind(1)
+
+
+def _repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: Number) -> tuple[bool, Any]:
+    names = ("input", "repeats", "dim") if len(args) + ("repeats" in kwargs) > 1 else ("repeats",)
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    repeats = given.get("repeats")
+    if not isinstance(repeats, Tensor) or private.traced_node(repeats) is None or "output_size" in kwargs:
+        return False, None
+    every = repeats
+    if "input" in given:
+        dim = given.get("dim")
+        every = repeats.expand(given["input"].numel() if dim is None else given["input"].shape[dim])
+    return True, func(*args, **kwargs, output_size=number(every.sum()))
+
+
+def _is_mask(value: Any) -> bool:
+    is_mask = isinstance(value, Tensor) and value.dtype in _MASKS and value.dim() > 0
+    return is_mask and private.traced_node(value) is not None
+
+
+def _is_integer(value: Any) -> bool:
+    is_integer = isinstance(value, Tensor) and value.dtype in _INTEGERS and not value.dim()
+    return is_integer and private.traced_node(value) is not None

@@ -1,0 +1,128 @@
+"""Good choices of a network whose tables are too large: the best choices of large neighbourhoods, one after the other.
+
+A round keeps the choices of a few variables. Without these variables the network falls into parts whose tables are
+small, so elimination finds the best choices of all others. No round makes the cost larger. The next round keeps other
+variables. A dense network, in which a layer reads the results of all earlier layers, keeps about one variable in
+fifty. This is large neighbourhood search (Shaw 1998) over cutsets (Dechter 1990). The same network gives the same
+choices.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import inf, log2
+
+import numpy as np
+
+from autopar.search.labels.elimination import Table, eliminate, neighbours_of, tables_of
+from autopar.search.labels.network import Network, Solution
+
+LARGEST_BITS = 14.0  # of a table: its entries are two to this power
+MOST_ROUNDS = 30
+ROUNDS_WITHOUT_GAIN = 4  # after which the search ends
+KEPT_AGAIN = 0.5  # the weight of a variable for each round that kept it
+LEAST_GAIN = 1e-9
+
+
+def improved(network: Network) -> Solution | None:
+    """The best choices that the rounds find, without a proven bound. None if all of them want a missing conversion.
+
+    One search begins with every variable's own cheapest choice. A second one begins without the costs of the variables
+    that its first round keeps.
+    """
+    sizes, tables = tables_of(network)
+    forbidden = 1.0 + sum(float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for _, table in tables)
+    softened = [(scope, np.where(np.isinf(table), forbidden, table)) for scope, table in tables]
+    own = [int(costs.argmin()) for costs in network.costs] + [0] * (len(sizes) - len(network.costs))
+    order, kept = order_with_kept(sizes, [scope for scope, _ in tables], [1.0] * len(sizes))
+    others = [(scope, table) for scope, table in softened if kept.isdisjoint(scope)]
+    starts = (own, _best_beside(sizes, others, own, order, kept))
+    found = [_searched(sizes, softened, start) for start in starts]
+    choices = min(found, key=lambda choices: _cost(softened, choices))
+    objective = _cost(tables, choices)
+    if objective == inf:
+        return None
+    return Solution(choices=tuple(choices[: len(network.costs)]), objective=objective, gap=None)
+
+
+def _searched(sizes: Sequence[int], tables: Sequence[Table], choices: list[int]) -> list[int]:
+    """The choices after rounds that keep some of them. The tables have no infinite costs."""
+    scopes = [scope for scope, _ in tables]
+    weights = [1.0] * len(sizes)
+    least, since = _cost(tables, choices), 0
+    for _ in range(MOST_ROUNDS):
+        order, kept = order_with_kept(sizes, scopes, weights)
+        choices = _best_beside(sizes, tables, choices, order, kept)
+        cost = _cost(tables, choices)
+        since = 0 if cost < least - LEAST_GAIN * abs(least) else since + 1
+        least = min(cost, least)
+        if since == ROUNDS_WITHOUT_GAIN or not kept:
+            break
+        for variable in kept:
+            weights[variable] *= KEPT_AGAIN
+    return choices
+
+
+def order_with_kept(
+    sizes: Sequence[int], scopes: Sequence[Sequence[int]], weights: Sequence[float]
+) -> tuple[list[int], set[int]]:
+    """The order in which variables are eliminated, and the variables to keep, so that every table stays small.
+
+    The variable with the smallest table is next. If this table is too large, the variable in it with the most
+    neighbours is kept. `weights` multiply the numbers of neighbours.
+    """
+    neighbours = neighbours_of(len(sizes), scopes)
+    bits = [log2(size) for size in sizes]
+
+    def table_bits(variable: int) -> float:
+        return bits[variable] + sum(bits[other] for other in sorted(neighbours[variable]))
+
+    current = [table_bits(variable) for variable in range(len(sizes))]
+    smallest = [(size, variable) for variable, size in enumerate(current)]
+    heapify(smallest)
+    order: list[int] = []
+    kept: set[int] = set()
+    while len(order) + len(kept) < len(sizes):
+        size, variable = heappop(smallest)
+        if size != current[variable]:
+            continue  # changed since: it is in the heap again
+        gone = variable
+        if size > LARGEST_BITS and neighbours[variable]:
+            scope = [variable, *sorted(neighbours[variable])]
+            gone = max(scope, key=lambda v: bits[v] * len(neighbours[v]) * weights[v])
+            kept.add(gone)
+        else:
+            order.append(variable)
+        joined = neighbours[gone]
+        current[gone], neighbours[gone] = -1.0, set()
+        for other in joined:
+            if gone not in kept:
+                neighbours[other] |= joined
+            neighbours[other] -= {gone, other}
+        for other in joined:
+            current[other] = table_bits(other)
+            heappush(smallest, (current[other], other))
+        if gone != variable and variable not in joined:
+            heappush(smallest, (current[variable], variable))
+    return order, kept
+
+
+def _best_beside(
+    sizes: Sequence[int], tables: Sequence[Table], choices: Sequence[int], order: Sequence[int], kept: set[int]
+) -> list[int]:
+    """The choices, with the best ones of all variables that are not kept."""
+    free = sorted(order)
+    place = {variable: k for k, variable in enumerate(free)}
+    parts: list[Table] = []
+    for scope, table in tables:
+        rest = tuple(place[variable] for variable in scope if variable not in kept)
+        if rest:
+            parts.append((rest, table[tuple(choices[v] if v in kept else slice(None) for v in scope)]))
+    best, _ = eliminate([sizes[variable] for variable in free], parts, [place[variable] for variable in order])
+    found = list(choices)
+    for variable, choice in zip(free, best, strict=True):
+        found[variable] = choice
+    return found
+
+
+def _cost(tables: Sequence[Table], choices: Sequence[int]) -> float:
+    return sum(float(table[tuple(choices[variable] for variable in scope)]) for scope, table in tables)
