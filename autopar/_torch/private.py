@@ -1,30 +1,26 @@
-"""All uses of PyTorch's private (underscore) modules, except those in `autopar._torch.ranks`.
+"""All other uses of PyTorch's private (underscore) modules: `autopar._torch.exports` and `ranks` have theirs.
 
 Functions import slow modules that planning does not need: `torch.distributed.tensor`, its one-process ranks, FSDP and
 pipelining. These modules load symbolic shapes and the compiler. Their import takes as long as the import of torch.
 """
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import config
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import schedules
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
 
 pytree = _pytree
 IncompatibleKeys = _IncompatibleKeys
-FAKE_TENSOR_LOG = FakeTensorMode.__module__  # the logger of failures in a trace
 
 
 def operator_parts(value: Any) -> tuple[str, str, str] | None:
@@ -198,112 +193,6 @@ def _will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd raises for leaves whose gradients are wanted, and these leaves will run
         return True
-
-
-@contextmanager
-def quick_export() -> Iterator[None]:
-    """Export in half the time, without debugging data and without garbage collection.
-
-    Nodes record no stack trace. The code of graph modules is generated only when it runs, and it never runs. Graphs
-    refer to each other in many cycles, so each garbage collection would walk all of them.
-    """
-    was_enabled, had_traces = gc.isenabled(), config.do_not_emit_stack_traces
-    gc.disable()
-    config.do_not_emit_stack_traces = True
-    try:
-        with _use_lazy_graph_module(True):
-            yield
-    finally:
-        config.do_not_emit_stack_traces = had_traces
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def ctc_loss_traced() -> Iterator[None]:
-    """A context in which `ctc_loss` is traced for tensors of lengths.
-
-    PyTorch refuses it, because an inner result is as long as the longest target. Here it has the length of all targets.
-    """
-    from torch._subclasses.fake_impls import op_implementations_dict
-
-    def losses(mode: Any, operator: Any, log_probs: Any, targets: Any, *given: Any, **named: Any) -> tuple[Any, Any]:
-        batch = tuple(log_probs.shape[1:-1])
-        with mode:
-            length = 2 * targets.shape[-1] + 1
-            return log_probs.new_empty(batch), log_probs.new_empty((*batch, log_probs.shape[0], length))
-
-    inner = torch.ops.aten._ctc_loss.Tensor
-    before = op_implementations_dict.get(inner)
-    op_implementations_dict[inner] = losses
-    try:
-        yield
-    finally:
-        if before is None:
-            del op_implementations_dict[inner]
-        else:
-            op_implementations_dict[inner] = before
-
-
-@contextmanager
-def flex_attention_by(function: Callable[..., Any]) -> Iterator[None]:
-    """A context in which `flex_attention` calls `function` on every device, without compilation."""
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    if module is None:  # no model can call it
-        yield
-        return
-    replaced = {
-        "flex_attention_hop": function,
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
-        "_validate_device": lambda *_: None,
-        "setup_compilation_env": nullcontext,
-    }
-    with ExitStack() as stack, torch.compiler.set_stance("force_eager"):
-        for name, value in replaced.items():
-            stack.enter_context(patch.object(module, name, value))
-        yield
-
-
-def index_by_tensors() -> AbstractContextManager[Any]:
-    """A context in which ``x[i]`` with a tensor i of no dimensions is an index operator, as `torch.vmap` needs it."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
-
-
-@contextmanager
-def as_exported() -> Iterator[None]:
-    """A context in which `torch.compiler.is_compiling` and `torch.compiler.is_exporting` return True."""
-    from torch._export.utils import _compiling_state_context
-
-    with _compiling_state_context():
-        yield
-
-
-def traced_node(tensor: torch.Tensor) -> fx.Node | None:
-    """The node of a tensor in the graph that is being traced. None if no graph is traced, or it lacks the tensor."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
-    mode = get_proxy_mode()
-    if mode is None:
-        return None
-    node: fx.Node | None = get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy.node)
-    return node
-
-
-def traced_constant(name: str) -> Any:
-    """The value of an attribute of the module that is being traced. None without one."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
-    return None if mode is None else getattr(getattr(mode.tracer, "root", None), name, None)
-
-
-@contextmanager
-def without_tracing() -> Iterator[None]:
-    """A context inside of a trace in which operators run on real tensors, and no graph records them."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
 
 
 def pipeline_action(text: str) -> "PipelineAction | None":
@@ -482,25 +371,6 @@ def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
 def after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs now has ended, after the functions that were named before."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-@contextmanager
-def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
-    """A context in which ``Function.apply`` calls ``apply(function, plain, *args)``; ``plain(*args)`` runs it.
-
-    A model may have taken ``Function.apply`` as a value before. So the method that it calls is replaced.
-    """
-    from torch.autograd.function import _SingleLevelFunction
-
-    def applied(cls: Any, *args: Any) -> Any:
-        return apply(cls, super(_SingleLevelFunction, cls).apply, *args)
-
-    function: Any = _SingleLevelFunction
-    function.apply = classmethod(applied)
-    try:
-        yield
-    finally:
-        del function.apply
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -12,16 +12,9 @@ from torch import fx, nn
 from autopar._torch import private
 from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
+from autopar.capture.export import export
 from autopar.capture.export.data_reads import Reading, refuse_changing
-from autopar.capture.export.export import (
-    DECISION,
-    Inputs,
-    LossFunction,
-    capture_flat,
-    fixed_inputs,
-    input_names,
-    resize_inputs,
-)
+from autopar.capture.export.export import DECISION, Inputs, LossFunction, capture_flat, fixed_inputs, input_names
 from autopar.capture.flat_graph import Flat
 from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
@@ -116,7 +109,7 @@ class CaptureRequest:
     def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "CaptureRequest":
         """The request with inputs of `sizes` resized."""
         given = self.inputs if self.reading.given is None else self.reading.given
-        inputs = resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence))
+        inputs = export.resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence))
         return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
 
     def deciding_as(self, captured: Flat | Program, *, may_fail: bool = True) -> "CaptureRequest":

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from autopar._torch.private import applied_functions, pytree
+from autopar._torch.exports import applied_functions
+from autopar._torch.private import pytree
 from autopar.errors import CaptureError
 
 _TOLERANCE = 1e-3  # a function may compute in half precision

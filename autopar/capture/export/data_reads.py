@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import private
+from autopar._torch import exports
 from autopar.capture.export.data_sizes import known_sizes
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
 from autopar.capture.export.source_lines import SourceLine, line_that_runs
@@ -74,7 +74,7 @@ class DataReads(TorchFunctionMode):
         super().__init__()
         self._model, self._reading = model, reading
         # now: `x.to(device)` may return `x`, whose node is then another
-        self._given = [(private.traced_node(traced), name, kind, value) for name, kind, traced, value in given]
+        self._given = [(exports.traced_node(traced), name, kind, value) for name, kind, traced, value in given]
         self.decided: list[tuple[Decision, Tensor]] = []
         self.notes: dict[str, None] = {}
         self._occurrences: Counter[str] = Counter()
@@ -109,14 +109,14 @@ class DataReads(TorchFunctionMode):
         self, tensor: Tensor, read: Callable[[Tensor], Any], otherwise: Callable[[], Any], *, is_size: bool = False
     ) -> Any:
         """What the model reads of a tensor."""
-        node = private.traced_node(tensor)
+        node = exports.traced_node(tensor)
         if node is None:  # a tensor of no graph has a value
             return otherwise()
         line, found = line_that_runs(self._model), self._of(node)
         key = str(line), self._occurrences[str(line)]
         answers = self._reading.answers or {}
         if isinstance(found, Known):
-            with private.without_tracing():
+            with exports.without_tracing():
                 value = read(found.value)
             inputs, buffers = found.inputs, found.buffers
             if found.assumes_finite:
@@ -157,14 +157,14 @@ class DataReads(TorchFunctionMode):
 
     def _array(self, tensor: Tensor, read: Callable[[Tensor], Any], name: str) -> Any:
         """The array of a constant."""
-        node = private.traced_node(tensor)
+        node = exports.traced_node(tensor)
         found = None if node is None else self._of(node)
         if found is None or isinstance(found, Unknown) or found.inputs:
             raise CaptureError(
                 f"the model cannot be captured: {line_that_runs(self._model)}: .{name}() leaves torch, and no gradient "
                 "and no other rank can follow; use operators of torch at this line"
             )
-        with private.without_tracing():
+        with exports.without_tracing():
             return read(found.value.clone())
 
     def _of(self, node: fx.Node) -> Known | Unknown:

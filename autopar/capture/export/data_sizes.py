@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from autopar._torch import private
+from autopar._torch import exports
 from autopar._torch.private import pytree
 
 Tensor = torch.Tensor
@@ -49,10 +49,10 @@ def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
         sizes = torch.broadcast_shapes(x.shape, mask.shape)
         is_known = _is_mask(mask) and len(sizes) > 0
         return is_known, x.expand(sizes)[_positions(mask.expand(sizes), number)] if is_known else None
-    if func in _FIND and private.traced_node(args[0]) is not None and args[0].dim():
+    if func in _FIND and exports.traced_node(args[0]) is not None and args[0].dim():
         found = _positions(args[0], number)
         return True, found if kwargs.get("as_tuple") else torch.stack(found, 1)
-    if func is torch.where and len(args) == 1 and not kwargs and private.traced_node(args[0]) is not None:
+    if func is torch.where and len(args) == 1 and not kwargs and exports.traced_node(args[0]) is not None:
         return (True, _positions(args[0], number)) if args[0].dim() else (False, None)
     if func in _REPEAT:
         return _repeated(func, args, kwargs, number)
@@ -96,7 +96,7 @@ def _repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbe
     names = ("input", "repeats", "dim") if len(args) + ("repeats" in kwargs) > 1 else ("repeats",)
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     repeats = given.get("repeats")
-    if not isinstance(repeats, Tensor) or private.traced_node(repeats) is None or "output_size" in kwargs:
+    if not isinstance(repeats, Tensor) or exports.traced_node(repeats) is None or "output_size" in kwargs:
         return False, None
     every = repeats
     if "input" in given:
@@ -107,9 +107,9 @@ def _repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbe
 
 def _is_mask(value: Any) -> bool:
     is_mask = isinstance(value, Tensor) and value.dtype in _MASKS and value.dim() > 0
-    return is_mask and private.traced_node(value) is not None
+    return is_mask and exports.traced_node(value) is not None
 
 
 def _is_integer(value: Any) -> bool:
     is_integer = isinstance(value, Tensor) and value.dtype in _INTEGERS and not value.dim()
-    return is_integer and private.traced_node(value) is not None
+    return is_integer and exports.traced_node(value) is not None

@@ -17,14 +17,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch.private import (
-    FAKE_TENSOR_LOG,
-    as_exported,
-    ctc_loss_traced,
-    flex_attention_by,
-    pytree,
-    quick_export,
-)
+from autopar._torch.exports import FAKE_TENSOR_LOG, as_exported, ctc_loss_traced, flex_attention_by, quick_export
+from autopar._torch.private import pytree
 from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.distributions import unchecked_distributions

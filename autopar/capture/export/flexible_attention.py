@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch.private import index_by_tensors
+from autopar._torch.exports import index_by_tensors
 
 _PLACES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
 

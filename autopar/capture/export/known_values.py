@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch import private
+from autopar._torch import exports, private
 from autopar._torch.private import pytree
 from autopar.capture.nodes import function, is_random, operator_name
 
@@ -91,7 +91,7 @@ class KnownValues:
 
     def _value(self, node: fx.Node) -> Known | Unknown:
         if node.op == "get_attr":
-            constant = private.traced_constant(str(node.target))
+            constant = exports.traced_constant(str(node.target))
             is_real = isinstance(constant, torch.Tensor) and not constant.is_meta
             return Known(_on_cpu(constant)) if is_real else Unknown(f"the constant {node.target!r}, which has no value")
         if node.op != "call_function":
@@ -119,7 +119,7 @@ class KnownValues:
         """The result of an operand that is unknown: an answer about finite values, or another unknown value."""
         name = operator_name(node)
         if name in _ABOUT_FINITE and unknown.is_finite:
-            with private.without_tracing():
+            with exports.without_tracing():
                 answers = torch.full(tuple(node.meta["val"].shape), _ABOUT_FINITE[name], device="cpu")
             return Known(answers, assumes_finite=True)
         return Unknown(unknown.reason, self._is_finite(node))
@@ -146,7 +146,7 @@ class KnownValues:
                 if not found.is_finite:
                     return False
                 continue
-            with private.without_tracing():
+            with exports.without_tracing():
                 leaves = [leaf for leaf in pytree.tree_leaves(found.value) if isinstance(leaf, torch.Tensor)]
                 if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves if leaf.is_floating_point()):
                     return False
@@ -158,7 +158,7 @@ class KnownValues:
         )
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), given)
         try:
-            with private.without_tracing():
+            with exports.without_tracing():
                 return replace(about, value=function(node)(*args, **dict(kwargs)))
         except Exception as error:  # the operator's own error comes again in the trace or in the step
             return Unknown(f"the result of {node.target}, which raised {error}")
@@ -206,7 +206,7 @@ def leaf(name: str, kind: str, value: torch.Tensor) -> Known | Unknown:
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
     """A copy that operators may write to."""
-    with private.without_tracing():
+    with exports.without_tracing():
         return value.detach().to("cpu", copy=True)
 
 
