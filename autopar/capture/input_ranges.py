@@ -30,16 +30,23 @@ _Bounds = Iterable[tuple[fx.Node, ValueRange]]
 
 
 def input_ranges(program: Program) -> dict[str, ValueRange]:
-    """The range of every integer input. It is unbounded if no operator bounds the input.
+    """The range of every integer input, and of every floating input that an operator bounds, such as a cast index.
+
+    The range of an integer input is unbounded if no operator bounds it.
 
     Raises `InputError` if no value of an input suits all operators that read it.
     """
-    names = {i.name for i in program.inputs if not i.dtype.is_floating_point and i.dtype is not torch.bool}
     bounds = _passed_back(program, lambda _, node: _bounds_of_uses(node)).ranges
+    names = {
+        info.name
+        for info in program.inputs
+        if info.dtype is not torch.bool
+        and (not info.dtype.is_floating_point or bounds.get(info.name, ValueRange()).is_bounded)
+    }
     for name in sorted(names & bounds.keys()):
         if bounds[name].is_empty:
             raise InputError(
-                f"no value of the integer input {name!r} is legal for every operator that reads it: "
+                f"no value of the input {name!r} is legal for every operator that reads it: "
                 f"{'; '.join(bounds[name].bounded_by)}; change the model so that these bounds overlap"
             )
     return {name: bounds.get(name, ValueRange()) for name in sorted(names)}

@@ -75,7 +75,7 @@ def run_in_one_process(
                 held = all_shards(whole[name].detach(), analysis.outer[name], kinds, mesh)
                 values[name] = private.from_ranks(held)
                 if name in parameters:
-                    values[name].requires_grad_(parameters[name].requires_grad)
+                    values[name].requires_grad_(program.parameters[name].requires_grad)
 
         def function_of(index: int, call: CallSite) -> BlockFunction:
             streams.begin(0, 0, index)

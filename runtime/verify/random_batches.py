@@ -1,4 +1,4 @@
-"""Seeded random batches of a program: every integer input within the bounds of the operators that read it."""
+"""Seeded random batches of a program: every input within the bounds of the operators that read it."""
 
 from collections.abc import Mapping
 from math import inf
@@ -22,7 +22,7 @@ def random_batches(
 
     `given` has values of inputs that are not drawn, such as `values_that_decide`. Their rows repeat in the batch.
 
-    Floating-point inputs are normally distributed, masks are ones. If the loss skips a value of an input with places
+    Floating-point inputs without bounds are normally distributed, masks are ones. If the loss skips a value of an input with places
     (``ignore_index``), every sequence but the first has this value from a random place on.
 
     Raises `InputError` if no value of an input suits all operators that read it.
@@ -64,9 +64,11 @@ def _drawn(
     info: InputInfo, ranges: Mapping[str, ValueRange], num_micro_batches: int, generator: torch.Generator
 ) -> torch.Tensor:
     shape = _shape(info, num_micro_batches)
-    if info.dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(info.dtype)
     allowed = ranges.get(info.name, ValueRange())
+    if info.dtype.is_floating_point:
+        if allowed.is_bounded:  # an index or a probability that is no integer
+            return torch.randint(*_interval(allowed, torch.int64), shape, generator=generator).to(info.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(info.dtype)
     if info.dtype is torch.bool or _is_mask(info, allowed):
         return torch.ones(shape, dtype=info.dtype)
     low, high = _interval(allowed, info.dtype)

@@ -112,6 +112,17 @@ class Routed(nn.Module):
         return memory.square().sum()
 
 
+class Table(nn.Module):
+    """Indices and quantities in one input of numbers with fractions, as in the table of a recommender."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.head = nn.Embedding(40, 4), nn.Linear(6, 1)
+
+    def forward(self, rows: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat((self.users(rows[:, 0].long()), plain), -1)).square().mean()
+
+
 def bounds(model: nn.Module, inputs: Inputs) -> dict[str, tuple[float, float]]:
     found = input_ranges(capture_program(model, inputs))
     return {name: (r.low, r.high) for name, r in found.items()}
@@ -119,6 +130,11 @@ def bounds(model: nn.Module, inputs: Inputs) -> dict[str, tuple[float, float]]:
 
 INFINITY = float("inf")
 EXPECTED: dict[str, tuple[nn.Module, Inputs, dict[str, tuple[float, float]]]] = {
+    "an index with a fraction": (
+        Table(),
+        {"rows": torch.ones(4, 3), "plain": torch.ones(4, 2)},
+        {"rows": (0, 40)},
+    ),
     "words and classes": (
         TextClassifier(),
         {"tokens": ints(4, 6), "segment": ints(4), "target": ints(4)},

@@ -32,7 +32,7 @@ from autopar.capture.export.loss_arguments import (
     names_of_loss,
     num_of_loss,
 )
-from autopar.capture.export.own_changes import unchanged
+from autopar.capture.export.own_changes import assigned_in_place, unchanged
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
@@ -79,10 +79,11 @@ class _Outputs(nn.Module):
         inputs = zip(self._traced.names, tensors, self._traced.values, strict=True)
         given = [(name, "input", tensor, value) for name, tensor, value in inputs]
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
-        with DataReads(self.model, given, self._traced.reading) as reads:
+        notes: list[str] = []
+        with DataReads(self.model, given, self._traced.reading) as reads, assigned_in_place(self.model, notes):
             found = self._outputs(*args, **kwargs)
         self._traced.decided[:] = [decision for decision, _ in reads.decided]
-        self._traced.notes[:] = reads.notes
+        self._traced.notes[:] = [*reads.notes, *notes]
         return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}
 
     def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -59,3 +59,43 @@ def test_the_changes_of_buffers_stay_part_of_the_model() -> None:
             return self.layer(x).square().mean()
 
     assert set(capture_program(Counts(), {"x": torch.randn(4, 8)}).updates) == {"seen"}
+
+
+class Averaged(nn.Module):
+    """Keeps a running mean of its outputs, by assignment or in place."""
+
+    def __init__(self, *, assigns: bool, size: int = 8) -> None:
+        super().__init__()
+        self.layer, self.assigns = nn.Linear(8, 8), assigns
+        self.register_buffer("mean", torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        new = 0.9 * self.mean + 0.1 * y.detach().mean(0) if self.mean.shape == y.shape[1:] else y.detach().mean(0)
+        if self.assigns:
+            self.mean = new
+        else:
+            self.mean.copy_(new)
+        return (y - self.mean).square().mean()
+
+
+def test_an_assigned_buffer_is_an_update() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    programs = [capture_program(Averaged(assigns=assigns), {"x": x}) for assigns in (True, False)]
+    assert all(list(program.updates) == ["mean"] for program in programs)
+    assert [len(block.graph.nodes) for block in programs[0].blocks] == [len(b.graph.nodes) for b in programs[1].blocks]
+
+
+def test_a_capture_leaves_the_buffer() -> None:
+    model = Averaged(assigns=True)
+    before = model.mean
+    capture_program(model, {"x": torch.randn(4, 8)})
+    assert model.mean is before
+    assert not model.mean.any()
+
+
+def test_a_buffer_of_another_shape_is_named() -> None:
+    program = capture_program(Averaged(assigns=True, size=3), {"x": torch.randn(4, 8)})
+    assert not program.updates
+    assert any("the buffer 'mean' gets another shape in the forward pass" in note for note in program.notes)
