@@ -25,6 +25,8 @@ _SELECTIONS = frozenset(_SELECTING.split())
 _CHOICES = {
     "masked_fill": (0, 2),
     "where": (1, 2),
+    "maximum": (0, 1),
+    "minimum": (0, 1),
     "index_put": (0, 2),
     "index_copy": (0, 3),
     "scatter": (0, 3),
@@ -102,8 +104,6 @@ def chosen_from(node: fx.Node) -> list[Any] | None:
     if name not in _SELECTIONS or holds_positions(node):
         return None
     found = [node.args[0]]
-    if name in ("max", "min") and isinstance(positional(node, 1), fx.Node):
-        found.append(node.args[1])
     if name == "constant_pad_nd":
         found.append(positional(node, 2, 0))
     if name in ("tril", "triu"):

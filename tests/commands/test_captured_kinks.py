@@ -41,4 +41,4 @@ def test_other_gradients_at_a_kink_are_no_difference(planted: float) -> None:
         resolved, values.__getitem__, [{"x": x}], Steps(losses=[run.loss], gradients=gradients)
     )
     assert all(quantity.passed for quantity in quantities) == (planted == 1.0)
-    assert any("in float64" in note for note in notes) == (planted == 1.0)
+    assert any("in float64" in note for note in notes)
