@@ -22,8 +22,8 @@ def random_batches(
 
     `given` has values of inputs that are not drawn, such as `values_that_decide`. Their rows repeat in the batch.
 
-    Floating-point inputs without bounds are normally distributed, masks are ones. If the loss skips a value of an input with places
-    (``ignore_index``), every sequence but the first has this value from a random place on.
+    Floating-point inputs without bounds are normally distributed, masks are ones. If the loss skips a value of an input
+    with places (``ignore_index``), every sequence but the first has this value from a random place on.
 
     Raises `InputError` if no value of an input suits all operators that read it.
     """
