@@ -337,6 +337,11 @@ def with_local_part(like: Any, local: torch.Tensor) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
+def tensor_without_memory(kind: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that has a shape, a dtype and a device, but no values of its own."""
+    return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
+
+
 def same_layout(one: Any, other: Any) -> bool:
     """Whether two DTensors have the same global shape, as they are stored, and the same placements on one mesh."""
     return one._spec is other._spec or bool(
@@ -347,8 +352,8 @@ def same_layout(one: Any, other: Any) -> bool:
 
 
 def shares_memory(one: Any, other: Any) -> bool:
-    """Whether the local parts of two DTensors lie in the same memory."""
-    return storage_id(one._local_tensor) == storage_id(other._local_tensor)
+    """Whether two tensors lie in the same memory. Of DTensors the local parts count."""
+    return storage_id(getattr(one, "_local_tensor", one)) == storage_id(getattr(other, "_local_tensor", other))
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

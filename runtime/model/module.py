@@ -345,7 +345,7 @@ class ParallelModel(RunningModel):
         Example:
             >>> parallel.trace("step.json", batch)
         """
-        step, grads = self._step, [(p, p.grad) for p in self.parameters()]
+        step, grads = self._step, [(p, p.grad) for _, p in self.stored_parameters()]
         buffers = [(held, held.clone()) for held in map(self.buffer, self.program.updates)]
 
         def one_step() -> None:

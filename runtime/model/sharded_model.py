@@ -1,6 +1,6 @@
 """`ShardedModel`: the parameters, buffers and state that one rank holds, under the model's own names."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch.private import IncompatibleKeys
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, StateInfo
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
 from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.codegen.randomness import Streams
@@ -22,11 +22,18 @@ from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
-from autopar.runtime.parameters.checkpoint_state import load_whole, names_of_state, optimizer_state, whole_state
-from autopar.runtime.parameters.packed import by_model_parameter, complete_gradients, join_packed, packed_source
+from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
+from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
 from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.relayout import whole_placement
-from autopar.runtime.parameters.user_view import has_hooks, run_hooks, show_gradient, show_parameter
+from autopar.runtime.parameters.user_view import (
+    has_hooks,
+    parameters_of_model,
+    parts_of,
+    run_hooks,
+    show_gradient,
+    show_parameter,
+)
 
 
 class ShardedModel(nn.Module):
@@ -62,8 +69,9 @@ class ShardedModel(nn.Module):
         for stage in stages:
             if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
                 self.stages[str(stage.index)] = self._stage_module(stage, source)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.stored_parameters():
             show_parameter(parameter, name, self.placements[name])
+        self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))
         self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
     def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
@@ -170,13 +178,28 @@ class ShardedModel(nn.Module):
             found = module.owner_of() | found
         return found
 
+    def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over this rank's parameters as they are stored.
+
+        An unequal packing, such as queries, keys and values of different sizes in one projection, has one parameter
+        for each part, named after its rows: ``qkv_proj.weight[0:3072]``.
+
+        Yields:
+            Pairs of the program's name and parameter.
+
+        Example:
+            >>> [name for name, _ in parallel.stored_parameters()]
+            ['0.weight', '0.bias', '2.weight', '2.bias']
+        """
+        owners = self._owner_of()
+        for name in self.program.every_parameter:
+            if name in owners:  # otherwise another stage's
+                yield name, getattr(owners[name], attribute(name))
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over this rank's parameters under the model's names; unused parameters come last.
-
-        An unequal packing, such as queries, keys and values of different sizes in one projection, has one parameter
-        for each part, named after its rows: ``qkv_proj.weight[0:3072]``. `state_dict` joins the parts.
 
         Args:
             prefix: Text before every name, as in torch.
@@ -184,7 +207,7 @@ class ShardedModel(nn.Module):
             remove_duplicate: Whether a tied parameter comes once. Otherwise it comes under all its names.
 
         Yields:
-            Pairs of name and parameter. A parameter is a DTensor if tensor parallelism or ZeRO splits it.
+            Pairs of name and parameter. A parameter that is split shows the model's shape.
 
         Example:
             >>> [name for name, _ in parallel.named_parameters()]
@@ -193,14 +216,14 @@ class ShardedModel(nn.Module):
         if not recurse:  # what torch asks of one module of the tree
             yield from super().named_parameters(prefix, False, remove_duplicate)
             return
-        owners = self._owner_of()
         start = prefix + ("." if prefix else "")
-        for name, info in self.program.every_parameter.items():
-            if name not in owners:
-                continue  # another stage's
-            parameter: nn.Parameter = getattr(owners[name], attribute(name))
-            for alias in (name, *(() if remove_duplicate else info.aliases)):
+        aliases = {} if remove_duplicate else {info.whole_name: info.aliases for info in self._infos()}
+        for name, parameter in self._parameters_of_model.items():
+            for alias in (name, *aliases.get(name, ())):
                 yield start + alias, parameter
+
+    def _infos(self) -> Iterable[StateInfo]:
+        return self.program.every_parameter.values()
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -221,13 +244,11 @@ class ShardedModel(nn.Module):
             >>> tuple(parallel.state_dict()["0.weight"].shape)
             (12, 8)
         """
-        parameters = dict(self.named_parameters())
+        aliases = {info.whole_name: info.aliases for info in self._infos()}
         found: dict[str, Any] = {}
-        for name, infos in by_model_parameter(self.program):
-            if infos[0].name not in parameters:
-                continue
-            state = whole_state(infos, [parameters[info.name].detach() for info in infos], self.placements)
-            found |= dict.fromkeys((name, *infos[0].aliases), state)
+        for name, parameter in self.named_parameters():
+            state = flat_state(parameter.detach(), self.placements.get(name))
+            found |= dict.fromkeys((name, *aliases[name]), state)
         changed = stage_of_buffers(self.program, self.stages_in(self.base))
         for first, info in self.program.buffers.items():
             changing = {changed[n] for n in (first, *info.aliases) if n in changed}
@@ -297,7 +318,7 @@ class ShardedModel(nn.Module):
             >>> tuple(parallel.optimizer_state_dict(optimizer)["0.weight.exp_avg"].shape)
             (12, 8)
         """
-        return optimizer_state(self.program, dict(self.named_parameters()), optimizer, self.placements)
+        return optimizer_state(dict(self.named_parameters()), optimizer, self.placements)
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Gather every gradient as a whole tensor on every rank, for verification.
@@ -310,7 +331,7 @@ class ShardedModel(nn.Module):
             (12, 8)
         """
         found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.stored_parameters():
             if parameter.grad is not None:
                 grad = parameter.grad
                 whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
@@ -324,15 +345,16 @@ class ShardedModel(nn.Module):
         for name, dim in self.rank_mesh.dims.items():
             by_zero = name == "dp" and self.plan.degrees.zero > 0
             if dim.degree > 1:
-                own = [p for n, p in self.named_parameters() if name in self.placements[n].deferred]
+                own = [p for n, p in self.stored_parameters() if name in self.placements[n].deferred]
                 yield dim, [p for p in own if not (by_zero and zero.is_zero_sharded(p))]
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
         late = [p for _, parameters in self._deferred() for p in parameters]
-        named = dict(self.named_parameters())
+        named = dict(self.stored_parameters())
         late += [named[name] for name in self.ties.names if name in named]
-        late += [p for p in named.values() if has_hooks(p)]  # a hook gets the gradient of one call
+        # a hook gets the gradient of one call
+        late += [part for p in self.parameters() if has_hooks(p) for part in parts_of(p)]
         found = {p: p.grad for p in late if p.grad is not None}
         for parameter in found:
             parameter.grad = None
@@ -344,16 +366,17 @@ class ShardedModel(nn.Module):
 
     def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""
-        parameters = dict(self.named_parameters())
+        in_stages = self.plan.degrees.pp > 1
+        parameters = list(self.parameters())
+        complete_gradients(self.program, dict(self.stored_parameters()))
         for kind in ("gradient_hooks", "after_gradient_hooks"):
-            for parameter in parameters.values():
-                show_gradient(parameter, in_stages=self.plan.degrees.pp > 1)
+            for parameter in parameters:
+                show_gradient(parameter, in_stages=in_stages)
                 if parameter.grad is not None:
-                    run_hooks(parameter, kind)
+                    run_hooks(parameter, kind, in_stages=in_stages)
             if kind == "gradient_hooks":
-                for parameter, grad in earlier:
-                    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-                complete_gradients(self.program, parameters)
+                for stored, grad in earlier:
+                    stored.grad = grad if stored.grad is None else stored.grad + grad
 
     def register_full_backward_hook(self, *_: Any, **__: Any) -> Any:
         """Raise: the generated code has no modules whose backward pass could be hooked.
@@ -393,7 +416,7 @@ class ShardedModel(nn.Module):
             >>> norm.dtype
             torch.float64
         """
-        named = {name: p for name, p in self.named_parameters() if p.grad is not None}
+        named = {name: p for name, p in self.stored_parameters() if p.grad is not None}
         parameters = list(named.values())
         norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

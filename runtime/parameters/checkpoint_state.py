@@ -3,67 +3,45 @@
 `torch.distributed.checkpoint` saves it, and loads into it in place. `load_whole` copies values into it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.ir.program import Program, StateInfo
+from autopar.ir.program import Program
 from autopar.ir.storage import Storage
+from autopar.runtime.parameters.factored import stored
 from autopar.runtime.parameters.flat_shards import FlatRows, FlatShards
+from autopar.runtime.parameters.joined import JoinedTensor
 from autopar.runtime.parameters.packed import by_model_parameter
-from autopar.runtime.parameters.user_view import stored
 
 
-def flat_state(tensor: torch.Tensor, how: Storage) -> Any:
-    """A parameter, or optimizer state shaped like it, under its flat global shape."""
+def flat_state(tensor: torch.Tensor, how: Storage | None) -> Any:
+    """A parameter of the model, or optimizer state shaped like it, under its flat global shape.
+
+    A parameter of several parts has no storage of its own: `how` is None.
+    """
+    if isinstance(tensor, JoinedTensor):
+        return tensor.flat_shards()
     tensor = stored(tensor)
+    if how is None:
+        return tensor
     if how.is_factored and isinstance(tensor, DTensor):
         return FlatShards.of([FlatRows(tensor=tensor, shape=how.dims.shape)], how.dims.shape)
     return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(how.dims.shape)
 
 
-def whole_state(infos: Sequence[StateInfo], tensors: Sequence[torch.Tensor], held: Mapping[str, Storage]) -> Any:
-    """What `flat_state` says of a parameter, for one that is held in pieces too."""
-    rows = [
-        FlatRows(tensor=stored(tensor), shape=held[info.name].dims.shape, dim=info.part.dim, start=info.part.start)
-        for info, tensor in zip(infos, tensors, strict=True)
-        if info.part is not None
-    ]
-    part = infos[0].part
-    return flat_state(tensors[0], held[infos[0].name]) if part is None else FlatShards.of(rows, part.shape)
-
-
 def optimizer_state(
-    program: Program,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    held: Mapping[str, Storage],
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, held: Mapping[str, Storage]
 ) -> dict[str, Any]:
-    """The state of every parameter under the model's names.
-
-    The parts of a packed parameter join their state if it has the parameter's shape. One scalar, such as a step count,
-    stands for all parts. State of another shape keeps the names of the parts.
-    """
+    """The state of every parameter of the model under its name. State of another shape stays as it is."""
     found: dict[str, Any] = {}
-    for name, infos in by_model_parameter(program):
-        own = [parameters[info.name] for info in infos if info.name in parameters]
-        if not own:
-            continue  # another pipeline stage's
-        states = [optimizer.state.get(parameter, {}) for parameter in own]
-        for key in dict.fromkeys(key for state in states for key in state):
-            values = [state.get(key) for state in states]
-            tensors = [v for v in values if isinstance(v, torch.Tensor)]
-            if len(tensors) == len(own) and all(t.shape == p.shape for t, p in zip(tensors, own, strict=True)):
-                found[f"{name}.{key}"] = whole_state(infos, tensors, held)
-            elif len(own) == 1:
-                found[f"{name}.{key}"] = values[0]
-            elif len(tensors) == len(own) and all(t.dim() == 0 for t in tensors):
-                found[f"{name}.{key}"] = FlatShards.of([FlatRows(tensor=t, shape=()) for t in tensors], ())
-            else:
-                found |= {f"{info.name}.{key}": s[key] for info, s in zip(infos, states, strict=True) if key in s}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            found[f"{name}.{key}"] = flat_state(value, held.get(name)) if is_like else value
     return found
 
 

@@ -1,0 +1,223 @@
+"""Parameters in factored shape that show the model's shape.
+
+A split parameter may be stored in factored shape (`autopar.runtime.parameters.placement`). It is a `FactoredTensor`,
+which shows the model's shape. So a training script may decide by ``p.dim()``, and an optimizer may look at the whole
+matrix:
+
+    operators on single elements    run on the stored parts, without communication
+    reductions to one number        run on the stored parts
+    other operators                 run on the whole value in the model's shape, which is gathered first
+    in-place operators              change the stored parts
+
+Results that have an element for each element of the parameter are `FactoredTensor`s too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar._torch import private
+from autopar.runtime.parameters.flat_shards import FlatRows, FlatShards
+from autopar.runtime.parameters.operator_kinds import (
+    TURNED,
+    WITHOUT_VALUES,
+    is_by_element,
+    makes_elements,
+    rows_of,
+    tensors_in,
+    with_rows,
+    writes,
+)
+from autopar.runtime.parameters.whole_values import ShownTensor, run_whole, whole_of
+
+
+class FactoredTensor(ShownTensor, DTensor):
+    """A DTensor, perhaps in factored shape, that shows `model_shape`."""
+
+    __slots__ = ()
+    model_shape: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.model_shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.model_shape)
+
+    def dim(self) -> int:
+        return len(self.model_shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.model_shape if dim is None else self.model_shape[dim]
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = torch.empty(self.model_shape, device="meta").stride()
+        return strides if dim is None else strides[dim]
+
+    def __len__(self) -> int:
+        return self.model_shape[0]
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        whole: torch.Tensor = stored(self).full_tensor(**options)
+        return whole.reshape(self.model_shape)
+
+    def gathered(self) -> DTensor:
+        plain = stored(self)
+        every = [Replicate()] * plain.device_mesh.ndim
+        whole = plain.redistribute(placements=every).to_local().reshape(self.model_shape)
+        return DTensor.from_local(whole, plain.device_mesh, every, run_check=False)
+
+    @torch.no_grad()
+    def write(self, whole: torch.Tensor) -> None:
+        parts = _as_stored(whole, self)
+        assert isinstance(parts, DTensor)
+        stored(self).to_local().copy_(parts.to_local())
+
+    # methods of a split tensor that torch.distributed.checkpoint calls
+
+    def _chunks(self) -> FlatShards:
+        shape = tuple(self.model_shape)
+        return FlatShards.of([FlatRows(tensor=stored(self), shape=shape)], shape)
+
+    def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
+        return self._chunks().__create_write_items__(name, obj)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks().__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks().__get_tensor_shard__(index)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, ShownTensor) and not issubclass(kind, FactoredTensor) for kind in types):
+            return NotImplemented  # the other operand knows how
+        with private.without_torch_function():
+            return _run(func, tuple(args), dict(kwargs or {}))
+
+
+def stored(tensor: torch.Tensor) -> Any:
+    """The tensor as it is stored: a plain DTensor with the same memory, in factored shape. Others are returned."""
+    return private.plain_dtensor(tensor) if isinstance(tensor, FactoredTensor) else tensor
+
+
+def shown(tensor: DTensor, shape: Sequence[int], name: str = "") -> DTensor:
+    """Show a DTensor of factored shape in the model's `shape`. It changes the object itself."""
+    tensor.__class__ = FactoredTensor
+    assert isinstance(tensor, FactoredTensor)
+    tensor.model_shape, tensor.model_name = torch.Size(shape), name
+    return tensor
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch. Its arguments may contain `FactoredTensor`s."""
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        name = func.__self__.__name__
+        if name not in TURNED:
+            return _property(func, args)
+    if name.startswith("is_") or name in WITHOUT_VALUES:
+        return func(*args, **kwargs)
+    if isinstance(kwargs.get("out"), FactoredTensor):
+        out = kwargs.pop("out")
+        return out.copy_(_run(func, args, kwargs))
+    if is_by_element(name, args, kwargs):
+        rows = [_alike(row, first_changes=writes(name)) for row in rows_of(args)]
+        alike = [row for row in rows if row is not None]
+        if len(alike) == len(rows):
+            if _is_local(name, args):
+                return _run_local(func, args, alike, kwargs)
+            result = func(*with_rows(args, alike), **kwargs)
+            return _marked(result, [_factored(row) for row in alike])
+    return run_whole(func, name, args, kwargs)
+
+
+def _is_local(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator may run on this rank's parts: it makes an element of one element, without autograd.
+
+    DTensor has no rule for some of these operators, such as the fused step of SGD.
+    """
+    if not (name == "__setitem__" or makes_elements(name)):
+        return False
+    return not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors_in(args))
+
+
+def _run_local(func: Any, args: tuple[Any, ...], rows: Sequence[list[Any]], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on this rank's parts of operands that are stored alike."""
+    local = [[_local(one) for one in row] for row in rows]
+    others = tuple(_local(arg) for arg in args)
+    result = func(*with_rows(others, local), **{name: _local(value) for name, value in kwargs.items()})
+    results = list(result) if isinstance(result, (list, tuple)) else [result]
+    for k, (row, parts) in enumerate(zip(rows, local, strict=True)):
+        like = _factored(row)
+        if k < len(results) and like is not None and isinstance(results[k], torch.Tensor):
+            own = results[k] is parts[0]  # an in-place operator returns its operand
+            results[k] = row[0] if own else shown(private.with_local_part(like, results[k]), like.model_shape)
+    return type(result)(results) if isinstance(result, (list, tuple)) else results[0]
+
+
+def _local(operand: Any) -> Any:
+    """This rank's part of an operand. A single number is the same on every rank."""
+    if not isinstance(operand, DTensor):
+        return operand
+    return operand.to_local() if operand.dim() else operand.full_tensor()
+
+
+def _property(func: Any, args: tuple[Any, ...]) -> Any:
+    """A property is read or set."""
+    tensor = args[0]
+    if func.__name__ == "__set__" and isinstance(tensor, FactoredTensor) and isinstance(args[1], torch.Tensor):
+        return func(tensor, _as_stored(args[1], tensor))
+    result = func(*args)
+    if func.__self__.__name__ == "data" and isinstance(tensor, FactoredTensor) and type(result) is DTensor:
+        shown(result, tensor.model_shape, tensor.model_name)
+    return result
+
+
+def _alike(row: Sequence[Any], *, first_changes: bool) -> list[Any] | None:
+    """Operands that are stored alike. None if their shapes differ. An operand that is written to stays what it is."""
+    like = _factored(row)
+    if like is None:
+        return list(row)
+    if first_changes and not isinstance(row[0], FactoredTensor):
+        whole = FactoredTensor.gathered if isinstance(row[0], DTensor) else whole_of
+        return [whole(one) if isinstance(one, FactoredTensor) else one for one in row]
+    found = []
+    for one in row:
+        if isinstance(one, torch.Tensor) and one.dim():
+            one = _as_stored(one, like)
+            if not (isinstance(one, DTensor) and private.same_layout(one, like)):
+                return None
+        found.append(one)
+    return found
+
+
+def _factored(row: Sequence[Any]) -> FactoredTensor | None:
+    return next((one for one in row if isinstance(one, FactoredTensor)), None)
+
+
+def _marked(result: Any, likes: Sequence[FactoredTensor | None]) -> Any:
+    """The results of an operator. A result that is stored as an operand is shows the operand's shape."""
+    results = result if isinstance(result, (list, tuple)) else [result]
+    for one, like in zip(results, likes, strict=False):
+        if like is not None and type(one) is DTensor and private.same_layout(one, like):
+            shown(one, like.model_shape)
+    return result
+
+
+def _as_stored(value: torch.Tensor, like: FactoredTensor) -> torch.Tensor:
+    """A whole value of the model's shape as it would be stored. A tensor that is no DTensor is whole on every rank."""
+    is_stored_alike = isinstance(value, DTensor) and private.same_layout(value, like)  # a gradient as it was summed
+    if isinstance(value, FactoredTensor) or is_stored_alike or value.shape != like.model_shape:
+        return value
+    plain = stored(like)
+    every = [Replicate()] * plain.device_mesh.ndim
+    whole = whole_of(value).reshape(plain.shape).to(plain.device)
+    return DTensor.from_local(whole, plain.device_mesh, every, run_check=False).redistribute(
+        placements=plain.placements
+    )

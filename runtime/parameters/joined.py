@@ -1,0 +1,243 @@
+"""Parameters that are stored as several parts, shown as the one parameter of the model.
+
+The parts of an unequal packing (`autopar.capture.passes.packings`) are split differently, so each is a parameter of the
+generated code. A `JoinedTensor` shows them in the model's shape:
+
+    operators on single elements    run on each part
+    reductions to one number        run on each part, and the numbers are combined
+    other operators                 run on the whole value, whose parts are gathered first
+    in-place operators              change the parts
+
+Results that have an element for each element of the parameter are `JoinedTensor`s too.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar._torch import private
+from autopar.errors import RuntimeInputError
+from autopar.runtime.parameters.factored import stored
+from autopar.runtime.parameters.flat_shards import FlatRows, FlatShards
+from autopar.runtime.parameters.operator_kinds import (
+    TO_ONE_NUMBER,
+    TURNED,
+    WITHOUT_VALUES,
+    is_by_element,
+    places_of,
+    rows_of,
+    tensors_in,
+    writes,
+)
+from autopar.runtime.parameters.stage_gradient import StageGradient, refuse_norm
+from autopar.runtime.parameters.whole_values import ShownTensor, run_whole
+
+_OF_SHAPE = frozenset(["size", "dim", "ndimension", "stride", "__len__"])
+_OF_NUMBERS = {"max": "amax", "min": "amin", "_foreach_max": "amax"}  # the function of the numbers of parts
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Where the parts of a tensor of `shape` begin and end in dimension `dim`: ``(0, 6, 9, 12)`` for three parts."""
+
+    shape: torch.Size
+    dim: int
+    bounds: tuple[int, ...]
+
+    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The part of a whole value for each part. Views."""
+        return [whole.narrow(self.dim, start, stop - start) for start, stop in pairwise(self.bounds)]
+
+
+class JoinedTensor(ShownTensor):
+    """A tensor without memory of its own: `parts` hold the values of a tensor of the model's shape."""
+
+    parts: tuple[torch.Tensor, ...]
+    joint: Joint
+
+    @classmethod
+    def of(cls, parts: Sequence[torch.Tensor], joint: Joint, name: str = "") -> "JoinedTensor":
+        made: JoinedTensor = private.tensor_without_memory(cls, joint.shape, parts[0].dtype, parts[0].device)
+        made.parts, made.joint, made.model_name = tuple(parts), joint, name
+        return made
+
+    def full_tensor(self) -> torch.Tensor:
+        whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in self.parts]
+        return torch.cat(whole, self.joint.dim)
+
+    def gathered(self) -> torch.Tensor:
+        return _replicated(self.full_tensor(), self.parts[0])
+
+    @torch.no_grad()
+    def write(self, whole: torch.Tensor) -> None:
+        for part, own in zip(self.parts, self.joint.cut(whole), strict=True):
+            if isinstance(part, ShownTensor):
+                part.write(own)
+            else:
+                part.copy_(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedTensor":
+        return type(self).of([deepcopy(part, memo) for part in self.parts], self.joint, self.model_name)
+
+    # methods of a split tensor that torch.distributed.checkpoint calls
+
+    def flat_shards(self) -> FlatShards:
+        """This rank's chunks of the model's tensor."""
+        sizes = [tuple(cut.shape) for cut in self.joint.cut(torch.empty(self.joint.shape, device="meta"))]
+        rows = [
+            FlatRows(tensor=stored(part), shape=size, dim=self.joint.dim, start=start)
+            for part, size, start in zip(self.parts, sizes, self.joint.bounds, strict=False)
+        ]
+        return FlatShards.of(rows, tuple(self.joint.shape))
+
+    def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
+        return self.flat_shards().__create_write_items__(name, obj)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self.flat_shards().__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.flat_shards().__get_tensor_shard__(index)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        joined = [one for one in tensors_in(args) if isinstance(one, JoinedTensor)]
+        if any(isinstance(one.parts[0], StageGradient) for one in joined):
+            refuse_norm(func, sys._getframe(1))
+        return _run(func, tuple(args), dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = next((one.model_name for one in tensors_in(args) if isinstance(one, JoinedTensor)), "")
+        raise RuntimeInputError(
+            f"{func} cannot run on {name or 'a value'!r}, which this plan stores in parts; pass parameter.full_tensor()"
+        )
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch. Its arguments may contain `JoinedTensor`s."""
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        name = func.__self__.__name__
+        if name not in TURNED:
+            return _property(func, name, args)
+    if name == "data_ptr":
+        return args[0].parts[0].data_ptr()
+    if name.startswith("is_") or name in WITHOUT_VALUES or name in _OF_SHAPE:
+        with private.without_torch_function():
+            return func(*args, **kwargs)
+    if isinstance(kwargs.get("out"), JoinedTensor):
+        out = kwargs.pop("out")
+        return out.copy_(_run(func, args, kwargs))
+    if is_by_element(name, args, kwargs):
+        rows = [_parts_of(row, first_changes=writes(name)) for row in rows_of(args)]
+        known = [row for row in rows if row is not None]
+        if len(known) == len(rows):
+            return _run_by_part(func, name, args, known, kwargs)
+    return run_whole(func, name, args, kwargs)
+
+
+def _property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """A property is read, set or deleted."""
+    tensor, *values = args
+    if not isinstance(tensor, JoinedTensor) or name not in ("grad", "data", "requires_grad"):
+        with private.without_torch_function():
+            return func(*args)
+    if func.__name__ == "__get__":
+        own = [getattr(part, name) for part in tensor.parts]
+        if name == "requires_grad":
+            return any(own)
+        return None if any(one is None for one in own) else JoinedTensor.of(own, tensor.joint, tensor.model_name)
+    for part, value in zip(tensor.parts, _cut(values[0] if values else None, tensor.joint) or (), strict=True):
+        setattr(part, name, value)
+    return None
+
+
+def _run_by_part(func: Any, name: str, args: tuple[Any, ...], rows: Sequence[list[list[Any]]], kwargs: Any) -> Any:
+    """Run an operator on the parts. `rows` has, for each row of operands, the operands of each part."""
+    places, counts = places_of(args), [len(parts) for parts in rows]
+    if not places:
+        found = [func(*part, **kwargs) for part in rows[0]]
+        return _together(name, args, kwargs, args, found)
+    operands = list(args)
+    for column, k in enumerate(places):
+        operands[k] = [part[column] for parts in rows for part in parts]
+    for k, arg in enumerate(args):
+        if k not in places and isinstance(arg, (list, tuple)) and len(arg) == len(rows):  # a number for each row
+            operands[k] = [one for one, count in zip(arg, counts, strict=True) for _ in range(count)]
+    result = func(*operands, **kwargs)
+    if result is None:
+        return None
+    results = iter(result)
+    found = [[next(results) for _ in range(count)] for count in counts]
+    together = zip(rows_of(args), found, strict=True)
+    return type(result)(_together(name, args, kwargs, row, parts) for row, parts in together)
+
+
+def _together(name: str, args: Any, kwargs: dict[str, Any], row: Sequence[Any], found: Sequence[Any]) -> Any:
+    """What an operator returns for one row of operands, of what it returned for the parts."""
+    like = _joined(row)
+    if like is None:
+        return found[0]
+    if writes(name):
+        return row[0]
+    if name in TO_ONE_NUMBER or name in ("_foreach_norm", "_foreach_max"):
+        numbers = torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in found])
+        return _replicated(_combined(name, args, kwargs, numbers, like), like.parts[0])
+    return JoinedTensor.of(found, like.joint)
+
+
+def _combined(name: str, args: Any, kwargs: dict[str, Any], numbers: torch.Tensor, like: JoinedTensor) -> torch.Tensor:
+    """The number of a whole tensor, of the numbers of its parts."""
+    if name in ("norm", "linalg_vector_norm", "_foreach_norm"):
+        given = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+        order = 2.0 if given in (None, "fro") else float(given)
+        return torch.linalg.vector_norm(numbers, order) if order else numbers.sum()
+    if name == "mean":
+        shares = [part.numel() / like.numel() for part in like.parts]
+        return (numbers * torch.tensor(shares, dtype=numbers.dtype, device=numbers.device)).sum()
+    function: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, _OF_NUMBERS.get(name, name))
+    return function(numbers)
+
+
+def _parts_of(row: Sequence[Any], *, first_changes: bool) -> list[list[Any]] | None:
+    """The operands of each part. None if the operands have different shapes."""
+    like = _joined(row)
+    if like is None:
+        return [list(row)]
+    if first_changes and isinstance(row[0], DTensor):
+        return [[one.gathered() if isinstance(one, JoinedTensor) else one for one in row]]
+    columns = [_cut(one, like.joint) for one in row]
+    known = [column for column in columns if column is not None]
+    return [list(part) for part in zip(*known, strict=True)] if len(known) == len(columns) else None
+
+
+def _cut(operand: Any, joint: Joint) -> list[Any] | None:
+    """An operand for each part. A number serves every part. None for a tensor of another shape."""
+    if isinstance(operand, JoinedTensor):
+        return list(operand.parts) if operand.joint == joint else None
+    if not isinstance(operand, torch.Tensor) or not operand.dim():
+        return [operand] * (len(joint.bounds) - 1)
+    if operand.shape != joint.shape:
+        return None
+    return joint.cut(operand.full_tensor() if isinstance(operand, DTensor) else operand)
+
+
+def _joined(row: Sequence[Any]) -> JoinedTensor | None:
+    return next((one for one in row if isinstance(one, JoinedTensor)), None)
+
+
+def _replicated(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A whole value as operators take it beside a part: on the mesh of the part."""
+    if not isinstance(part, DTensor):
+        return whole
+    mesh = part.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

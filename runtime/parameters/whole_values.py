@@ -1,0 +1,100 @@
+"""Tensors that show the model's shape, and the functions of torch that run on their whole values."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar._torch import private
+from autopar.errors import RuntimeInputError
+from autopar.runtime.parameters.operator_kinds import target_of, tensors_in, writes
+
+
+class ShownTensor(torch.Tensor):
+    """A tensor that shows the model's shape, whatever its storage.
+
+    `model_name` is the name of the parameter, for its gradient too; "" for a temporary value.
+    """
+
+    __slots__ = ()
+    model_name: str
+
+    def gathered(self) -> torch.Tensor:
+        """A copy of the whole value in the model's shape: a replicated DTensor if the storage is a DTensor."""
+        raise NotImplementedError
+
+    def write(self, whole: torch.Tensor) -> None:
+        """Change the stored values to the values of `whole`."""
+        raise NotImplementedError
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole value in the model's shape, as a tensor without a layout. Collective."""
+        raise NotImplementedError
+
+
+class GatheredView:
+    """A view of the gathered value of a parameter or gradient. Writing to it would change nothing, so it raises."""
+
+    __slots__ = ()
+    model_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.__name__, dict(kwargs or {})
+        if writes(name) and isinstance(target := target_of(args, kwargs), cls):
+            raise RuntimeInputError(
+                f"{name} would change a copy of {target.model_name!r}, which this plan stores in parts of "
+                "another shape; change the parameter itself, not a view of it"
+            )
+        if any(issubclass(kind, ShownTensor) for kind in types):
+            return NotImplemented  # the other operand knows how
+        with private.without_torch_function():
+            return run_whole(func, name, tuple(args), kwargs)
+
+
+class PlainGatheredView(GatheredView, torch.Tensor):
+    __slots__ = ()
+
+
+class SplitGatheredView(GatheredView, DTensor):
+    __slots__ = ()
+
+
+def run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function on whole values in the model's shape."""
+    target = target_of(args, kwargs)
+    if writes(name) and target is not None:
+        every = [one for one in tensors_in(target) if isinstance(one, ShownTensor)]
+        wholes = {id(one): whole_of(one) for one in tensors_in((args, kwargs))}
+        plain = private.pytree.tree_map(lambda one: wholes.get(id(one), one), (args, kwargs))
+        func(*plain[0], **plain[1])
+        for changed in every:
+            changed.write(wholes[id(changed)])
+        return target
+    gathered: dict[int, torch.Tensor] = {}
+    operands = list(tensors_in((args, kwargs)))
+    for shown in operands:
+        if isinstance(shown, ShownTensor):
+            gathered[id(shown)] = shown.gathered()
+    mesh = next((whole.device_mesh for whole in gathered.values() if isinstance(whole, DTensor)), None)
+    for plain in operands:
+        if mesh is not None and plain.dim() and not isinstance(plain, DTensor):
+            gathered[id(plain)] = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    args, kwargs = private.pytree.tree_map(lambda one: gathered.get(id(one), one), (args, kwargs))
+    result = func(*args, **kwargs)
+    if isinstance(target, (ShownTensor, GatheredView)) and target.model_name:
+        copied = gathered.get(id(target), target)
+        for made in tensors_in(result):
+            if type(made) in (DTensor, torch.Tensor) and private.shares_memory(made, copied):
+                _as_view(made, target.model_name)
+    return result
+
+
+def _as_view(tensor: Any, name: str) -> None:
+    tensor.__class__ = SplitGatheredView if isinstance(tensor, DTensor) else PlainGatheredView
+    tensor.model_name = name
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole value as a tensor without a layout."""
+    return tensor.full_tensor() if isinstance(tensor, (ShownTensor, DTensor)) else tensor
