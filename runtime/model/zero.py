@@ -42,9 +42,10 @@ def mesh_of(degrees: Degrees, mesh: RankMesh, zero_dim: int | None) -> DeviceMes
     FSDP2 adds the data-parallel dimensions to the parameters that it shards (`zero_dim`). The others get them here: the
     operators of torch want all parameters on one mesh.
     """
-    if mesh.tensor_mesh is None or zero_dim is not None or degrees.zero == 0 or degrees.dp == 1:
+    if zero_dim is not None or degrees.zero == 0 or degrees.dp == 1:
         return mesh.tensor_mesh
-    return mesh.device_mesh[(*_names(degrees), *(mesh.tensor_mesh.mesh_dim_names or ()))]
+    tensor_dims = mesh.tensor_mesh.mesh_dim_names if mesh.tensor_mesh is not None else ()
+    return mesh.device_mesh[(*_names(degrees), *(tensor_dims or ()))]
 
 
 def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:

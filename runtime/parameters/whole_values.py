@@ -78,7 +78,7 @@ def run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
             gathered[id(shown)] = shown.gathered()
     mesh = next((whole.device_mesh for whole in gathered.values() if isinstance(whole, DTensor)), None)
     for plain in operands:
-        if mesh is not None and plain.dim() and not isinstance(plain, DTensor):
+        if mesh is not None and plain.dim() and not isinstance(plain, (ShownTensor, DTensor)):
             gathered[id(plain)] = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
     args, kwargs = private.pytree.tree_map(lambda one: gathered.get(id(one), one), (args, kwargs))
     result = func(*args, **kwargs)

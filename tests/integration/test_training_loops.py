@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
 PLAIN: dict[str, Any] = {}
 UNEVEN = {"width": 30, "heads": 3}  # three heads over two ranks
+GROUPED = {"kv_heads": 2}  # queries, keys and values of other sizes in one projection
 PLANS = (
     {"tp": 2, "dp": 2, "zero": 1},
     long({"tp": 2, "dp": 2, "zero": 0}),
@@ -27,13 +28,13 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("options", [PLAIN, long(UNEVEN)], ids=["packed", "uneven"])
+@pytest.mark.parametrize("options", [PLAIN, long(UNEVEN), GROUPED], ids=["packed", "uneven", "grouped"])
 @pytest.mark.parametrize("wish", PLANS, ids=str)
 def test_users_see_the_models_parameters(wish: dict[str, Any], options: dict[str, Any], four_ranks: Ranks) -> None:
     assert four_ranks.run("loop_ranks:seen", wish, 4, options) == [[]] * 4
 
 
-@pytest.mark.parametrize("options", [PLAIN, long(UNEVEN)], ids=["packed", "uneven"])
+@pytest.mark.parametrize("options", [PLAIN, long(UNEVEN), long(GROUPED)], ids=["packed", "uneven", "grouped"])
 @pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("decay by dim", "muon")))
 @pytest.mark.parametrize("wish", PLANS, ids=str)
 def test_parameters_are_those_of_one_device(
@@ -42,10 +43,11 @@ def test_parameters_are_those_of_one_device(
     assert max(four_ranks.run("loop_ranks:trained", wish, 4, name, True, options)) < TOLERANCE
 
 
+@pytest.mark.parametrize("options", [PLAIN, long(GROUPED)], ids=["packed", "grouped"])
 @pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("decay by dim",)))
-def test_in_a_pipeline(name: str, four_ranks: Ranks) -> None:
+def test_in_a_pipeline(name: str, options: dict[str, Any], four_ranks: Ranks) -> None:
     wish = {"pp": 2, "tp": 2, "micro_batches": 2}
-    assert max(four_ranks.run("loop_ranks:trained", wish, 4, name, False, PLAIN)) < TOLERANCE
+    assert max(four_ranks.run("loop_ranks:trained", wish, 4, name, False, options)) < TOLERANCE
 
 
 @pytest.mark.parametrize("wish", [{"pp": 2, "tp": 2}, long({"pp": 2, "dp": 2, "zero": 1})], ids=str)
@@ -58,11 +60,12 @@ def test_a_norm_of_one_stage_is_refused(wish: dict[str, Any], four_ranks: Ranks)
 @pytest.mark.parametrize(
     "wish", [{"tp": 2, "dp": 2, "zero": 3}, long({"tp": 2, "dp": 2, "zero": 0}), long({"pp": 2, "tp": 2})], ids=str
 )
-def test_hooks_get_the_gradient_of_all_ranks(wish: dict[str, Any], four_ranks: Ranks) -> None:
-    found = four_ranks.run("loop_ranks:hooked", wish, 4)
+@pytest.mark.parametrize("options", [PLAIN, GROUPED], ids=["packed", "grouped"])
+def test_hooks_get_the_gradient_of_all_ranks(wish: dict[str, Any], options: dict[str, Any], four_ranks: Ranks) -> None:
+    found = four_ranks.run("loop_ranks:hooked", wish, 4, options)
     assert max(worst for worst, _ in found) < TOLERANCE
     assert all(len(called) == 3 * len(set(called)) for _, called in found)
-    assert max(four_ranks.run("loop_ranks:summed_calls", wish, 4)) < TOLERANCE
+    assert max(four_ranks.run("loop_ranks:summed_calls", wish, 4, options)) < TOLERANCE
 
 
 @pytest.mark.parametrize("calls", [1, 2])

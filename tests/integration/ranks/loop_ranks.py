@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.api import parallelize
 from autopar.errors import RuntimeInputError
@@ -21,24 +20,29 @@ LENGTH, STEPS, LOCAL = 8, 3, 4
 class Attention(nn.Module):
     """Queries, keys and values from one projection with a bias, as in the small public GPTs."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.c_attn, self.c_proj, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+        self.sizes = [width, width // heads * kv_heads, width // heads * kv_heads]
+        self.c_attn, self.c_proj, self.head = nn.Linear(width, sum(self.sizes)), nn.Linear(width, width), width // heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.size()
-        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.c_attn(x).split(c, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = (y.view(b, t, -1, self.head).transpose(1, 2) for y in self.c_attn(x).split(self.sizes, dim=2))
+        k = k.tanh()  # else the gradient of its bias is rounding, which optimizers blow up
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
 
 class CharGPT(nn.Module):
-    """A character model with a tied head and a temperature that is one number."""
+    """A character model with a tied head and a temperature that is one number.
 
-    def __init__(self, vocab: int = 30, width: int = 24, heads: int = 4) -> None:
+    With fewer `kv_heads` than heads, the projection of queries, keys and values is an unequal packing.
+    """
+
+    def __init__(self, vocab: int = 30, width: int = 24, heads: int = 4, kv_heads: int | None = None) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(LENGTH, width)
-        self.attn = nn.ModuleList(Attention(width, heads) for _ in range(2))
+        self.attn = nn.ModuleList(Attention(width, heads, kv_heads or heads) for _ in range(2))
         self.ln = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.wte.weight
@@ -131,7 +135,8 @@ def batches(parallel: ParallelModel, step: int) -> tuple[dict[str, torch.Tensor]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    full: Callable[[], torch.Tensor] = getattr(tensor, "full_tensor", lambda: tensor)
+    return full().detach()
 
 
 def difference(parallel: ParallelModel, reference: nn.Module) -> float:
@@ -171,7 +176,7 @@ def seen(rank: int, wish: Mapping[str, Any], world_size: int, options: Mapping[s
             facts = (name, tuple(tensor.shape), tensor.dim(), tensor.ndim, tensor.numel(), tuple(tensor.size()))
             if facts != (expected, tuple(q.shape), q.dim(), q.ndim, q.numel(), tuple(q.size())):
                 found.append(facts)
-        if isinstance(p, DTensor) and not torch.equal(whole(p), q.detach()):
+        if not torch.equal(whole(p), q.detach()):
             found.append((name, "other values"))
         if q.dim() == 2 and not torch.equal(whole(p.T[:, 1:3]), q.detach().T[:, 1:3]):
             found.append((name, "other rows"))
@@ -264,9 +269,9 @@ def refused(rank: int, wish: Mapping[str, Any], world_size: int) -> list[str]:
     return messages
 
 
-def hooked(rank: int, wish: Mapping[str, Any], world_size: int) -> tuple[float, list[str]]:
+def hooked(rank: int, wish: Mapping[str, Any], world_size: int, options: Mapping[str, Any]) -> tuple[float, list[str]]:
     """The largest difference if hooks halve gradients and update parameters, and the names of the calls in order."""
-    parallel, reference = models(wish, world_size)
+    parallel, reference = models(wish, world_size, **options)
     called: list[str] = []
     optimizers: list[dict[str, torch.optim.Optimizer]] = []
     for model in (parallel, reference):
@@ -291,9 +296,9 @@ def hooked(rank: int, wish: Mapping[str, Any], world_size: int) -> tuple[float, 
     return difference(parallel, reference), called
 
 
-def summed_calls(rank: int, wish: Mapping[str, Any], world_size: int) -> float:
+def summed_calls(rank: int, wish: Mapping[str, Any], world_size: int, options: Mapping[str, Any]) -> float:
     """The largest difference of a gradient after two calls without `zero_grad`; a hook sees each call alone."""
-    parallel, reference = models(wish, world_size)
+    parallel, reference = models(wish, world_size, **options)
     for model in (parallel, reference):
         for p in model.parameters():
             p.register_hook(lambda grad: grad / (1 + grad.abs()))

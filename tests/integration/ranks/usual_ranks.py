@@ -20,7 +20,9 @@ from autopar.runtime.model.module import ParallelModel
 Wish = Mapping[str, Any]
 Batch = dict[str, torch.Tensor]
 Case = Callable[[Wish, int], float]
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 STEPS = 3
+GROUPED = {"kv_heads": 2}  # queries, keys and values are an unequal packing
 
 
 def steps(
@@ -129,9 +131,9 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-def clipped(clip: Callable[[nn.Module], Any]) -> Case:
+def clipped(clip: Callable[[nn.Module], Any], **options: int) -> Case:
     def run(wish: Wish, world_size: int) -> float:
-        parallel, reference = models(wish, world_size)
+        parallel, reference = models(wish, world_size, **options)
         optimizers, worst = adam(parallel, reference), 0.0
         for step in range(STEPS):
             own, every = batches(parallel, step)
@@ -160,9 +162,9 @@ CLIPS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def every(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], matrices: bool = False) -> Case:
+def every(make: Make, *, matrices: bool = False, **options: int) -> Case:
     def run(wish: Wish, world_size: int) -> float:
-        parallel, reference = models(wish, world_size)
+        parallel, reference = models(wish, world_size, **options)
         return steps(
             parallel,
             reference,
@@ -172,28 +174,29 @@ def every(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], matrices:
     return run
 
 
-OPTIMIZERS: dict[str, Case] = {
-    "sgd": every(lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True)),
-    "sgd foreach": every(lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, foreach=True)),
-    "adam amsgrad": every(lambda p: optim.Adam(p, 1e-2, amsgrad=True, weight_decay=0.1, foreach=False)),
-    "adam fused": every(lambda p: optim.Adam(p, 1e-2, fused=True)),
-    "adamw foreach": every(lambda p: optim.AdamW(p, 1e-2, foreach=True)),
-    "adagrad": every(lambda p: optim.Adagrad(p, 1e-2, eps=1e-6)),
-    "adagrad foreach": every(lambda p: optim.Adagrad(p, 1e-2, eps=1e-6, foreach=True)),
-    "adadelta": every(lambda p: optim.Adadelta(p, 1.0, foreach=True)),
-    "adamax": every(lambda p: optim.Adamax(p, 1e-2, foreach=True)),
-    "radam": every(lambda p: optim.RAdam(p, 1e-2, foreach=True)),
-    "nadam": every(lambda p: optim.NAdam(p, 1e-2)),
-    "rmsprop": every(lambda p: optim.RMSprop(p, 1e-2, centered=True, momentum=0.5, foreach=True)),
-    "sgd fused": every(lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True)),
-    "adagrad fused": every(lambda p: optim.Adagrad(p, 1e-2, eps=1e-6, fused=True)),
-    "adafactor": every(lambda p: optim.Adafactor(p, 1e-2, eps=(1e-8, 1e-3))),
-    "adafactor foreach": every(lambda p: optim.Adafactor(p, 1e-2, eps=(1e-8, 1e-3), foreach=True)),
-    "muon": every(lambda p: optim.Muon(p, 1e-2), matrices=True),
-    "asgd": every(lambda p: optim.ASGD(p, 1e-2)),
-    "rprop": every(lambda p: optim.Rprop(p, 1e-2), matrices=True),
-    "rprop foreach": every(lambda p: optim.Rprop(p, 1e-2, foreach=True), matrices=True),
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "sgd foreach": lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, foreach=True),
+    "adam amsgrad": lambda p: optim.Adam(p, 1e-2, amsgrad=True, weight_decay=0.1, foreach=False),
+    "adam fused": lambda p: optim.Adam(p, 1e-2, fused=True),
+    "adamw foreach": lambda p: optim.AdamW(p, 1e-2, foreach=True),
+    "adagrad": lambda p: optim.Adagrad(p, 1e-2, eps=1e-6),
+    "adagrad foreach": lambda p: optim.Adagrad(p, 1e-2, eps=1e-6, foreach=True),
+    "adadelta": lambda p: optim.Adadelta(p, 1.0, foreach=True),
+    "adamax": lambda p: optim.Adamax(p, 1e-2, foreach=True),
+    "radam": lambda p: optim.RAdam(p, 1e-2, foreach=True),
+    "nadam": lambda p: optim.NAdam(p, 1e-2),
+    "rmsprop": lambda p: optim.RMSprop(p, 1e-2, centered=True, momentum=0.5, foreach=True),
+    "sgd fused": lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "adagrad fused": lambda p: optim.Adagrad(p, 1e-2, eps=1e-6, fused=True),
+    "adafactor": lambda p: optim.Adafactor(p, 1e-2, eps=(1e-8, 1e-3)),
+    "adafactor foreach": lambda p: optim.Adafactor(p, 1e-2, eps=(1e-8, 1e-3), foreach=True),
+    "muon": lambda p: optim.Muon(p, 1e-2),
+    "asgd": lambda p: optim.ASGD(p, 1e-2),
+    "rprop": lambda p: optim.Rprop(p, 1e-2),
+    "rprop foreach": lambda p: optim.Rprop(p, 1e-2, foreach=True),
 }
+OF_MATRICES = ["muon", "rprop", "rprop foreach"]
 
 
 def lbfgs(wish: Wish, world_size: int) -> float:
@@ -453,7 +456,12 @@ CASES: dict[str, Case] = {
     "reentrant": reentrant,
     **{f"schedule {name}": scheduled(make) for name, make in SCHEDULES.items()},
     **{f"clip {name}": clipped(clip) for name, clip in CLIPS.items()},
-    **{f"optimizer {name}": case for name, case in OPTIMIZERS.items()},
+    **{f"optimizer {name}": every(make, matrices=name in OF_MATRICES) for name, make in OPTIMIZERS.items()},
+    **{
+        f"grouped optimizer {name}": every(make, matrices=name in OF_MATRICES, **GROUPED)
+        for name, make in OPTIMIZERS.items()
+    },
+    **{f"grouped clip {name}": clipped(clip, **GROUPED) for name, clip in CLIPS.items()},
     "lbfgs": lbfgs,
     "distilled outside": distilled_outside,
     "distilled inside": distilled_inside,
