@@ -13,9 +13,11 @@ Results that have an element for each element of the parameter are `FactoredTens
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Replicate
@@ -77,6 +79,15 @@ class FactoredTensor(ShownTensor, DTensor):
         parts = _as_stored(whole, self)
         assert isinstance(parts, DTensor)
         stored(self).to_local().copy_(parts.to_local())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FactoredTensor":
+        made: Any = private.with_local_part(self, self.to_local().detach().clone())
+        shown(made, self.model_shape, self.model_name).requires_grad_(self.requires_grad)
+        made.__class__ = type(self)
+        made._is_param = isinstance(self, nn.Parameter)
+        made.grad = deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return made  # type: ignore[no-any-return]
 
     # methods of a split tensor that torch.distributed.checkpoint calls
 
@@ -171,10 +182,11 @@ def _local(operand: Any) -> Any:
 def _property(func: Any, args: tuple[Any, ...]) -> Any:
     """A property is read or set."""
     tensor = args[0]
+    name = func.__self__.__name__
     if func.__name__ == "__set__" and isinstance(tensor, FactoredTensor) and isinstance(args[1], torch.Tensor):
-        return func(tensor, _as_stored(args[1], tensor))
+        return tensor.write(args[1]) if name == "data" else func(tensor, _as_stored(args[1], tensor))
     result = func(*args)
-    if func.__self__.__name__ == "data" and isinstance(tensor, FactoredTensor) and type(result) is DTensor:
+    if name == "data" and isinstance(tensor, FactoredTensor) and type(result) is DTensor:
         shown(result, tensor.model_shape, tensor.model_name)
     return result
 

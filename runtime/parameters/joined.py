@@ -85,7 +85,12 @@ class JoinedTensor(ShownTensor):
                 part.copy_(own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedTensor":
-        return type(self).of([deepcopy(part, memo) for part in self.parts], self.joint, self.model_name)
+        made = type(self).of([deepcopy(part, memo) for part in self.parts], self.joint, self.model_name)
+        memo[id(self)] = made
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.model_name!r}, shape={tuple(self.joint.shape)}, parts={list(self.parts)})"
 
     # methods of a split tensor that torch.distributed.checkpoint calls
 

@@ -34,6 +34,15 @@ def test_users_see_the_models_parameters(wish: dict[str, Any], options: dict[str
     assert four_ranks.run("loop_ranks:seen", wish, 4, options) == [[]] * 4
 
 
+@pytest.mark.parametrize("options", [PLAIN, GROUPED], ids=["packed", "grouped"])
+@pytest.mark.parametrize(
+    "wish", [{"tp": 2, "dp": 2, "zero": 1}, long({"tp": 4}), long({"tp": 2, "dp": 2, "zero": 3})], ids=str
+)
+def test_what_users_do_to_a_parameter(wish: dict[str, Any], options: dict[str, Any], four_ranks: Ranks) -> None:
+    for found in four_ranks.run("loop_ranks:changed", wish, 4, options):
+        assert {name: worst for name, worst in found.items() if not worst < TOLERANCE} == {}
+
+
 @pytest.mark.parametrize("options", [PLAIN, long(UNEVEN), long(GROUPED)], ids=["packed", "uneven", "grouped"])
 @pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("decay by dim", "muon")))
 @pytest.mark.parametrize("wish", PLANS, ids=str)

@@ -183,6 +183,43 @@ def seen(rank: int, wish: Mapping[str, Any], world_size: int, options: Mapping[s
     return found
 
 
+def _set_data(p: Any) -> None:
+    p.data = torch.arange(p.numel(), dtype=p.dtype).view(p.shape)
+
+
+def _set_gradient(p: Any) -> None:
+    p.grad = torch.arange(p.numel(), dtype=p.dtype).view(p.shape)
+    p.data.copy_(p.grad)
+
+
+CHANGES: Mapping[str, Callable[[Any], Any]] = {
+    "data": _set_data,
+    "gradient": _set_gradient,
+    "mask": lambda p: p.data.__setitem__(p > 0, 0.5),
+    "rows": lambda p: p.detach().__setitem__(0, 1.0),
+    "copied": lambda p: p.data.add_(copy.deepcopy(p).detach(), alpha=0.5),
+    "copy changed": lambda p: copy.deepcopy(p).detach().zero_(),
+    "factors": lambda p: p.data.mul_(p.detach().abs().mean(-1, keepdim=True)),
+    "numbers": lambda p: p.data.mul_(p.norm(1) + p.mean() + p.amax() + p.min() + p.norm(float("inf")) + p.std()),
+    "chosen": lambda p: p.data.copy_(torch.where(p > 0.1, p, torch.ones_like(p))),
+    "named": lambda p: p.data.add_(len(repr(p)) > 0),
+}
+
+
+def changed(rank: int, wish: Mapping[str, Any], world_size: int, options: Mapping[str, Any]) -> dict[str, float]:
+    """What users do to a parameter outside an optimizer: the largest difference after each change."""
+    found = {}
+    for name, change in CHANGES.items():
+        pair = models(wish, world_size, **options)
+        with torch.no_grad():
+            for model in pair:
+                for p in model.parameters():
+                    if p.dim():
+                        change(p)
+        found[name] = difference(*pair)
+    return found
+
+
 def norm_in_stages(rank: int, wish: Mapping[str, Any], world_size: int) -> list[str]:
     """The messages of torch's norms over the gradients of a pipeline."""
     parallel, _ = models(wish, world_size)
