@@ -34,7 +34,7 @@ from autopar.runtime.parameters.operator_kinds import (
     with_rows,
     writes,
 )
-from autopar.runtime.parameters.whole_values import ShownTensor, run_whole, whole_of
+from autopar.runtime.parameters.whole_values import ShownTensor, refuse_compiling, run_whole, whole_of
 
 
 class FactoredTensor(ShownTensor, DTensor):
@@ -106,6 +106,7 @@ class FactoredTensor(ShownTensor, DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_compiling()
         if any(issubclass(kind, ShownTensor) and not issubclass(kind, FactoredTensor) for kind in types):
             return NotImplemented  # the other operand knows how
         with private.without_torch_function():

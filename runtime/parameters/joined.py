@@ -38,7 +38,7 @@ from autopar.runtime.parameters.operator_kinds import (
     writes,
 )
 from autopar.runtime.parameters.stage_gradient import StageGradient, refuse_norm
-from autopar.runtime.parameters.whole_values import ShownTensor, run_whole
+from autopar.runtime.parameters.whole_values import ShownTensor, refuse_compiling, run_whole
 
 _OF_SHAPE = frozenset(["size", "dim", "ndimension", "stride", "__len__"])
 _OF_NUMBERS = {"max": "amax", "min": "amin", "_foreach_max": "amax"}  # the function of the numbers of parts
@@ -114,6 +114,7 @@ class JoinedTensor(ShownTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_compiling()
         joined = [one for one in tensors_in(args) if isinstance(one, JoinedTensor)]
         if any(isinstance(one.parts[0], StageGradient) for one in joined):
             refuse_norm(func, sys._getframe(1))

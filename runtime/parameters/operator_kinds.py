@@ -80,6 +80,16 @@ def writes(name: str) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
+def changed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The operands that an operator of `torch.ops` changes, as its schema says. Other functions have none."""
+    found = []
+    for overload in private.overloads_of(func).values():
+        for place, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
 def target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument that an in-place function changes: the first."""
     return args[0] if args else next(iter(kwargs.values()), None)

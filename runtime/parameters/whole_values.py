@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
-from autopar.runtime.parameters.operator_kinds import target_of, tensors_in, writes
+from autopar.runtime.parameters.operator_kinds import changed_operands, target_of, tensors_in, writes
 
 
 class ShownTensor(torch.Tensor):
@@ -30,6 +30,15 @@ class ShownTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole value in the model's shape, as a tensor without a layout. Collective."""
         raise NotImplementedError
+
+
+def refuse_compiling() -> None:
+    """Raise while `torch.compile` traces an operator: the parts of a parameter are no part of a compiled program."""
+    if torch.compiler.is_compiling():
+        raise RuntimeInputError(
+            "torch.compile traces an optimizer whose parameters are split; run its step without torch.compile, "
+            "such as torch.optim.AdamW(parallel.parameters(), fused=True)"
+        )
 
 
 class GatheredView:
@@ -63,14 +72,15 @@ class SplitGatheredView(GatheredView, DTensor):
 def run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function on whole values in the model's shape."""
     target = target_of(args, kwargs)
-    if writes(name) and target is not None:
-        every = [one for one in tensors_in(target) if isinstance(one, ShownTensor)]
+    changed = [target] if writes(name) else changed_operands(func, args, kwargs)
+    every = [one for one in tensors_in(changed) if isinstance(one, ShownTensor)]
+    if every or writes(name):
         wholes = {id(one): whole_of(one) for one in tensors_in((args, kwargs))}
         plain = private.pytree.tree_map(lambda one: wholes.get(id(one), one), (args, kwargs))
-        func(*plain[0], **plain[1])
-        for changed in every:
-            changed.write(wholes[id(changed)])
-        return target
+        result = func(*plain[0], **plain[1])
+        for one in every:
+            one.write(wholes[id(one)])
+        return target if writes(name) else result
     gathered: dict[int, torch.Tensor] = {}
     operands = list(tensors_in((args, kwargs)))
     for shown in operands:

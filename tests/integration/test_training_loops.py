@@ -43,6 +43,13 @@ def test_what_users_do_to_a_parameter(wish: dict[str, Any], options: dict[str, A
         assert {name: worst for name, worst in found.items() if not worst < TOLERANCE} == {}
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_a_compiled_step_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run("loop_ranks:compiled_step", {"tp": 2}, 2):
+        assert "torch.compile traces an optimizer whose parameters are split" in message
+
+
 @pytest.mark.parametrize("options", [PLAIN, long(UNEVEN), long(GROUPED)], ids=["packed", "uneven", "grouped"])
 @pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("decay by dim", "muon")))
 @pytest.mark.parametrize("wish", PLANS, ids=str)

@@ -192,6 +192,12 @@ def _set_gradient(p: Any) -> None:
     p.data.copy_(p.grad)
 
 
+@torch.library.custom_op("autopar_tests::decay_in_place", mutates_args=("value",))
+def decay_in_place(rate: float, gradient: torch.Tensor, value: torch.Tensor) -> None:
+    """Like the kernels of 8-bit optimizers: it changes an operand that is not the first."""
+    value.sub_(gradient.cumsum(0) * rate)
+
+
 CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "data": _set_data,
     "gradient": _set_gradient,
@@ -202,6 +208,7 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
     "factors": lambda p: p.data.mul_(p.detach().abs().mean(-1, keepdim=True)),
     "numbers": lambda p: p.data.mul_(p.norm(1) + p.mean() + p.amax() + p.min() + p.norm(float("inf")) + p.std()),
     "chosen": lambda p: p.data.copy_(torch.where(p > 0.1, p, torch.ones_like(p))),
+    "custom operator": lambda p: decay_in_place(0.1, p.detach().sin(), p.data),
     "named": lambda p: p.data.add_(len(repr(p)) > 0),
 }
 
@@ -218,6 +225,17 @@ def changed(rank: int, wish: Mapping[str, Any], world_size: int, options: Mappin
                         change(p)
         found[name] = difference(*pair)
     return found
+
+
+def compiled_step(rank: int, wish: Mapping[str, Any], world_size: int) -> str:
+    parallel, _ = models(wish, world_size)
+    parallel.forward_backward(batches(parallel, 0)[0])
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    try:
+        torch.compile(optimizer.step, backend="eager")()
+    except Exception as error:
+        return str(error)
+    return "no error"
 
 
 def norm_in_stages(rank: int, wish: Mapping[str, Any], world_size: int) -> list[str]:
