@@ -60,3 +60,8 @@ def test_samples_that_depend_on_each_other(worlds: Worlds) -> None:
     check("contrastive", worlds(3), dp=3)
     with pytest.raises(PlanError, match=r"accumulate = 2 would change the loss: .*matmul.* use accumulate = 1"):
         check("contrastive", worlds(3), dp=3, accumulate=2)
+
+
+def test_a_view_of_a_gathered_parameter_that_a_later_block_reads(two_ranks: Ranks) -> None:
+    """ZeRO 3 frees the gathered parameter behind its block."""
+    check("latents", two_ranks, dp=2, zero=3)

@@ -131,6 +131,27 @@ def contrastive() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return Contrastive(), {"x": torch.zeros(12, 12)}
 
 
+class Latents(torch.nn.Module):
+    """Layers over learned vectors. The value before the first layer is a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = torch.nn.Parameter(torch.randn(6, 12))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.LayerNorm(12), torch.nn.Linear(12, 12)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.latents.expand(x.shape[0], 6, 12)
+        for layer in self.layers:
+            y = y + torch.tanh(layer(y)) * x.unsqueeze(1)
+        return y.square().mean()
+
+
+def latents() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    return Latents(), (torch.zeros(4, 12),)
+
+
 class Residual(torch.nn.Module):
     """A convolutional network with batch norm and a skip."""
 
