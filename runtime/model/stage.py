@@ -114,8 +114,8 @@ class StageModule(nn.Module):
             values = self._function(run, index, stage)(*arguments)
             scope.update(zip(stage.again[index] if is_again else results_of(call), values, strict=True))
         leaving = {*stage.sends, program.loss, *(program.outputs if run.outputs else program.updates).values()}
-        values = {name: scope[name] for name in leaving if name in scope and name not in shared}
-        return dict(zip(values, own_memory([*values.values()], shared), strict=True)) if is_gathered(self) else values
+        found = {name: scope[name] for name in leaving if name in scope and name not in shared}
+        return dict(zip(found, own_memory([*found.values()], shared), strict=True)) if is_gathered(self) else found
 
     def _function(self, run: Execution, index: int, stage: Stage) -> BlockFunction:
         compiled, call = run.compiled, run.compiled.program.calls[index]
