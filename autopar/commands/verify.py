@@ -30,7 +30,7 @@ from autopar.planning.fixed import capture_for, check_plan, label_plan
 from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.inputs import split_micro_batches
-from autopar.runtime.parameters.materialise import parameter_source
+from autopar.runtime.parameters.materialise import parameter_source, seeded
 from autopar.runtime.verify.error_metrics import (
     TOLERANCES,
     Measured,
@@ -75,8 +75,7 @@ class Job:
 def resolve(job: Job) -> ResolvedModel:
     """The model, with the same random weights in every process where a factory draws them."""
     storage = "float32" if job.dtype == "float64" else job.dtype
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
+    with seeded(job.seed):
         return resolve_model(
             job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch, dtype=storage
         )

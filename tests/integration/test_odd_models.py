@@ -65,3 +65,8 @@ def test_samples_that_depend_on_each_other(worlds: Worlds) -> None:
 def test_a_view_of_a_gathered_parameter_that_a_later_block_reads(two_ranks: Ranks) -> None:
     """ZeRO 3 frees the gathered parameter behind its block."""
     check("latents", two_ranks, dp=2, zero=3)
+
+
+def test_weights_that_a_factory_draws_without_torch(two_ranks: Ranks) -> None:
+    """Every process builds the model, with the same numbers."""
+    check("drawn_elsewhere", two_ranks, tp=2)

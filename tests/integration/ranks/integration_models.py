@@ -1,10 +1,12 @@
 """Models of integration tests: named by plain data that crosses process boundaries, captured where used."""
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from shared_captures import captured_once
 
@@ -150,6 +152,15 @@ class Latents(torch.nn.Module):
 
 def latents() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     return Latents(), (torch.zeros(4, 12),)
+
+
+def drawn_elsewhere() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Weights of Python's and NumPy's generators."""
+    model = Latents()
+    with torch.no_grad():
+        model.latents[0, random.randrange(12)] += 1 + random.random()
+        model.latents[1, 0] += np.random.rand()
+    return model, (torch.zeros(4, 12),)
 
 
 class Residual(torch.nn.Module):
