@@ -42,7 +42,7 @@ from autopar.runtime.verify.error_metrics import (
 )
 from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
-from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, reference_steps
+from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, constants_of, reference_steps
 from autopar.runtime.verify.shared_draws import draws_anything
 from autopar.runtime.verify.verify import (
     Report,
@@ -123,7 +123,8 @@ def verify(
     checked = in_dtype(program, dtype)
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
     given = values_that_decide(checked, tensors_of(model))
-    data = random_batches(checked, decided.degrees, steps, seed, given)
+    constants = constants_of(checked, source)
+    data = random_batches(checked, decided.degrees, steps, seed, given, constants)
     reference = reference_steps(checked, source, data, decided.degrees)
     check_reference(reference)
     _, was_quietened = without_attention_dropout(program)
@@ -142,7 +143,7 @@ def verify(
     found = merge_stages([part for part in parts if part is not None])
     noise = noise_of(checked, source, data, decided.degrees, reference)
     quantities, notes = compare_with_noise(reference, found, TOLERANCES[dtype], noise)
-    notes += captured_notes + notes_on_inputs(checked)
+    notes += captured_notes + notes_on_inputs(checked, constants)
     if draws:
         notes += ("both sides drew the same random numbers, and the unmodified model was not compared",)
     if was_quietened:
@@ -222,7 +223,7 @@ def rank_steps(rank: int, job: Job, plan: Plan, program_bytes: bytes, given: Ten
     model, program = built_on_rank(job, plan, program_bytes)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
-    data = random_batches(checked, plan.degrees, job.steps, job.seed, given)
+    data = random_batches(checked, plan.degrees, job.steps, job.seed, given, constants_of(checked, source))
     found = parallel_steps(checked, plan, source, data, partial(structured, model))
     is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
     return found if is_first else None
