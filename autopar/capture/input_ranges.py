@@ -83,7 +83,11 @@ def _passed_back(
         wanted = {
             out: bounds[result] for out, result in zip(block.outputs, call.results, strict=True) if result in bounds
         }
-        ports = {p: constants[a] for p, a in zip(block.ports, call.arguments, strict=True) if a in constants}
+        ports = {
+            p: constants[a]
+            for p, a in zip(block.ports, call.arguments, strict=True)
+            if isinstance(a, str) and a in constants
+        }
         found, all_passed = _port_bounds(block, wanted, partial(uses, index), ports)
         is_complete &= all_passed
         for port, allowed in found.items():
