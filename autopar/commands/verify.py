@@ -9,7 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ import torch
 from autopar.capture.export.export import Inputs, input_names, inputs_of_values, outputs_of
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
-from autopar.errors import VerificationError
+from autopar.errors import CaptureError, PlanError, VerificationError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.models.load import ResolvedModel, resolve_model
+from autopar.models.load import ResolvedModel, in_storage, is_factory, resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for, check_plan, label_plan
 from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
@@ -73,12 +73,27 @@ class Job:
 
 
 def resolve(job: Job) -> ResolvedModel:
-    """The model, with the same random weights in every process where a factory draws them."""
+    """The model, with the same random weights in every process where a factory draws them.
+
+    A check in float64 takes float32 weights, except of a factory whose weights are float64.
+    """
     storage = "float32" if job.dtype == "float64" else job.dtype
+    made = partial(resolve_model, job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch)
     with seeded(job.seed):
-        return resolve_model(
-            job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch, dtype=storage
-        )
+        if not is_factory(job.spec):
+            return made(dtype=storage)
+        found = made()
+        own = {p.dtype for p in found.model.parameters() if p.is_floating_point()}
+        if job.dtype == "float64" and own == {torch.float64}:
+            return found
+        cast = in_storage(found, getattr(torch, storage))
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in own)
+        return cast if names in ([], [storage]) else replace(cast, notes=(_note_on_cast(names, storage),))
+
+
+def _note_on_cast(names: Sequence[str], storage: str) -> str:
+    remedy = f"give the dtype {names[0]}, as the plan has it" if names[0] in TOLERANCES else f"plan a {storage} model"
+    return f"the factory makes {' and '.join(names)} weights, and this check takes {storage} ones: {remedy}"
 
 
 def verify(
@@ -170,8 +185,18 @@ def decide(
     local_batch, _ = batch_and_sequence(tensors_of(model))
     if plan is not None:
         decided = Plan.load(plan)
-        program = capture(decided.degrees)
-        check_plan(decided, program, world_size, None if job.batch is None else local_batch)
+        try:
+            program = capture(decided.degrees)
+            check_plan(decided, program, world_size, None if job.batch is None else local_batch)
+        except CaptureError as error:
+            if error.option != "specialise":
+                raise
+            more = "a plan file does not hold this option, so give it again if the plan was made with it"
+            raise CaptureError(f"{error}; {more}", option=error.option) from error
+        except PlanError as error:
+            if not (model.notes and is_factory(job.spec)):
+                raise
+            raise PlanError("; ".join([str(error), *model.notes])) from error
         return model, program, decided
     wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
     program = capture(wanted)

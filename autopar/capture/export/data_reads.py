@@ -50,6 +50,10 @@ _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
 }
 REMEDY = "use torch.where, or fixed shapes, at this line"
 _SHAPE = "makes a tensor whose shape depends on data"
+_UNCHANGED = (
+    "do this outside of forward, between two steps, or turn it off in the configuration (such as "
+    f"feature_redraw_interval=None); otherwise {REMEDY}"
+)
 _CHANCE = "or set the probability of this branch to 0, such as layerdrop=0 in the configuration"
 
 
@@ -212,5 +216,5 @@ def refuse_changing(decisions: Iterable[Decision], updates: Iterable[str]) -> No
         if changed:
             raise CaptureError(
                 f"the model cannot be captured: {decision.line}: `{decision.code}` reads the buffer {changed[0]!r}, "
-                f"which the forward pass changes; {REMEDY}"
+                f"which the forward pass changes; {_UNCHANGED}"
             )

@@ -164,7 +164,9 @@ class Counts(nn.Module):
 
 
 def test_a_buffer_that_changes_is_no_constant() -> None:
-    with pytest.raises(CaptureError, match="buffer 'steps', which the forward pass changes"):
+    with pytest.raises(
+        CaptureError, match="buffer 'steps', which the forward pass changes; do this outside of forward"
+    ):
         capture_program(Counts(), {"x": torch.randn(4, 6)})
 
 
