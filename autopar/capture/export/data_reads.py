@@ -54,7 +54,7 @@ _UNCHANGED = (
     "do this outside of forward, between two steps, or turn it off in the configuration (such as "
     f"feature_redraw_interval=None); otherwise {REMEDY}"
 )
-_CHANCE = "or set the probability of this branch to 0, such as layerdrop=0 in the configuration"
+_CHANCE = "or turn this draw off in the configuration, such as layerdrop=0"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -118,7 +118,9 @@ def test_values_that_may_be_infinite_without_overflow_are_refused(made: Callable
 
 def test_random_numbers_are_no_decision() -> None:
     model = OneLayer(lambda y: y.sum() * 2 if torch.rand(()) > 0.5 else y.sum())
-    with pytest.raises(CaptureError, match=r"depends on random numbers; .*, or set the probability .* to 0") as caught:
+    with pytest.raises(
+        CaptureError, match=r"depends on random numbers; .*, or turn this draw off in the configuration"
+    ) as caught:
         capture_program(model, {"x": torch.randn(4, 6)}, specialise=True)
     assert "=True" not in str(caught.value) and not caught.value.option
 

@@ -163,6 +163,25 @@ def drawn_elsewhere() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     return model, (torch.zeros(4, 12),)
 
 
+class Redrawn(torch.nn.Module):
+    """Draws a buffer anew in every forward pass, which every layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(3))
+        self.register_buffer("projection", torch.eye(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.projection.copy_(torch.linalg.qr(torch.randn(12, 12))[0])
+        for layer in self.layers:
+            x = x + torch.softmax(layer(x) @ self.projection, -1)
+        return x.square().mean()
+
+
+def redrawn() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    return Redrawn(), (torch.zeros(4, 12),)
+
+
 class Residual(torch.nn.Module):
     """A convolutional network with batch norm and a skip."""
 
