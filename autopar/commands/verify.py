@@ -19,7 +19,7 @@ import torch
 from autopar.capture.export.export import Inputs, input_names, inputs_of_values, outputs_of
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
-from autopar.errors import CaptureError, PlanError, VerificationError
+from autopar.errors import CaptureError, InputError, PlanError, VerificationError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.plan import Plan
@@ -349,10 +349,21 @@ def step_of_model(
         typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
         if change is not None:
             typed = {k: change.of(k, v) for k, v in typed.items()}
-        loss = loss + outputs_of(plain, structured(model, typed), model.loss_fn)["loss"] / len(micro_batches)
+        loss = loss + _loss_of_copy(plain, model, typed) / len(micro_batches)
     loss.backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     return Steps(losses=[loss.detach()], gradients=gradients)
+
+
+def _loss_of_copy(copied: torch.nn.Module, model: ResolvedModel, batch: Batch) -> torch.Tensor:
+    """The loss of a copy of the model. Raises `InputError` if the copy fails: the model itself has been captured."""
+    try:
+        return outputs_of(copied, structured(model, batch), model.loss_fn)["loss"]
+    except Exception as error:
+        raise InputError(
+            f"a deep copy of the model fails on one device: {type(error).__name__}: {error}; a function that the model "
+            "keeps may hold the model itself, such as a lambda with `self`; make it a method"
+        ) from error
 
 
 def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:
