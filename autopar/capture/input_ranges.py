@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.known_range import KnownRange, chosen_from, num_summed
+from autopar.capture.known_range import Ends, KnownRange, chosen_from, num_summed
 from autopar.capture.lookups import Lookup, bounded, indices, mask_among_indices
 from autopar.capture.nodes import before_copies, copies, operator_name, positional
 from autopar.capture.value_range import ValueRange
@@ -29,14 +29,15 @@ _LOSSES_BY_PROBABILITY = frozenset(["binary_cross_entropy", "binary_cross_entrop
 _Bounds = Iterable[tuple[fx.Node, ValueRange]]
 
 
-def input_ranges(program: Program) -> dict[str, ValueRange]:
+def input_ranges(program: Program, constants: Mapping[str, Ends] | None = None) -> dict[str, ValueRange]:
     """The range of every integer input, and of every floating input that an operator bounds, such as a cast index.
 
-    The range of an integer input is unbounded if no operator bounds it.
+    The range of an integer input is unbounded if no operator bounds it. `constants` are the least and the largest
+    element of results of the program's constant part, such as offsets that are added to indices.
 
     Raises `InputError` if no value of an input suits all operators that read it.
     """
-    bounds = _passed_back(program, lambda _, node: _bounds_of_uses(node)).ranges
+    bounds = _passed_back(program, lambda _, node: _bounds_of_uses(node), constants or {}).ranges
     names = {
         info.name
         for info in program.inputs
@@ -68,10 +69,12 @@ def safe_ranges(program: Program, lookups: Iterable[Lookup]) -> SafeRanges:
     by_node: dict[tuple[int, fx.Node], list[tuple[fx.Node, ValueRange]]] = {}
     for lookup in lookups:
         by_node.setdefault((lookup.call, lookup.node), []).append((lookup.index, lookup.allowed))
-    return _passed_back(program, lambda call, node: by_node.get((call, node), ()))
+    return _passed_back(program, lambda call, node: by_node.get((call, node), ()), {})
 
 
-def _passed_back(program: Program, uses: Callable[[int, fx.Node], _Bounds]) -> SafeRanges:
+def _passed_back(
+    program: Program, uses: Callable[[int, fx.Node], _Bounds], constants: Mapping[str, Ends]
+) -> SafeRanges:
     """The bounds of values by name that follow from `uses`, the bounds that a node of a call gives its operands."""
     bounds: dict[str, ValueRange] = {}
     is_complete = True
@@ -80,7 +83,12 @@ def _passed_back(program: Program, uses: Callable[[int, fx.Node], _Bounds]) -> S
         wanted = {
             out: bounds[result] for out, result in zip(block.outputs, call.results, strict=True) if result in bounds
         }
-        found, all_passed = _port_bounds(block, wanted, partial(uses, index))
+        ports = {
+            p: constants[a]
+            for p, a in zip(block.ports, call.arguments, strict=True)
+            if isinstance(a, str) and a in constants
+        }
+        found, all_passed = _port_bounds(block, wanted, partial(uses, index), ports)
         is_complete &= all_passed
         for port, allowed in found.items():
             argument = call.arguments[port]
@@ -92,14 +100,14 @@ def _passed_back(program: Program, uses: Callable[[int, fx.Node], _Bounds]) -> S
 
 
 def _port_bounds(
-    block: Block, wanted: Mapping[str, ValueRange], uses: Callable[[fx.Node], _Bounds]
+    block: Block, wanted: Mapping[str, ValueRange], uses: Callable[[fx.Node], _Bounds], ends: Mapping[str, Ends]
 ) -> tuple[dict[int, ValueRange], bool]:
     """The bounds of a block's ports by position, if the results must stay within `wanted`.
 
     Also whether these bounds are enough: no operator was met that does not pass them on.
     """
     bounds: dict[fx.Node, ValueRange] = {}
-    known, all_passed = KnownRange(), True
+    known, all_passed = KnownRange({node: ends[node.name] for node in block.graph.nodes if node.name in ends}), True
     for node in reversed(block.graph.nodes):
         if node.name in wanted:
             bounds[node] = bounds.get(node, ValueRange()).both(wanted[node.name])
@@ -107,7 +115,7 @@ def _port_bounds(
             continue
         pairs = list(uses(node))
         if node in bounds and not bounds[node].covers(*known.of(node)):
-            before, passes_all = _bounds_before(node, bounds[node])
+            before, passes_all = _bounds_before(node, bounds[node], known)
             pairs += before
             all_passed &= passes_all
         for operand, found in pairs:
@@ -127,7 +135,9 @@ def _bounds_of_uses(node: fx.Node) -> Iterator[tuple[fx.Node, ValueRange]]:
 # ---- operators that pass values on ----
 
 
-def _bounds_before(node: fx.Node, found: ValueRange) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
+def _bounds_before(
+    node: fx.Node, found: ValueRange, known: KnownRange
+) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
     """The bounds of an operator's operands that follow from the bounds of its result, and whether they are enough.
 
     An unknown operator passes nothing on.
@@ -147,6 +157,9 @@ def _bounds_before(node: fx.Node, found: ValueRange) -> tuple[list[tuple[fx.Node
     if name == "mul":
         bounds, are_enough = _bounds_of_factors(node, found)
         return bounds, are_enough and is_integer
+    shifted = _bounds_of_terms(node, name, found, known)
+    if shifted:
+        return shifted, is_integer
     operand = positional(node, 0)
     before = _bounds_before_arithmetic(node, name, found) if isinstance(operand, fx.Node) else None
     return ([], False) if before is None else ([(operand, before)], is_integer)
@@ -174,6 +187,27 @@ def _bounds_before_arithmetic(node: fx.Node, name: str, found: ValueRange) -> Va
     if name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")):
         return found.before(lambda x: x // number, found.low * number, found.high * number) if found.high > 0 else None
     return None
+
+
+def _bounds_of_terms(
+    node: fx.Node, name: str, found: ValueRange, known: KnownRange
+) -> list[tuple[fx.Node, ValueRange]]:
+    """The bounds of the operand of a sum or difference whose other operand is a tensor with two known ends."""
+    operand, other = positional(node, 0), positional(node, 1)
+    if name not in ("add", "sub") or not isinstance(other, fx.Node) or node.kwargs.get("alpha", 1) != 1:
+        return []
+    if name == "add" and isinstance(operand, fx.Node) and _is_finite(known.of(operand)):
+        operand, other = other, operand
+    least, most = known.of(other)
+    if not isinstance(operand, fx.Node) or not _is_finite((least, most)):
+        return []
+    least, most = (least, most) if name == "add" else (-most, -least)
+    before = ValueRange(low=found.low - least, high=found.high - most, bounded_by=found.bounded_by)
+    return [] if before.is_empty else [(operand, before)]
+
+
+def _is_finite(ends: Ends) -> bool:
+    return -inf < ends[0] and ends[1] < inf
 
 
 def _bounds_of_factors(node: fx.Node, found: ValueRange) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:

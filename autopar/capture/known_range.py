@@ -4,7 +4,7 @@ A comparison gives 0 or 1, `argmax` gives a position, `full` gives its number. S
 have ends too. RoBERTa's positions, the running sum of a comparison, are an example.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf, prod
 from typing import Any
 
@@ -38,17 +38,17 @@ _POSITIONS = frozenset(["argmax", "argmin", "argsort"])
 _FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1}
 _FILLED_WITH = {"full_like": 1, "new_full": 2}  # the position of the number
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes whose arithmetic does not wrap around
-_Ends = tuple[float, float]
-_ANY: _Ends = (-inf, inf)
+Ends = tuple[float, float]
+_ANY: Ends = (-inf, inf)
 
 
 class KnownRange:
-    """The least and the largest number that the values of one graph can be."""
+    """The least and the largest number that the values of one graph can be. `ports` are those of placeholders."""
 
-    def __init__(self) -> None:
-        self._found: dict[fx.Node, _Ends] = {}
+    def __init__(self, ports: Mapping[fx.Node, Ends] | None = None) -> None:
+        self._found: dict[fx.Node, Ends] = dict(ports or {})
 
-    def of(self, value: Any) -> _Ends:
+    def of(self, value: Any) -> Ends:
         """Both ends of a node's value, or of a number. They are infinite if nothing is known."""
         if isinstance(value, (bool, int, float)):
             return float(value), float(value)
@@ -58,7 +58,7 @@ class KnownRange:
             self._found[value] = self._ends(value)
         return self._found[value]
 
-    def _ends(self, node: fx.Node) -> _Ends:
+    def _ends(self, node: fx.Node) -> Ends:
         info = node.meta.get("info")  # a lifted scalar has none
         if info is not None and info.dtype is torch.bool:
             return 0, 1
@@ -76,7 +76,7 @@ class KnownRange:
             return _joined(self.of(each) for each in chosen)
         return self._of_arithmetic(node, name) if info.dtype in _EXACT else _ANY
 
-    def _of_arithmetic(self, node: fx.Node, name: str) -> _Ends:
+    def _of_arithmetic(self, node: fx.Node, name: str) -> Ends:
         operand, other = positional(node, 0), positional(node, 1)
         first, second = self.of(operand), self.of(other)
         if name == "add" and node.kwargs.get("alpha", 1) == 1:
@@ -130,11 +130,11 @@ def _num_positions(node: fx.Node) -> int:
     return operand[dim] if isinstance(dim, int) and operand else prod(operand)
 
 
-def _joined(ends: Iterable[_Ends]) -> _Ends:
+def _joined(ends: Iterable[Ends]) -> Ends:
     lows, highs = zip(*ends, strict=True)
     return min(lows), max(highs)
 
 
-def _product(first: _Ends, second: _Ends) -> _Ends:
+def _product(first: Ends, second: Ends) -> Ends:
     corners = [a * b if a and b else 0.0 for a in first for b in second]
     return min(corners), max(corners)

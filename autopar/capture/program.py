@@ -112,10 +112,13 @@ class CaptureRequest:
         inputs = export.resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence))
         return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
 
-    def deciding_as(self, captured: Flat | Program, *, may_fail: bool = True) -> "CaptureRequest":
-        """The request of a capture that takes the decisions of another capture again."""
+    def deciding_as(
+        self, captured: Flat | Program, *, may_fail: bool = True, own_sizes: bool = False
+    ) -> "CaptureRequest":
+        """The request of a capture that takes the decisions of another capture again, with `own_sizes` of tensors."""
         answers = {decision.key: decision for decision in captured.decisions}
-        return replace(self, reading=replace(self.reading, answers=answers, explains=not may_fail))
+        reading = replace(self.reading, answers=answers, explains=not may_fail, own_sizes=own_sizes)
+        return replace(self, reading=reading)
 
     def flat(self) -> Flat:
         """The graph that `torch.export` returns."""
@@ -148,7 +151,7 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     sizes = batch_and_sequence(named)
     first = (batch or sizes[0], sizes[1])
     if first[0] < sizes[0] and asked.reading.specialise and asked.reading.answers is None:
-        asked = asked.deciding_as(asked.flat(), may_fail=False)  # fewer rows may decide otherwise
+        asked = asked.deciding_as(asked.flat(), may_fail=False, own_sizes=True)  # fewer rows may decide otherwise
     big = asked.at(sizes, *first)
     flat, stacks = _first_capture(big)
     wanted = _small_sizes(named, sizes, first[0])

@@ -22,6 +22,12 @@ class VerifyCommand:
     model: str
     world_size: int
     specialise: bool = False
+    plan: str | None = None
+
+    def same_words(self, degrees: Mapping[str, Any]) -> str:
+        """The command with the same degrees or plan."""
+        words = self.words(degrees=degrees)
+        return words if self.plan is None else f"{words} {shlex.join(['--plan', self.plan])}"
 
     def words(self, world_size: int | None = None, degrees: Mapping[str, Any] | None = None) -> str:
         """The command with other degrees."""
@@ -49,9 +55,9 @@ def next_after_refusal(error: AutoparError, command: VerifyCommand, wish: Mappin
     if isinstance(error, PlanError):
         return _other_degrees(command, asked)
     if isinstance(error, CaptureError) and error.option == "specialise":
-        return f"{replace(command, specialise=True).words(degrees=asked)}  # takes the branch of the example inputs"
+        return f"{replace(command, specialise=True).same_words(asked)}  # takes the branch of the example inputs"
     if isinstance(error, CaptureError):
-        return f"{command.words(degrees=asked)} --traceback  # shows the line of the model that cannot be captured"
+        return f"{command.same_words(asked)} --traceback  # shows the line of the model that cannot be captured"
     if isinstance(error, RankError):
         return f"{command.words(1)}  # tells a fault of the model from a fault of the split"
     return "autopar verify --help  # lists the options and their values"

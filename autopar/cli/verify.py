@@ -47,7 +47,8 @@ def verify(
 
     Exit status: 0 equal, 1 different, 2 wrong input.
     """
-    command = VerifyCommand(model=model, world_size=world_size, specialise=specialise)
+    path = None if plan is None else str(plan)
+    command = VerifyCommand(model=model, world_size=world_size, specialise=specialise, plan=path)
     with suggesting_next_step(command, options), progress("importing torch") as on_progress:
         check_numbers(world_size=world_size, steps=steps, batch=batch)
         wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)

@@ -16,6 +16,7 @@ from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.profile.chrome_trace import TrackTime, check_writable, track_times
 from autopar.runtime.verify.random_batches import random_batches, values_that_decide
+from autopar.runtime.verify.reference import constants_of
 from autopar.runtime.verify.verify import check_dtype, this_ranks_part
 
 
@@ -49,6 +50,6 @@ def traced_on_rank(
     model, program = built_on_rank(job, plan, program_bytes)
     source = parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, source, torch.device("cpu"), seed=job.seed)
-    (batch,) = random_batches(program, plan.degrees, 1, job.seed, given)
+    (batch,) = random_batches(program, plan.degrees, 1, job.seed, given, constants_of(program, source))
     own = this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
     parallel.trace(path, structured(model, own))

@@ -9,7 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,18 @@ import torch
 from autopar.capture.export.export import Inputs, input_names, inputs_of_values, outputs_of
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
-from autopar.errors import VerificationError
+from autopar.errors import CaptureError, InputError, PlanError, VerificationError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.models.load import ResolvedModel, resolve_model
+from autopar.models.load import ResolvedModel, in_storage, is_factory, resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for, check_plan, label_plan
 from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.inputs import split_micro_batches
-from autopar.runtime.parameters.materialise import parameter_source
+from autopar.runtime.parameters.materialise import parameter_source, seeded
 from autopar.runtime.verify.error_metrics import (
     TOLERANCES,
     Measured,
@@ -42,7 +42,7 @@ from autopar.runtime.verify.error_metrics import (
 )
 from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
-from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, reference_steps
+from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, constants_of, reference_steps
 from autopar.runtime.verify.shared_draws import draws_anything
 from autopar.runtime.verify.verify import (
     Report,
@@ -73,13 +73,27 @@ class Job:
 
 
 def resolve(job: Job) -> ResolvedModel:
-    """The model, with the same random weights in every process where a factory draws them."""
+    """The model, with the same random weights in every process where a factory draws them.
+
+    A check in float64 takes float32 weights, except of a factory whose weights are float64.
+    """
     storage = "float32" if job.dtype == "float64" else job.dtype
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        return resolve_model(
-            job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch, dtype=storage
-        )
+    made = partial(resolve_model, job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch)
+    with seeded(job.seed):
+        if not is_factory(job.spec):
+            return made(dtype=storage)
+        found = made()
+        own = {p.dtype for p in found.model.parameters() if p.is_floating_point()}
+        if job.dtype == "float64" and own == {torch.float64}:
+            return found
+        cast = in_storage(found, getattr(torch, storage))
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in own)
+        return cast if names in ([], [storage]) else replace(cast, notes=(_note_on_cast(names, storage),))
+
+
+def _note_on_cast(names: Sequence[str], storage: str) -> str:
+    remedy = f"give the dtype {names[0]}, as the plan has it" if names[0] in TOLERANCES else f"plan a {storage} model"
+    return f"the factory makes {' and '.join(names)} weights, and this check takes {storage} ones: {remedy}"
 
 
 def verify(
@@ -124,7 +138,8 @@ def verify(
     checked = in_dtype(program, dtype)
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
     given = values_that_decide(checked, tensors_of(model))
-    data = random_batches(checked, decided.degrees, steps, seed, given)
+    constants = constants_of(checked, source)
+    data = random_batches(checked, decided.degrees, steps, seed, given, constants)
     reference = reference_steps(checked, source, data, decided.degrees)
     check_reference(reference)
     _, was_quietened = without_attention_dropout(program)
@@ -143,7 +158,7 @@ def verify(
     found = merge_stages([part for part in parts if part is not None])
     noise = noise_of(checked, source, data, decided.degrees, reference)
     quantities, notes = compare_with_noise(reference, found, TOLERANCES[dtype], noise)
-    notes += captured_notes + notes_on_inputs(checked)
+    notes += captured_notes + notes_on_inputs(checked, constants)
     if draws:
         notes += ("both sides drew the same random numbers, and the unmodified model was not compared",)
     if was_quietened:
@@ -170,8 +185,18 @@ def decide(
     local_batch, _ = batch_and_sequence(tensors_of(model))
     if plan is not None:
         decided = Plan.load(plan)
-        program = capture(decided.degrees)
-        check_plan(decided, program, world_size, None if job.batch is None else local_batch)
+        try:
+            program = capture(decided.degrees)
+            check_plan(decided, program, world_size, None if job.batch is None else local_batch)
+        except CaptureError as error:
+            if error.option != "specialise":
+                raise
+            more = "a plan file does not hold this option, so give it again if the plan was made with it"
+            raise CaptureError(f"{error}; {more}", option=error.option) from error
+        except PlanError as error:
+            if not (model.notes and is_factory(job.spec)):
+                raise
+            raise PlanError("; ".join([str(error), *model.notes])) from error
         return model, program, decided
     wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
     program = capture(wanted)
@@ -223,7 +248,7 @@ def rank_steps(rank: int, job: Job, plan: Plan, program_bytes: bytes, given: Ten
     model, program = built_on_rank(job, plan, program_bytes)
     checked = in_dtype(program, job.dtype)
     source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
-    data = random_batches(checked, plan.degrees, job.steps, job.seed, given)
+    data = random_batches(checked, plan.degrees, job.steps, job.seed, given, constants_of(checked, source))
     found = parallel_steps(checked, plan, source, data, partial(structured, model))
     is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
     return found if is_first else None
@@ -324,10 +349,21 @@ def step_of_model(
         typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
         if change is not None:
             typed = {k: change.of(k, v) for k, v in typed.items()}
-        loss = loss + outputs_of(plain, structured(model, typed), model.loss_fn)["loss"] / len(micro_batches)
+        loss = loss + _loss_of_copy(plain, model, typed) / len(micro_batches)
     loss.backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     return Steps(losses=[loss.detach()], gradients=gradients)
+
+
+def _loss_of_copy(copied: torch.nn.Module, model: ResolvedModel, batch: Batch) -> torch.Tensor:
+    """The loss of a copy of the model. Raises `InputError` if the copy fails: the model itself has been captured."""
+    try:
+        return outputs_of(copied, structured(model, batch), model.loss_fn)["loss"]
+    except Exception as error:
+        raise InputError(
+            f"a deep copy of the model fails on one device: {type(error).__name__}: {error}; a function that the model "
+            "keeps may hold the model itself, such as a lambda with `self`; make it a method"
+        ) from error
 
 
 def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:

@@ -43,9 +43,10 @@ def needed_results(program: Program, *, outputs: bool = False) -> list[list[str]
 
     With `outputs`, the stages of an evaluation, which drops new values of buffers.
     """
-    used = {a for call in program.calls for a in call.arguments} | program.invariant
+    used = {program.loss, *program.invariant}
     if outputs:
         used = (used - set(program.updates.values())) | set(program.outputs.values())
+    used |= {a for call in program.calls for a in call.arguments if isinstance(a, str)}
     return [
         [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in program.uses_of_block(i))]
         for i, block in enumerate(program.blocks)

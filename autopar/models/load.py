@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -293,12 +293,14 @@ def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
         problems.append(Problem(path="example_inputs", rule="must hold at least one tensor", value=_kind(inputs)))
     if problems:
         raise InputError(f"{spec} must return {expected}", problems)
-    if dtype_name is not None:
-        dtype = getattr(torch, dtype_name)
-        model = model.to(dtype)
-        inputs = _cast(inputs, dtype)
     model = private.uncompiled(model)
-    return ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs, loss_fn=loss_fn)
+    found = ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs, loss_fn=loss_fn)
+    return found if dtype_name is None else in_storage(found, getattr(torch, dtype_name))
+
+
+def in_storage(found: ResolvedModel, dtype: torch.dtype) -> ResolvedModel:
+    """A model and its inputs with all floating-point tensors as `dtype`."""
+    return replace(found, model=found.model.to(dtype), example_inputs=_cast(found.example_inputs, dtype))
 
 
 def _has_tensor(value: object) -> bool:

@@ -50,7 +50,8 @@ class DecisionCheck:
                     own = number, _bits(different)
         text = _text(exchange(own), decisions)
         if text:
-            raise RuntimeInputError(text)
+            more = ", or use micro_batches × accumulate = 1: every micro-batch must decide alike"
+            raise RuntimeInputError(text + more * (len(micro_batches) > 1))
 
 
 def _different(expected: Any, found: torch.Tensor) -> float | None:

@@ -216,7 +216,7 @@ class RunningModel(ShardedModel):
         with torch.no_grad():
             for name, update in program.updates.items():
                 if update in found:
-                    self.buffer(name).copy_(found.pop(update))
+                    self.buffer(name).copy_(found[update])  # it may be sent too
         if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
             found[program.loss] = found[program.loss] / num_averaged
         return found

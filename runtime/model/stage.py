@@ -17,6 +17,7 @@ from autopar.ir.storage import Storage
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.zero import is_gathered, own_memory
 from autopar.runtime.parameters.placement import local_value
 from autopar.runtime.parameters.relayout import relayout
 from autopar.runtime.profile.timeline import range_name
@@ -32,7 +33,7 @@ class Segment(nn.Module):
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """`run` of this segment's parameters by name, and of the arguments."""
         own = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
-        return run(own, *arguments)
+        return own_memory(run(own, *arguments), own) if is_gathered(self) else run(own, *arguments)
 
 
 def attribute(name: str) -> str:
@@ -113,7 +114,8 @@ class StageModule(nn.Module):
             values = self._function(run, index, stage)(*arguments)
             scope.update(zip(stage.again[index] if is_again else results_of(call), values, strict=True))
         leaving = {*stage.sends, program.loss, *(program.outputs if run.outputs else program.updates).values()}
-        return {name: scope[name] for name in leaving if name in scope and name not in shared}
+        found = {name: scope[name] for name in leaving if name in scope and name not in shared}
+        return dict(zip(found, own_memory([*found.values()], shared), strict=True)) if is_gathered(self) else found
 
     def _function(self, run: Execution, index: int, stage: Stage) -> BlockFunction:
         compiled, call = run.compiled, run.compiled.program.calls[index]

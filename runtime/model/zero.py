@@ -13,7 +13,7 @@ sum gradients once a step, whatever the stage (`autopar.runtime.model.pipeline`)
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -72,6 +72,17 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
 
 def _names(degrees: Degrees) -> tuple[str, ...]:
     return ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether a module's parameters are gathered for its forward pass only."""
+    return isinstance(module, FSDPModule)
+
+
+def own_memory(values: Sequence[torch.Tensor], gathered: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The values, with copies of views of gathered parameters. FSDP2 frees the memory of these parameters."""
+    freed = {parameter.untyped_storage().data_ptr() for parameter in gathered.values()}
+    return tuple(v.clone() if v.untyped_storage().data_ptr() in freed else v for v in values)
 
 
 def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:

@@ -15,7 +15,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -187,22 +187,9 @@ class _Initialiser:
             return None
         return value.detach().to(slot.tensor.dtype)
 
-    @contextmanager
-    def _seeded(self, name: str) -> Iterator[None]:
-        """All of a process's CPU generators, seeded by (seed, name); their states are put back."""
+    def _seeded(self, name: str) -> AbstractContextManager[None]:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
-        states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-        # torch.manual_seed would seed the devices' generators too
-        torch.default_generator.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
+        return seeded(int.from_bytes(digest[:7], "big"))
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -216,6 +203,22 @@ class _Initialiser:
                     if any(held.get(k) is not v for k, v in kept.items()) or len(held) != len(kept):
                         held.clear()
                         held.update(kept)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """All of a process's CPU generators, seeded. Their states are put back."""
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    # torch.manual_seed would seed the devices' generators too
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def _has_nan(value: torch.Tensor) -> bool:

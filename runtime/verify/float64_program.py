@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch import private
 from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
 
@@ -45,4 +46,17 @@ def promote_graph(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
             node.meta["literal"] = literal.to(_higher(literal.dtype, dtype))
         node.args = tuple(_higher(a, dtype) if isinstance(a, torch.dtype) else a for a in node.args)
         node.kwargs = {k: _higher(v, dtype) if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
+        if _has_default_dtype(old):
+            node.kwargs = {**node.kwargs, "dtype": dtype}
     return copy
+
+
+def _has_default_dtype(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of torch's default dtype of nothing, as `torch.randn(3)` does."""
+    if node.op != "call_function" or node.all_input_nodes or not private.overloads_of(node.target):
+        return False
+    info = node.meta.get("info")
+    place = next((i for i, a in enumerate(node.target._schema.arguments) if a.name == "dtype"), None)  # type: ignore[union-attr]
+    if info is None or info.dtype not in LOWER or place is None:
+        return False
+    return node.kwargs.get("dtype") is None and len(node.args) <= place

@@ -13,21 +13,28 @@ from autopar.ir.program import InputInfo, Program
 
 # Values of an integer input that no operator bounds: positive, because lengths and divisors must not be zero.
 _FREE_VALUES = 8
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def random_batches(
-    program: Program, degrees: Degrees, steps: int, seed: int, given: Mapping[str, torch.Tensor] | None = None
+    program: Program,
+    degrees: Degrees,
+    steps: int,
+    seed: int,
+    given: Mapping[str, torch.Tensor] | None = None,
+    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Global batches for `steps` steps, equal in every process.
 
     `given` has values of inputs that are not drawn, such as `values_that_decide`. Their rows repeat in the batch.
+    `constants` are results of the program's constant part. Offsets among them narrow the indices they are added to.
 
     Floating-point inputs without bounds are normally distributed, masks are ones. If the loss skips a value of an input
     with places (``ignore_index``), every sequence but the first has this value from a random place on.
 
     Raises `InputError` if no value of an input suits all operators that read it.
     """
-    ranges = input_ranges(program)
+    ranges = input_ranges(program, _ends(constants))
     generator = torch.Generator().manual_seed(seed)
     count, held = degrees.num_micro_batches, given or {}
     fixed = {i.name: resized(held[i.name], _shape(i, count)).to(i.dtype) for i in program.inputs if i.name in held}
@@ -41,8 +48,11 @@ def values_that_decide(program: Program, example: Mapping[str, torch.Tensor]) ->
     return {name: example[name] for decision in program.decisions for name in decision.inputs}
 
 
-def notes_on_inputs(program: Program) -> tuple[str, ...]:
-    """One sentence for each input that decides a branch, and for each integer input that no operator bounds."""
+def notes_on_inputs(program: Program, constants: Mapping[str, torch.Tensor] | None = None) -> tuple[str, ...]:
+    """One sentence for each input that decides a branch, and for each integer input that no operator bounds.
+
+    `constants` are those of `random_batches`.
+    """
     notes = []
     deciding = {name: decision.line for decision in program.decisions for name in decision.inputs}
     for info in program.inputs:
@@ -52,12 +62,18 @@ def notes_on_inputs(program: Program) -> tuple[str, ...]:
                 f"branch ({deciding[info.name]})"
             )
             continue
-        found = input_ranges(program).get(info.name)
+        found = input_ranges(program, _ends(constants)).get(info.name)
         if found is not None and not found.is_bounded:
             low, high = _interval(found, info.dtype)
             drawn = "it is 1 everywhere" if _is_mask(info, found) else f"it is drawn from {low} to {high - 1}"
             notes.append(f"no operator bounds the integer input {info.name!r}: {drawn}")
     return tuple(notes)
+
+
+def _ends(constants: Mapping[str, torch.Tensor] | None) -> dict[str, tuple[float, float]]:
+    """The least and the largest element of every tensor of integers."""
+    integers = {n: t for n, t in (constants or {}).items() if t.numel() and t.dtype in _INTEGERS}
+    return {name: (int(tensor.min()), int(tensor.max())) for name, tensor in integers.items()}
 
 
 def _drawn(

@@ -34,6 +34,15 @@ class Steps:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def constants_of(program: Program, source: Source) -> dict[str, torch.Tensor]:
+    """The results of a program's constant part on one device. `source` gives buffers by name."""
+    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
+    literal = [n.meta.get("literal") for n in program.constants.graph.nodes if n.op == "placeholder"]
+    held = enumerate(program.constants.buffers)
+    buffers = {name: source(name).to(infos[i].dtype) for i, name in held if literal[i] is None}
+    return constant_values(program.constants, buffers, "cpu")
+
+
 class _Reference:
     """The captured program on one device: its blocks, weights and state."""
 
@@ -44,12 +53,8 @@ class _Reference:
             name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
             for name, info in program.every_parameter.items()
         }
-        infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
-        literal = [n.meta.get("literal") for n in program.constants.graph.nodes if n.op == "placeholder"]
-        held = enumerate(program.constants.buffers)
-        buffers = {name: source(name).to(infos[i].dtype) for i, name in held if literal[i] is None}
         self.state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
-        self.constants = constant_values(program.constants, buffers, "cpu")
+        self.constants = constants_of(program, source)
         self.streams = on_one_device()
         self.training = captured_modules(program, streams=self.streams)
         self.evaluating = captured_modules(program, streams=self.streams)

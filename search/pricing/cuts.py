@@ -26,9 +26,11 @@ def choose_cuts(program: Program, works: ProgramWorks, degrees: Degrees, call_s:
     if degrees.cut_at is not None:
         return cuts_at(program, degrees.cut_at)
     if sum(works.can_be_stage) < degrees.num_stages:
+        count = sum(works.can_be_stage)
+        remedy = f"use pp × virtual_stages of at most {count}" if count > 1 else "use pp = 1, with tp or dp instead"
         raise PlanError(
             f"{degrees.num_stages} pipeline stages (pp {degrees.pp} × virtual_stages {degrees.virtual_stages}) need as "
-            f"many blocks with trained parameters, the model has {sum(works.can_be_stage)}; use fewer stages"
+            f"many blocks with trained parameters, the model has {count}; {remedy}"
         )
     return even_cuts(works, call_s, degrees.num_stages)
 

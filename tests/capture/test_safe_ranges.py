@@ -84,7 +84,7 @@ INDICES: dict[str, Computed] = {
     "added in places": Computed(lambda a, b: a.scatter_add(1, b % 6, a), None),
     "moved": Computed(lambda a, b: a.flip(0).roll(1, 1)[:, 1:].repeat(2, 1), (0, 12)),
     "truth": Computed(lambda a, b: a.bool().long(), "any"),
-    "zero times": Computed(lambda a, b: torch.arange(6) + 0 * a, None),
+    "zero times": Computed(lambda a, b: torch.arange(6) + 0 * a, "any"),
 }
 
 
@@ -124,7 +124,7 @@ def test_no_index_is_outside_if_all_inputs_are_inside(case: str, is_loss: bool) 
     found = safe_ranges(program, lookups(program))
     assert found.is_complete == (wanted.first is not None)
     if wanted.first == "any":
-        assert found.ranges == {}
+        assert found.ranges.keys().isdisjoint(("a", "b"))
     elif wanted.first is not None:
         assert (found.ranges["a"].low, found.ranges["a"].high) == wanted.first
     draw = torch.Generator().manual_seed(0)

@@ -65,5 +65,10 @@ def masked() -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
     return Masked(), inputs, nn.functional.mse_loss
 
 
+def double() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Has float64 weights."""
+    return Plain().double(), {"x": torch.ones(4, 16, dtype=torch.float64)}
+
+
 def not_a_loss() -> tuple[nn.Module, dict[str, torch.Tensor], str]:
     return Masked(), {"x": torch.ones(4, 8)}, "mse"

@@ -33,6 +33,14 @@ def test_verify_suggests_the_same_command_with_the_option() -> None:
     assert "--world-size 2 --tp 2 --specialise  #" in refused(*COMMANDS[3])
 
 
+def test_verify_says_that_a_plan_file_does_not_hold_the_option(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    assert autopar("plan", MODEL, "-c", "2xcpu", "--tp", "2", "--specialise", "--out", path).exit_code == 0
+    message = refused("verify", MODEL, "-n", "2", "--plan", path)
+    assert "pass --specialise" in message and "a plan file does not hold this option" in message
+    assert f"autopar verify {MODEL} --world-size 2 --specialise --plan {path}  #" in message
+
+
 @pytest.mark.parametrize("command", COMMANDS[:3], ids=lambda command: command[0])
 def test_the_option_takes_the_branch(command: tuple[str, ...]) -> None:
     result = autopar(*command, "--specialise")

@@ -88,3 +88,15 @@ def test_plan_of_another_model_is_refused_before_ranks_start(plan_of_two: Path, 
         "verify", "llama3-8b", "-n", "2", "--plan", str(plan_of_two), "--layers", layers, "--hidden", hidden
     )
     assert says in message and "plan again" in message
+
+
+def test_a_plan_of_a_float64_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check in float64 takes its weights as they are. In another dtype it says why the plan does not fit."""
+    monkeypatch.chdir(Path(__file__).parent)
+    path = str(tmp_path / "plan.json")
+    made = autopar_here("plan", "cli_models:double", "-c", "2xcpu", "--tp", "2", "--out", path)
+    assert made.exit_code == 0, made.stderr
+    result = autopar_here("verify", "cli_models:double", "-n", "2", "--plan", path)
+    assert result.exit_code == 0 and "passed" in result.stdout, result.stderr
+    message = refused("verify", "cli_models:double", "-n", "2", "--plan", path, "--dtype", "float32")
+    assert "the factory makes float64 weights, and this check takes float32 ones: give the dtype float64" in message

@@ -60,3 +60,19 @@ def test_samples_that_depend_on_each_other(worlds: Worlds) -> None:
     check("contrastive", worlds(3), dp=3)
     with pytest.raises(PlanError, match=r"accumulate = 2 would change the loss: .*matmul.* use accumulate = 1"):
         check("contrastive", worlds(3), dp=3, accumulate=2)
+
+
+def test_a_view_of_a_gathered_parameter_that_a_later_block_reads(two_ranks: Ranks) -> None:
+    """ZeRO 3 frees the gathered parameter behind its block."""
+    check("latents", two_ranks, dp=2, zero=3)
+
+
+def test_weights_that_a_factory_draws_without_torch(two_ranks: Ranks) -> None:
+    """Every process builds the model, with the same numbers."""
+    check("drawn_elsewhere", two_ranks, tp=2)
+
+
+@pytest.mark.parametrize("wish", ({"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2}), ids=str)
+def test_a_new_value_of_a_buffer_that_later_blocks_read(wish: dict[str, int], two_ranks: Ranks) -> None:
+    """It is drawn in torch's default dtype, which the check promotes."""
+    check("redrawn", two_ranks, **wish)

@@ -9,7 +9,7 @@ import torch
 from suites import long
 
 from autopar.commands.verify import verify
-from autopar.errors import CaptureError, RankError
+from autopar.errors import CaptureError, InputError, RankError
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.verify import Report
 
@@ -58,7 +58,8 @@ def test_without_the_option_a_branch_is_refused(two_ranks: Ranks) -> None:
 def test_a_micro_batch_that_decides_otherwise_is_an_error(two_ranks: Ranks) -> None:
     """The first of two micro-batches has no padding."""
     wish = {"dp": 1, "tp": 2, "accumulate": 2, "per_micro_batch": True}
-    with pytest.raises(RankError, match=r"`if padding.any\(\):` read True of input 'padding'.*now read False"):
+    found = r"`if padding.any\(\):` read True of .*now read False.* or use micro_batches × accumulate = 1"
+    with pytest.raises(RankError, match=found):
         verify("input_factories:padded", world_size=2, degrees=wish, ranks=two_ranks, specialise=True)
 
 
@@ -81,3 +82,8 @@ def test_a_plan_file_takes_the_same_branch_everywhere(
     own = {name: torch.cat([value] * (rows // len(value))) for name, value in batch.items()}
     losses = two_ranks.run("decision_ranks:loss_under_plan", str(path), own)
     assert losses[0] == losses[1] and abs(losses[0] - float(model(**own).detach())) < 1e-6
+
+
+def test_a_model_whose_copy_fails_is_named(two_ranks: Ranks) -> None:
+    with pytest.raises(InputError, match=r"a deep copy of the model fails .*'scale'; .* make it a method"):
+        verify("input_factories:holding", world_size=2, degrees=TP, ranks=two_ranks)

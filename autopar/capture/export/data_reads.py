@@ -50,7 +50,11 @@ _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
 }
 REMEDY = "use torch.where, or fixed shapes, at this line"
 _SHAPE = "makes a tensor whose shape depends on data"
-_CHANCE = "or set the probability of this branch to 0, such as layerdrop=0 in the configuration"
+_UNCHANGED = (
+    "do this outside of forward, between two steps, or turn it off in the configuration (such as "
+    f"feature_redraw_interval=None); otherwise {REMEDY}"
+)
+_CHANCE = "or turn this draw off in the configuration, such as layerdrop=0"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,6 +63,7 @@ class Reading:
 
     specialise: bool = False  # values that inputs decide may be read
     answers: Mapping[tuple[str, int], Decision] | None = None  # decisions of an earlier capture, to be taken again
+    own_sizes: bool = False  # a size of a tensor is no answer: it counts elements, and other inputs have others
     given: Any = None  # the user's own inputs, if the capture runs at other sizes
     explains: bool = True  # a failed capture looks for the cause
 
@@ -121,7 +126,7 @@ class DataReads(TorchFunctionMode):
             inputs, buffers = found.inputs, found.buffers
             if found.assumes_finite:
                 self.notes[f"{line}: `{line.code}` is captured for values without overflow"] = None
-            if inputs and self._reading.answers is not None:
+            if inputs and self._reading.answers is not None and not (is_size and self._reading.own_sizes):
                 if key not in answers:
                     raise self._refusal(line, "reads a value that was not read at the sizes of the plan")
                 value = answers[key].value
@@ -130,16 +135,13 @@ class DataReads(TorchFunctionMode):
             inputs, buffers = frozenset(answers[key].inputs), frozenset(answers[key].buffers)
         else:
             reads = f"{_SHAPE}, and the data depends on" if is_size else "reads a value that depends on"
-            more = _CHANCE if found.reason == RANDOM_NUMBERS else ""
+            more = f", {_CHANCE}" if found.reason == RANDOM_NUMBERS else ""
             raise self._refusal(line, f"{reads} {found.reason}", more)
         if inputs and not self._reading.specialise:
             names = " and ".join(map(repr, sorted(inputs)))
             reads = f"{_SHAPE}: the size {value}" if is_size else f"reads {short_repr(value)}"
-            raise self._refusal(
-                line,
-                f"{reads}, which is computed of input {names}",
-                option="specialise",
-            )
+            more = ", or pass specialise=True: a batch with another value is then refused"
+            raise self._refusal(line, f"{reads}, which is computed of input {names}", more, option="specialise")
         if inputs or buffers:
             self._occurrences[str(line)] += 1
             decision = Decision(
@@ -173,9 +175,8 @@ class DataReads(TorchFunctionMode):
             self._values = KnownValues(leaves)
         return self._values.of(node)
 
-    def _refusal(self, line: SourceLine, what: str, option: str = "") -> CaptureError:
-        """The error of a read. `option` is the argument of a call that permits it."""
-        more = f", or pass {option}=True: a batch with another value is then refused" if option else ""
+    def _refusal(self, line: SourceLine, what: str, more: str = "", option: str = "") -> CaptureError:
+        """The error of a read. `more` are other remedies. `option` is the argument of a call that permits it."""
         return CaptureError(
             f"the model cannot be captured: {line}: `{line.code}` {what}; {REMEDY}{more}", option=option
         )
@@ -215,5 +216,5 @@ def refuse_changing(decisions: Iterable[Decision], updates: Iterable[str]) -> No
         if changed:
             raise CaptureError(
                 f"the model cannot be captured: {decision.line}: `{decision.code}` reads the buffer {changed[0]!r}, "
-                f"which the forward pass changes; {REMEDY}"
+                f"which the forward pass changes; {_UNCHANGED}"
             )

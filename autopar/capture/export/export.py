@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from autopar._torch.private import pytree
 from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.distributions import unchecked_distributions
-from autopar.capture.export.failure import capture_error
+from autopar.capture.export.failure import OneDevice, capture_error
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
 from autopar.capture.export.index_lists import ListsAsSlices
@@ -353,13 +354,33 @@ def _exported(
     if not reading.explains:
         raise CaptureError("the model cannot be captured at other sizes") from failed
     given = example_inputs if reading.given is None else reading.given
-    args, kwargs = split_inputs(pytree.tree_map_only(torch.Tensor, torch.clone, _on_meta(given) if on_meta else given))
 
-    def run() -> None:
+    def run(inputs: Inputs) -> None:
+        inputs = _on_meta(inputs) if on_meta else inputs
+        args, kwargs = split_inputs(pytree.tree_map_only(torch.Tensor, torch.clone, inputs))
         with _in_mode(model, training):
             _Outputs(model, loss_fn)(*args, **kwargs)
 
-    raise capture_error(failed, model, run, on_meta=on_meta) from failed
+    calls = OneDevice(
+        run=partial(run, given),
+        run_resized=partial(run, example_inputs),
+        resized=_resizing(input_names(model, given, loss_fn), input_names(model, example_inputs, loss_fn)),
+    )
+    raise capture_error(failed, model, calls, on_meta=on_meta) from failed
+
+
+def _resizing(given: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
+    """The sizes of the inputs of a capture that are not the user's, and the remedy. Empty if all are the user's."""
+    shapes = {name: (tuple(t.shape), tuple(found[name].shape)) for name, t in given.items() if t.dim()}
+    changed = [f"{name!r} from {before} to {after}" for name, (before, after) in shapes.items() if before != after]
+    if not changed:
+        return ""
+    same = [f"{name!r} {before}" for name, (before, after) in shapes.items() if before == after]
+    kept = f", and kept {', '.join(same)}" if same else ""
+    return (
+        f"autopar changed {', '.join(changed)}{kept}, because the batch is dimension 0 of every input that has it. "
+        "Give every input that depends on the batch one row for each sample."
+    )
 
 
 def run_on_meta(

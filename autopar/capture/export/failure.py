@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,16 +19,39 @@ _DEVICES = ("FakeTensorDeviceMismatchError",)
 MAX_CHARS = 300
 
 
-def capture_error(failed: Exception, model: nn.Module, run: Callable[[], object], *, on_meta: bool) -> CaptureError:
-    """The error of a capture that `failed`. `run` calls the model on one device, with the user's own inputs.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OneDevice:
+    """Calls of a model on one device: with the user's own inputs, and with the inputs of the capture.
+
+    `resized` says how the two inputs differ, and is empty if they have the same sizes.
+    """
+
+    run: Callable[[], object]
+    run_resized: Callable[[], object]
+    resized: str = ""
+
+
+def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_meta: bool) -> CaptureError:
+    """The error of a capture that `failed`.
 
     With `on_meta` the model has no weights, so that errors about meta tensors are not its own.
     """
-    own = _error_of(model, run)
-    if own is not None and not (on_meta and "meta" in str(own)):
+
+    def error_of(run: Callable[[], object]) -> Exception | None:
+        error = _error_of(model, run)
+        return None if error is None or (on_meta and "meta" in str(error)) else error
+
+    own = error_of(calls.run)
+    if own is not None:
         return CaptureError(
             f"the model fails on one device, without autopar: {_described(own, model)}\n"
             "Correct the model or its inputs until model(**inputs) runs."
+        )
+    own = error_of(calls.run_resized) if calls.resized else None
+    if own is not None:
+        return CaptureError(
+            f"the model runs with the example inputs, but fails on one device with other sizes of them: "
+            f"{_described(own, model)}\n{calls.resized}"
         )
     return CaptureError(f"the model cannot be captured: {_described(failed, model)}\n{_advice(failed)}")
 

@@ -256,8 +256,14 @@ def define(packet: str, overload: str) -> None:
     load_families()
     base, _, index = overload.rpartition("_")
     source = getattr(getattr(torch.ops.aten, packet, None), base, None)
-    if index.isdigit() and overloads_of(source) and int(index) < len(source._schema.returns):  # type: ignore[union-attr]
+    if index.isdigit() and overloads_of(source) and _has_output(source, int(index)):
         output_of(source, int(index))
+
+
+def _has_output(operator: Any, index: int) -> bool:
+    """Whether an operator may have an output of this index. A list of tensors has as many as its call makes."""
+    returns = operator._schema.returns
+    return index < len(returns) or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
 
 
 def _hexadecimal(text: Any) -> float:

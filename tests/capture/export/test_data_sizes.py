@@ -104,3 +104,13 @@ def test_an_input_that_is_moved_to_its_own_device_is_known() -> None:
         return y[n > 1]
 
     check_equivalence(Counted(finish).double(), {"x": X, "n": N}, tp=2, specialise=True)
+
+
+def test_fewer_rows_have_their_own_sizes() -> None:
+    """Two of four rows have half of the true elements, in every micro-batch."""
+    model, inputs = Counted(lambda y, n: y[n > 1]).double(), {"x": X, "n": N}
+    program = capture_program(model, inputs, batch=2, specialise=True)
+    assert [decision.value for decision in program.decisions] == [4]
+    rows = {name: value[2:] for name, value in inputs.items()}
+    found = run_reference(program, dict(model.named_parameters()), rows, dict(model.named_buffers()))
+    torch.testing.assert_close(found[program.loss], model(**rows), rtol=1e-12, atol=0.0)

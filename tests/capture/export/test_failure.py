@@ -55,6 +55,27 @@ def test_the_models_own_error_is_shown(inputs: dict[str, torch.Tensor], error: s
     assert "test_failure.py" in text or "argument" in text  # a wrong argument fails before the model's first line
 
 
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+def test_a_batch_that_is_not_in_every_input_is_named(device: str) -> None:
+    """The example inputs run, but the second input has the batch in dimension 1."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * weight.t()).square().mean()
+
+    inputs = {"x": torch.randn(4, 6), "weight": torch.randn(6, 4)}
+    with pytest.raises(CaptureError) as caught:
+        capture_program(Transposed().to(device), inputs, batch=8)
+    text = str(caught.value)
+    assert "runs with the example inputs, but fails on one device with other sizes" in text
+    assert "'x' from (4, 6) to (8, 6), and kept 'weight' (6, 4)" in text and "test_failure.py" in text
+    capture_program(Transposed().to(device), inputs)
+
+
 def test_a_failed_capture_leaves_buffers_and_random_state() -> None:
     model = OneLayer(lambda y: y.sum() + torch.zeros(3)[:7].reshape(7).sum())
     model.layer = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))

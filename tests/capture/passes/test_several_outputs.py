@@ -8,6 +8,7 @@ from one_layer import Body, checked_program, squared
 from torch import nn
 
 from autopar.capture.program import capture_program
+from autopar.capture.record.read import define
 from autopar.rules.operators import output_of
 from autopar.runtime.codegen.execute import run_reference
 from autopar.testing import check_equivalence
@@ -66,6 +67,16 @@ def test_an_output_has_the_name_of_its_operator() -> None:
     assert operator is output_of(aten.linalg_qr.default, 1)
     matrix = torch.randn(3, 3)
     assert torch.equal(operator(matrix), torch.linalg.qr(matrix).R)
+
+
+def test_a_process_that_captured_nothing_finds_every_output() -> None:
+    """A list of tensors has as many outputs as a call makes, whatever the schema says."""
+    define("meshgrid", "indexing_7")
+    parts = [torch.arange(2)] * 8
+    found = torch.ops.autopar.meshgrid.indexing_7(parts, indexing="ij")
+    assert torch.equal(found, torch.meshgrid(parts, indexing="ij")[7])
+    define("linalg_qr", "default_2")  # it has two
+    assert not hasattr(torch.ops.autopar.linalg_qr, "default_2")
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -106,3 +106,22 @@ class Sensitive(nn.Module):
 def sensitive() -> tuple[nn.Module, tuple[torch.Tensor]]:
     torch.manual_seed(0)
     return Sensitive(), (torch.randn(4, WIDTH),)
+
+
+class Holding(nn.Module):
+    """Keeps a function that holds the model: in a copy it reads the attributes of the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scaled = lambda y: y * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = x.mean()
+        y: torch.Tensor = self.scaled(self.layer(x))
+        del self.scale
+        return y.square().mean()
+
+
+def holding() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return Holding(), (torch.randn(4, WIDTH),)

@@ -1,10 +1,12 @@
 """Models of integration tests: named by plain data that crosses process boundaries, captured where used."""
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from shared_captures import captured_once
 
@@ -129,6 +131,55 @@ class Contrastive(torch.nn.Module):
 
 def contrastive() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return Contrastive(), {"x": torch.zeros(12, 12)}
+
+
+class Latents(torch.nn.Module):
+    """Layers over learned vectors. The value before the first layer is a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = torch.nn.Parameter(torch.randn(6, 12))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.LayerNorm(12), torch.nn.Linear(12, 12)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.latents.expand(x.shape[0], 6, 12)
+        for layer in self.layers:
+            y = y + torch.tanh(layer(y)) * x.unsqueeze(1)
+        return y.square().mean()
+
+
+def latents() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    return Latents(), (torch.zeros(4, 12),)
+
+
+def drawn_elsewhere() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """Weights of Python's and NumPy's generators."""
+    model = Latents()
+    with torch.no_grad():
+        model.latents[0, random.randrange(12)] += 1 + random.random()
+        model.latents[1, 0] += np.random.rand()
+    return model, (torch.zeros(4, 12),)
+
+
+class Redrawn(torch.nn.Module):
+    """Draws a buffer anew in every forward pass, which every layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(3))
+        self.register_buffer("projection", torch.eye(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.projection.copy_(torch.linalg.qr(torch.randn(12, 12))[0])
+        for layer in self.layers:
+            x = x + torch.softmax(layer(x) @ self.projection, -1)
+        return x.square().mean()
+
+
+def redrawn() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    return Redrawn(), (torch.zeros(4, 12),)
 
 
 class Residual(torch.nn.Module):

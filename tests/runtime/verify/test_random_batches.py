@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from autopar.capture.program import capture_program
 from autopar.ir.degrees import Degrees
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches
+from autopar.runtime.verify.reference import constants_of
 
 
 class Tagger(nn.Module):
@@ -76,3 +77,26 @@ def test_small_integers_stay_within_their_type() -> None:
     program = capture_program(Table(), {"ids": torch.ones(64, 8, dtype=torch.uint8)})
     (batch,) = random_batches(program, Degrees(), 1, 0)
     assert batch["ids"].dtype is torch.uint8 and batch["ids"].max() > 200
+
+
+@pytest.mark.parametrize("offset_first", (False, True))
+def test_offsets_that_are_added_narrow_an_index(offset_first: bool) -> None:
+    """Several tables in one, as recommenders have them: an index of the last table is the least bounded one."""
+
+    class Fields(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offsets", torch.tensor([0, 30, 70]))
+            self.table = nn.Embedding(77, 4)
+
+        def forward(self, fields: torch.Tensor) -> torch.Tensor:
+            rows = self.offsets + fields if offset_first else fields + self.offsets
+            return self.table(rows).square().sum()
+
+    model = Fields()
+    program = capture_program(model, {"fields": ones(64, 3)})
+    constants = constants_of(program, dict(model.named_buffers()).__getitem__)
+    (batch,) = random_batches(program, Degrees(), 1, 0, constants=constants)
+    assert set(batch["fields"].flatten().tolist()) == set(range(7))
+    assert notes_on_inputs(program, constants) == ()
+    model(**batch)

@@ -106,8 +106,20 @@ def test_every_stage_has_a_trained_parameter() -> None:
     )
     assert result.plan is not None
     assert result.plan.degrees.num_stages <= 3
-    with pytest.raises(PlanError, match="3; use fewer stages"):
+    with pytest.raises(PlanError, match="3; use pp × virtual_stages of at most 3"):
         make_plan(EndsWithoutParameters(), ClusterSpec.preset("4xcpu"), inputs, resolve_degrees({"pp": 4}, 4, 8))
+
+
+def test_a_model_of_one_block_has_no_stages() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4))
+    with pytest.raises(PlanError, match="the model has 1; use pp = 1, with tp or dp instead"):
+        make_plan(
+            model,
+            ClusterSpec.preset("2xcpu"),
+            (torch.zeros(8, 6), torch.zeros(8, 4)),
+            resolve_degrees({"pp": 2}, 2, 8),
+            loss_fn=torch.nn.functional.mse_loss,
+        )
 
 
 def planned(degrees: Degrees) -> Plan:
@@ -128,7 +140,7 @@ def test_cuts_by_hand_and_what_is_wrong_with_them() -> None:
 
 
 def test_too_many_stages() -> None:
-    with pytest.raises(PlanError, match=r"40 pipeline stages .* use fewer"):
+    with pytest.raises(PlanError, match=r"40 pipeline stages .* the model has 6; use pp × virtual_stages of at most 6"):
         planned(Degrees(pp=20, schedule="interleaved-1f1b", virtual_stages=2, micro_batches=20))
 
 
