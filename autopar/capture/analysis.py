@@ -48,7 +48,9 @@ class Analysis:
         found: list[dict[NodeName, frozenset[int]]] = [{} for _ in self.graphs]
         for site in self.sites:
             ports = [node.name for node in self.graphs[site.block].nodes if node.op == "placeholder"]
-            given = {p: outer[a] for p, a in zip(ports, site.arguments, strict=True) if isinstance(a, str) and a in outer}
+            given = {
+                p: outer[a] for p, a in zip(ports, site.arguments, strict=True) if isinstance(a, str) and a in outer
+            }
             found[site.block] = self._ragged_values(site.block, found[site.block] | given)
             names = [node.name for node in output_nodes(self.graphs[site.block])]
             results = zip(names, site.results, strict=True)

@@ -140,15 +140,15 @@ def _axes_of_rows(
     return {name: tuple(found[order]) for name, order in order_of.items()}
 
 
-def _fits_rows(
-    analysis: Analysis, block: int, name: str, rows: _Rows | None, mesh_dim: int, variant: Variant
-) -> bool:
+def _fits_rows(analysis: Analysis, block: int, name: str, rows: _Rows | None, mesh_dim: int, variant: Variant) -> bool:
     """Whether a variant takes sorted rows as its region splits them."""
     if rows is None:
         return True
     bound, ragged = analysis.bounds[block][name], analysis.ragged[block]
     names = (*analysis.operands[block][name], name)
-    for value, dims, kind in zip(names, (*bound.operands, bound.output), (*variant.operands, variant.output), strict=True):
+    for value, dims, kind in zip(
+        names, (*bound.operands, bound.output), (*variant.operands, variant.output), strict=True
+    ):
         if value in ragged:
             is_split = kind.kind == "S" and kind.dim in ragged[value]
             if (dims.axes[kind.dim][kind.position] if is_split else None) != rows[mesh_dim]:

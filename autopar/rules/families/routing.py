@@ -39,7 +39,13 @@ def expert_product(call: Call) -> Rule:
 
 
 def _of_tokens(
-    call: Call, t: int, j: int, inputs: list[list[Dim]], output: list[Dim], whole: frozenset[str] | set[str] = frozenset(), **options: object
+    call: Call,
+    t: int,
+    j: int,
+    inputs: list[list[Dim]],
+    output: list[Dim],
+    whole: frozenset[str] | set[str] = frozenset(),
+    **options: object,
 ) -> Rule:
     found = rule_from(call, inputs, output, sizes={"t": t, "j": j}, whole={"j", *whole}, **options)
     return replace(found, even=found.even | {"t"})  # padding is no expert's number
