@@ -3,9 +3,9 @@
 A model sorts the numbers of the experts that its tokens chose. It reads rows of tokens in this order, computes with each
 row alone, and puts the results back in the order of tokens. A *region* is all of this for one sort:
 
-    order   the indices of the sort             table[order], token[order // k]     rows in the order of experts
-    inverse argsort(order), out[order] = arange  rows[inverse], out[order] = rows     rows in the order of tokens
-            out.index_add(0, order // k, rows)                                        the sum of each token's rows
+    table[order], tokens[order // k]            rows in the order of experts
+    rows[inverse], out[order] = rows            rows in the order of tokens
+    out.index_add(0, order // k, rows)          the sum of each token's rows
 
 Rows of one expert may lie in any order, so a rank may sort the rows of its own tokens. This is right only if nothing in
 the region looks at the place of a row. The rules of the operators show it: the dimension of rows must be parallel, or
@@ -135,12 +135,12 @@ class Region:
             seen.add(user)
             if user in given_back:
                 others = [a for k, a in enumerate(user.args) if k != given_back[user]]
-                if any(a in of_rows for a in others if isinstance(a, fx.Node)):
+                if user in self.sums and any(a in of_rows for a in others if isinstance(a, fx.Node)):
                     return False
-                continue
+                continue  # what rows are put into is overwritten
             if user.op != "call_function" or user in self.takes or user in self.rows or is_random(user):
                 return False
-            dim = 0 if self._is_product(user, of_rows) else _dim_of_rows(user, of_rows)
+            dim = self._dim_of_result(user, of_rows)
             if dim is None:
                 return False
             if dim >= 0:
@@ -148,12 +148,21 @@ class Region:
                 _push_users(waiting, user)
         return bool(given_back) and all(of_rows.get(arg(n, k)) == 0 for n, k in given_back.items())
 
+    def _dim_of_result(self, user: fx.Node, of_rows: dict[fx.Node, int]) -> int | None:
+        if self._is_product(user, of_rows):
+            return 0
+        counted = _counted_by_search(user)
+        if counted is not None and self._is_sorted_keys(counted):
+            return -1
+        return _dim_of_rows(user, of_rows)
+
     def _is_product(self, user: fx.Node, of_rows: dict[fx.Node, int]) -> bool:
         """Whether a product in groups has groups that are the experts of this region."""
         if user.target is not GROUPED_MM or of_rows.get(arg(user, 0)) != 0 or user.args[1] in of_rows:
             return False
         counted = _counted_by_ends(arg(user, 2))
-        if counted is None or not (self._is_keys(counted) or self._is_sorted_keys(counted)):
+        is_searched = _counted_by_search(_before(arg(user, 2), _CASTS)) is not None  # of sorted numbers alone
+        if counted is None or not (self._is_sorted_keys(counted) or (self._is_keys(counted) and not is_searched)):
             return False
         self.products.append(user)
         return True
@@ -389,6 +398,9 @@ def _is_zeros(node: fx.Node) -> bool:
 def _counted_by_ends(ends: fx.Node) -> fx.Node | None:
     """The numbers whose counts, added up, are the ends of groups."""
     ends = _before(ends, _CASTS)
+    searched = _counted_by_search(ends)
+    if searched is not None:
+        return searched
     if ends.op != "call_function" or operator_name(ends) != "cumsum" or value(ends).dim() != 1:
         return None
     counts = _before(arg(ends, 0), _CASTS)
@@ -399,6 +411,17 @@ def _counted_by_ends(ends: fx.Node) -> fx.Node | None:
     if name in ("scatter_add", "index_add", "index_put"):
         return _added(counts)
     return None
+
+
+def _counted_by_search(node: fx.Node) -> fx.Node | None:
+    """x, if a node holds how many elements of x are at most 0, 1, 2, ... for a sorted x."""
+    if node.op != "call_function" or operator_name(node) != "searchsorted":
+        return None
+    x, numbers = node.args[:2]
+    if not (isinstance(x, fx.Node) and isinstance(numbers, fx.Node)):
+        return None
+    is_right = bool(argument(node, "right")) or argument(node, "side") == "right"
+    return x if is_right and _is_range(_before(numbers, _CASTS), len(value(node))) else None
 
 
 def _compared(equal: fx.Node, dims: Any, size: int) -> fx.Node | None:
@@ -419,10 +442,9 @@ def _compared(equal: fx.Node, dims: Any, size: int) -> fx.Node | None:
 
 def _added(counts: fx.Node) -> fx.Node | None:
     """x, if a node adds ones to zeros at the places x."""
-    base, ones = arg(counts, 0), counts.args[-1]
     name = operator_name(counts)
+    base, ones = arg(counts, 0), counts.args[2 if name == "index_put" else 3]
     index: Any = counts.args[1][0] if name == "index_put" else counts.args[2]  # type: ignore[index]
-    ones = counts.args[2 if name == "index_put" else 3]
     is_one = isinstance(ones, fx.Node) and ones.op == "call_function" and operator_name(ones) in ("ones", "ones_like")
     is_full = isinstance(ones, fx.Node) and ones.op == "call_function" and operator_name(ones) in ("full", "full_like")
     fits = is_one or (is_full and ones.args[1] == 1)  # type: ignore[union-attr]
