@@ -32,6 +32,7 @@ TAKE = torch.ops.autopar.expert_take.default
 UNTAKE = torch.ops.autopar.expert_untake.default
 PRODUCT = torch.ops.autopar.expert_product.default
 
+ROUTED = (ORDER, ROWS, TAKE, UNTAKE, PRODUCT)
 SORTED = frozenset([ORDER, ROWS, TAKE])  # dimension 0 of their result is ragged, whatever their operands are
 
 

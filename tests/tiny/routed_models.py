@@ -4,7 +4,7 @@
 (t, d), numbers of experts (t, k) and their weights (t, k), and returns (t, d). `example` is a model with its inputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,26 +18,77 @@ VOCABULARY, HIDDEN, WIDTH, EXPERTS, CHOICES = 24, 8, 12, 4, 2
 
 
 class Mixture(nn.Module):
-    """Routed experts with a gate and a bias each."""
+    """Routed experts with a bias each, and perhaps a shared expert that all tokens meet."""
 
-    def __init__(self, routing: str, experts: int, choices: int, hidden: int = HIDDEN) -> None:
+    def __init__(self, routing: str, experts: int, choices: int, gate: str = "softmax", shared: bool = False) -> None:
         super().__init__()
-        self.routing, self.experts, self.choices = routing, experts, choices
-        self.router = nn.Linear(hidden, experts)
-        self.up = nn.Parameter(torch.empty(experts, hidden, WIDTH))
+        self.routing, self.gate, self.experts, self.choices = routing, gate, experts, choices
+        self.router = nn.Linear(HIDDEN, experts)
+        self.up = nn.Parameter(torch.empty(experts, HIDDEN, WIDTH))
         self.bias = nn.Parameter(torch.empty(experts, WIDTH))
-        self.down = nn.Parameter(torch.empty(experts, WIDTH, hidden))
+        self.down = nn.Parameter(torch.empty(experts, WIDTH, HIDDEN))
+        self.correction = nn.Buffer(torch.linspace(-0.3, 0.3, experts))
+        self.shared = nn.Sequential(nn.Linear(HIDDEN, WIDTH), nn.SiLU(), nn.Linear(WIDTH, HIDDEN)) if shared else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1])
         scores = self.router(rows)
-        weights, chosen = scores.softmax(-1).topk(self.choices, -1)
-        return ROUTINGS[self.routing](self, rows, chosen, weights).reshape(x.shape), scores
+        weights, chosen = GATES[self.gate](self, scores)
+        out = ROUTINGS[self.routing](self, rows, chosen, weights)
+        if self.shared is not None:
+            out = out + self.shared(rows)
+        return out.reshape(x.shape), scores
 
     def of_all_rows(self, rows: torch.Tensor, expert: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert."""
         hidden = F.silu(GROUPED_MM(rows, self.up, ends) + self.bias[expert])
         return GROUPED_MM(hidden, self.down, ends)
+
+
+Gate = Callable[[Mixture, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # scores -> weights and numbers of experts
+
+
+def softmax(m: Mixture, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return scores.softmax(-1).topk(m.choices, -1)
+
+
+def normalised(m: Mixture, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As Mixtral: the weights of a token sum to 1."""
+    best, chosen = scores.topk(m.choices, -1)
+    return best.softmax(-1), chosen
+
+
+def corrected(m: Mixture, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As DeepSeek-V3: sigmoids; a correction decides who is chosen, and does not weigh."""
+    found = scores.sigmoid()
+    chosen = (found + m.correction).topk(m.choices, -1, sorted=False).indices
+    return found.gather(1, chosen), chosen
+
+
+def in_groups(m: Mixture, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As DeepSeek: a token chooses among the experts of its best group."""
+    found = scores.softmax(-1)
+    groups = found.unflatten(-1, (2, -1))
+    best = groups.amax(-1).topk(1, -1).indices
+    mask = torch.zeros_like(groups[..., 0]).scatter(1, best, 1.0)
+    allowed = mask.unsqueeze(-1).expand_as(groups).flatten(1)
+    return found.masked_fill(allowed == 0, 0.0).topk(m.choices, -1)
+
+
+def one_for_all(m: Mixture, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token chooses the last experts, and nobody the others."""
+    lead = 1000.0 * torch.arange(m.experts, device=scores.device, dtype=scores.dtype)
+    chosen = (scores.detach() + lead).topk(m.choices, -1).indices
+    return scores.sigmoid().gather(1, chosen), chosen
+
+
+GATES: Mapping[str, Gate] = {
+    "softmax": softmax,
+    "normalised": normalised,
+    "corrected": corrected,
+    "in_groups": in_groups,
+    "one_for_all": one_for_all,
+}
 
 
 Routing = Callable[[Mixture, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -156,22 +207,59 @@ ROUTINGS: Mapping[str, Routing] = {**DROPLESS, **WITHOUT_SORT, "capacity": capac
 
 
 class RoutedModel(nn.Module):
-    """Embeddings, one mixture with a residual stream, and a head. `more` adds a term to the loss."""
+    """Embeddings, mixtures with a residual stream, and a head. `more` adds a term to the loss."""
 
-    def __init__(self, routing: str, experts: int, choices: int, more: Callable[..., torch.Tensor] | None) -> None:
+    def __init__(self, mixtures: Sequence[Mixture], more: "Term | None") -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, HIDDEN)
-        self.mixture = Mixture(routing, experts, choices)
+        self.mixtures = nn.ModuleList(mixtures)
         self.head = nn.Linear(HIDDEN, VOCABULARY)
         self.more = more
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.table(tokens)
-        out, scores = self.mixture(x)
-        loss = F.cross_entropy(self.head(x + out).flatten(0, 1), labels.flatten())
-        if self.more is not None:
-            loss = loss + 0.1 * self.more(scores, self.mixture)
-        return {"loss": loss}
+        x, terms = self.table(tokens), []
+        for mixture in self.mixtures:
+            out, scores = mixture(x)
+            x = x + out
+            if self.more is not None:
+                terms.append(self.more(scores, mixture.choices))
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return {"loss": loss + 0.1 * torch.stack(terms).mean() if terms else loss}
+
+
+Term = Callable[[torch.Tensor, int], torch.Tensor]  # of a loss: scores (t, e) and k
+
+
+def z_loss(scores: torch.Tensor, choices: int) -> torch.Tensor:
+    """As ST-MoE: scores stay small."""
+    return scores.logsumexp(-1).square().mean()
+
+
+def balance_loss(scores: torch.Tensor, choices: int) -> torch.Tensor:
+    """As Switch: the part of the tokens that choose an expert times its mean weight."""
+    weights = scores.softmax(-1)
+    chosen = weights.topk(choices, -1).indices
+    load = F.one_hot(chosen, scores.shape[-1]).to(scores.dtype).sum(1).mean(0)
+    return scores.shape[-1] * (load * weights.mean(0)).sum()
+
+
+def randomise(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Random values for every parameter."""
+    generator = torch.Generator().manual_seed(0)
+    model = model.to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.5)
+    return model
+
+
+def batch_of(batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Tokens, and labels without the first of each sequence."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (batch, sequence), generator=generator)
+    labels = torch.randint(VOCABULARY, (batch, sequence), generator=generator)
+    labels[:, 0] = -100
+    return {"tokens": tokens, "labels": labels}
 
 
 def example(
@@ -181,16 +269,12 @@ def example(
     sequence: int = 6,
     experts: int = EXPERTS,
     choices: int = CHOICES,
-    more: Callable[..., torch.Tensor] | None = None,
+    gate: str = "softmax",
+    shared: bool = False,
+    layers: int = 1,
+    more: Term | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Example:
     """A model with random weights, and a batch."""
-    generator = torch.Generator().manual_seed(0)
-    model = RoutedModel(routing, experts, choices, more).to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.5)
-    tokens = torch.randint(VOCABULARY, (batch, sequence), generator=generator)
-    labels = torch.randint(VOCABULARY, (batch, sequence), generator=generator)
-    labels[:, 0] = -100
-    return model, {"tokens": tokens, "labels": labels}
+    mixtures = [Mixture(routing, experts, choices, gate, shared) for _ in range(layers)]
+    return randomise(RoutedModel(mixtures, more), dtype), batch_of(batch, sequence)
