@@ -6,6 +6,7 @@ import torch
 from rule_samples import Arguments, Draw, Sampler, along_dim, constant, one_tensor, sampler
 
 from autopar.rules.grouped_product import GROUPED_MM
+from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.routed import ORDER, PRODUCT, ROWS, TAKE, UNTAKE
 
 aten = torch.ops.aten
@@ -71,6 +72,11 @@ def _(d: Draw) -> Arguments:
     t, k, n = d.split(), d.split(), d.split()
     ends = torch.tensor(sorted(d.choice(*range(t + 1)) for _ in range(d.choice(1, 2, 4))), dtype=torch.int32)
     return (d.real(t, k), d.real(len(ends), k, n), ends)
+
+
+@sampler(OVER_MICRO_BATCHES)
+def _(d: Draw) -> Arguments:
+    return (d.real(*d.sizes(0, 2)), d.real())
 
 
 @sampler(ORDER)
