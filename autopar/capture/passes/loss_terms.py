@@ -57,9 +57,12 @@ def _divisor(ratio: fx.Node) -> fx.Node:
 
 
 def _terms(node: fx.Node) -> Iterator[Place]:
-    """The terms of a number that is a sum, each with the node that reads it."""
+    """The terms of a number that is a sum, each with the node that reads it.
+
+    A number that is read elsewhere too, such as another output of the model, is one term.
+    """
     for operand in _linear_in(node):
-        if next(_linear_in(operand), None) is not None:
+        if len(operand.users) == 1 and next(_linear_in(operand), None) is not None:
             yield from _terms(operand)
         else:
             yield node, operand

@@ -110,6 +110,28 @@ def test_terms_that_couple_samples_are_named(name: str) -> None:
     check(case, labelled(case, Mesh.of(dp=2)), Mesh.of(dp=2))  # ranks split the batch in space
 
 
+class ReportsTerms(TwoHeads):
+    """Terms are outputs too."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, next_labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.first(self.table(tokens).tanh())
+        term = 0.1 * scores.logsumexp(-1).square().mean()
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + 0.5 * term, "term": term}
+
+
+def test_outputs_are_those_of_the_model() -> None:
+    """A term that is an output is not divided there."""
+    torch.manual_seed(0)
+    model = ReportsTerms(EXACT["one mean"]).double()
+    program = promoted(capture_program(model, batch_of(), batch=BATCH // 2))
+    assert program.mixes_batch is None
+    source = parameter_source(model, state=None, seed=0, dtype=None)
+    found = reference_steps(program, source, [batch_of()], Degrees(accumulate=2))
+    last = {name: tensor[BATCH // 2 :] for name, tensor in batch_of().items()}
+    torch.testing.assert_close(found.outputs["term"], model(**last)["term"].detach())
+    torch.testing.assert_close(found.losses[0], model(**batch_of())["loss"].detach())
+
+
 def test_a_sum_beside_a_mean_is_refused() -> None:
     """A sum over the batch is no mean of the sums over micro-batches."""
     program = capture_program(TwoHeads(EXACT["and a mean of tokens"], sums=True), batch_of(), batch=2)
