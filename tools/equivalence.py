@@ -212,8 +212,8 @@ checkpoints and evaluation in stages, and tied, frozen, unused and empty paramet
 
 ## Mixtures of experts
 
-Experts by sorted tokens, as [experts](experts.md) describes. A data-parallel rank has 4 sequences. `llama4_text` computes
-every expert for every token.
+Experts by sorted tokens, as [experts](experts.md) describes. A data-parallel rank has 4 sequences. `llama4_text`
+computes every expert for every token.
 
 {mixtures}
 

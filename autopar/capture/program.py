@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import private
-from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
 from autopar.capture.export import export
 from autopar.capture.export.data_reads import Reading, refuse_changing

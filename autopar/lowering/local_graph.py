@@ -94,8 +94,8 @@ class _Writer:
         ragged = self.ragged.get(name, frozenset())
         if ragged and any(moves_along(s, t, ragged) for s, t in zip(source, target, strict=True)):
             raise PlanError(
-                f"block {self.block.name}: {name} has rows in the order of a rank's own tokens, and the plan moves rows "
-                "between ranks; plan again"
+                f"block {self.block.name}: {name} has rows in the order of a rank's own tokens, and the plan moves "
+                "them between ranks; plan again"
             )
         if key not in self.converted:
             self.converted[key] = self.convert(self.values[name], self.dims[name], source, target)

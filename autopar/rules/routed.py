@@ -1,8 +1,8 @@
 """Routing of tokens to experts: rows of tokens in the order of experts, as operators in which tokens are parallel.
 
-Every token of t chooses j experts, so there are ``(t j)`` rows. A rank that has some of the tokens sorts the rows of its
-own tokens. The order of rows therefore differs between ranks and one device, and so does the place of every row. Values
-with such a *ragged* dimension are never converted along it.
+Every token of t chooses j experts, so there are ``(t j)`` rows. A rank that has some of the tokens sorts the rows of
+its own tokens. The order of rows therefore differs between ranks and one device, and so does the place of every row.
+Values with such a *ragged* dimension are never converted along it.
 
     expert_order    which row each place has
     expert_rows     rows of tokens in that order

@@ -131,7 +131,7 @@ def _axes_of_rows(
         for at, (degree, owned) in enumerate(zip(mesh.degrees, owners, strict=True)):
             axes = [a for a, size in bounds[order].factors.get("t", ()) if owned(a) and size % degree == 0]
             picked = chooser.choice([None, *axes]) if order not in crossing else None
-            rows = tuple([*found[order], picked])
+            rows = (*found[order], picked)
             is_legal = all(
                 any(_fits_rows(analysis, index, name, rows, at, v) for v in variants(bounds[name], degree))
                 for name in members

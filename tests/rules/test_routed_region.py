@@ -1,4 +1,4 @@
-"""Routing to experts, whole and in shards: rows lie in another order on every rank, so the operators are proved together.
+"""Routing to experts, whole and in shards. Rows lie in another order on every rank: the operators are proved together.
 
 The region is order -> rows -> product -> pointwise -> product -> take, untake and sum. Whole, it runs on all tokens. In
 shards, every rank runs it on its part of the tokens, or on its part of the experts' width.

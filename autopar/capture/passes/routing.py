@@ -1,7 +1,7 @@
 """Routing by sorting, expressed by the operators in which tokens are parallel (`autopar.rules.routed`).
 
-A model sorts the numbers of the experts that its tokens chose. It reads rows of tokens in this order, computes with each
-row alone, and puts the results back in the order of tokens. A *region* is all of this for one sort:
+A model sorts the numbers of the experts that its tokens chose. It reads rows of tokens in this order, computes with
+each row alone, and puts the results back in the order of tokens. A *region* is all of this for one sort:
 
     table[order], tokens[order // k]            rows in the order of experts
     rows[inverse], out[order] = rows            rows in the order of tokens
@@ -335,11 +335,11 @@ def _written_by(node: fx.Node, index: fx.Node) -> int | None:
     if name == "index_put":
         position, fits = 2, _is_only_index(node.args[1], index)
     elif name in ("index_add", "index_copy"):
-        position, fits = 3, _along_rows(node) and node.args[2] is index and positional(node, 4) in (None, 1)
-        fits = fits and node.kwargs.get("alpha", 1) == 1
+        alpha = positional(node, 4, node.kwargs.get("alpha", 1))
+        position, fits = 3, _along_rows(node) and node.args[2] is index and bool(alpha == 1)
     elif name in ("scatter", "scatter_add", "scatter_reduce"):
         position, fits = 3, _along_rows(node) and node.args[2] is index
-        fits = fits and value(index).shape[1:] == value(node).shape[1:] and node.kwargs.get("reduce") is None
+        fits = fits and bool(value(index).shape[1:] == value(node).shape[1:]) and node.kwargs.get("reduce") is None
         fits = fits and (name != "scatter_reduce" or _sums(node))
     else:
         return None
@@ -392,7 +392,7 @@ def _is_zeros(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     name = operator_name(node)
-    return name in ("zeros", "zeros_like") or (name in ("full", "full_like") and node.args[1] == 0)
+    return name in ("zeros", "zeros_like") or (name in ("full", "full_like") and bool(node.args[1] == 0))
 
 
 def _counted_by_ends(ends: fx.Node) -> fx.Node | None:

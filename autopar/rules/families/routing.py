@@ -15,48 +15,47 @@ ROW: Dim = ("t", "j")
 @rule(ORDER)
 def expert_order(call: Call) -> Rule:
     """A rank sorts the rows of its own tokens. A token's choices stay together."""
-    return _of_tokens(call, *call.operands[0].shape, [[("t",), ("j",)]], [ROW])
+    found = rule_from(call, [[("t",), ("j",)]], [ROW], sizes=_sizes(call), whole={"j"})
+    return _without_padding(found)
 
 
 @rule(ROWS)
 def expert_rows(call: Call) -> Rule:
     rest = _rest(call)
-    return _of_tokens(call, *_tokens(call), [[("t",), *rest], [ROW]], [ROW, *rest], linear=[{0}])
+    inputs: list[list[Dim]] = [[("t",), *rest], [ROW]]
+    return _without_padding(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
 
 
 @rule(TAKE, UNTAKE)
 def expert_take(call: Call) -> Rule:
     rest = _rest(call)
-    return _of_tokens(call, *_tokens(call), [[ROW, *rest], [ROW]], [ROW, *rest], linear=[{0}])
+    inputs: list[list[Dim]] = [[ROW, *rest], [ROW]]
+    return _without_padding(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
 
 
 @rule(PRODUCT)
 def expert_product(call: Call) -> Rule:
-    """Which rows meet which matrix depends on the rank's own rows, so a rank has all matrices. A matrix is split inside."""
+    """A rank's rows may meet any matrix, so the rank has all matrices. A matrix is split inside."""
     inputs: list[list[Dim]] = [[ROW, ("k",)], [("e",), ("k",), ("n",)], [ROW]]
-    tokens = call.output.shape[0] // call.args[3], call.args[3]
-    return _of_tokens(call, *tokens, inputs, [ROW, ("n",)], whole={"e"}, linear=[{0}, {1}], flops=_flops)
+    output: list[Dim] = [ROW, ("n",)]
+    linear = [{0}, {1}]
+    found = rule_from(call, inputs, output, sizes=_sizes(call), whole={"j", "e"}, linear=linear, flops=_flops)
+    return _without_padding(found)
 
 
-def _of_tokens(
-    call: Call,
-    t: int,
-    j: int,
-    inputs: list[list[Dim]],
-    output: list[Dim],
-    whole: frozenset[str] | set[str] = frozenset(),
-    **options: object,
-) -> Rule:
-    found = rule_from(call, inputs, output, sizes={"t": t, "j": j}, whole={"j", *whole}, **options)
-    return replace(found, even=found.even | {"t"})  # padding is no expert's number
-
-
-def _tokens(call: Call) -> tuple[int, int]:
-    return call.output.shape[0] // call.args[2], call.args[2]
+def _sizes(call: Call) -> dict[str, int]:
+    """Tokens and choices of a token: the last argument, or the second dimension of the chosen experts."""
+    k = call.operands[0].shape[1] if call.target is ORDER else call.args[-1]
+    return {"t": call.output.shape[0] // k, "j": k}
 
 
 def _rest(call: Call) -> list[Dim]:
     return [(f"d{n}",) for n in range(1, len(call.output.shape))]
+
+
+def _without_padding(found: Rule) -> Rule:
+    """Padding is no expert's number."""
+    return replace(found, even=found.even | {"t"})
 
 
 def _flops(sizes: Mapping[str, int]) -> float:

@@ -1,4 +1,4 @@
-"""Losses with several terms: micro-batches give the gradients of the whole batch, where each term is a sum or a mean."""
+"""Losses with several terms: micro-batches give the gradients of the whole batch if each term is a sum or a mean."""
 
 from collections.abc import Callable, Mapping
 
