@@ -55,7 +55,7 @@ def test_routing_to_experts_is_accepted(sequence_parallel: bool) -> None:
     case, mesh = case_of(routed_models.example("sort_and_inverse", more=routed_models.z_loss)), Mesh.of(dp=2, tp=2)
     report = type_report(case.program, case.analysis(mesh), labelled(case, mesh, sequence_parallel), mesh)
     assert report.passed, str(report)
-    assert report.counts["expert_product: rows sorted by each rank"] == 2
+    assert report.counts()["expert_product: rows sorted by each rank"] == 2
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=4), Mesh.of(dp=2, tp=2), Mesh.of(tp=2, tq=2)], ids=str)
