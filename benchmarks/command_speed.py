@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from search_speed import PER_MICRO_BATCH, problem_of
+from search_speed import problem_of
 
 # targets in seconds: cold and warm
 TARGETS = {
@@ -46,8 +46,7 @@ def command_of(case: str) -> list[str]:
     problem = problem_of(case)
     options = {"--cluster": problem.cluster, "--seq-len": problem.sequence, "--global-batch": problem.global_batch}
     words = [str(word) for pair in options.items() for word in pair]
-    more = ["--per-micro-batch"] if problem.model in PER_MICRO_BATCH else []
-    return [sys.executable, "-m", "autopar", "plan", problem.model, *words, *more]
+    return [sys.executable, "-m", "autopar", "plan", problem.model, *words]
 
 
 def seconds(command: Sequence[str], cache: Path) -> float:

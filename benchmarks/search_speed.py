@@ -46,7 +46,6 @@ TARGETS = {
 DEVICES = tuple(f"llama3-8b@{count}xh100" for count in (8, 512, 4096))
 LAYERS = tuple(f"llama3-8b@64xh100:{layers}" for layers in (8, 16, 64))
 CASES = (*TARGETS, *DEVICES, *LAYERS)
-PER_MICRO_BATCH = {"mixtral-8x22b"}  # its experts sort the tokens of the whole batch, so it cannot accumulate otherwise
 SEQUENCE = 8192
 TENSOR = (1, 2, 4, 8)  # degrees of the peer's sample
 SAMPLE, GROUP = 96, 24  # candidates of the sample, and how many are priced together
@@ -85,8 +84,7 @@ def measure(case: str, rounds: int) -> None:
 
 def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], SearchResult]:
     """Seconds of one search, by the clock and of the processor, and its result."""
-    fix = {"per_micro_batch": True} if problem.model in PER_MICRO_BATCH else {}
-    asked = PlanOptions(global_batch=problem.global_batch, fix=fix, forbid={})
+    asked = PlanOptions(global_batch=problem.global_batch, fix={}, forbid={})
     start, used = time.perf_counter(), time.process_time()
     found = search_captured(captured, problem.spec, asked, name=problem.model, on_progress=lambda _: None)
     return (time.perf_counter() - start, time.process_time() - used), found

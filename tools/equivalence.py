@@ -1,6 +1,8 @@
-"""Every family on every mesh, and six of them in pipelines, over gloo ranks against one device, float64:
+"""Every family on every mesh, six of them in pipelines, and mixtures of experts, over gloo ranks against one device:
 
-    python tools/equivalence.py [--family NAME] [--pipelines]
+    python tools/equivalence.py [--family NAME] [--pipelines] [--mixtures]
+
+All are in float64.
 
 Writes docs/equivalence.md unless families were picked. Each cell is the worst error over loss, outputs, gradients, clip
 norm and weights after AdamW. Worlds are reused; a rank that fails ends its world, and the next cell starts another.
@@ -58,6 +60,17 @@ PIPELINES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# Of mixtures of experts. A data-parallel rank has 4 sequences.
+MIXTURE_PLANS: Mapping[str, Mapping[str, Any]] = {
+    "tp=2": {"tp": 2},
+    "tp=4": {"tp": 4},
+    "dp=4, ZeRO 3": {"dp": 4, "zero": 3},
+    "tp=2 × dp=2": {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
+    "pp=2 × dp=2": {"pp": 2, "dp": 2, "micro_batches": 2},
+    "dp=2, accumulate 2, ZeRO 3": {"dp": 2, "accumulate": 2, "zero": 3},
+    "dp=2, recompute": {"dp": 2, "recompute": "full"},
+}
+
 
 def world_size(wish: Mapping[str, Any]) -> int:
     """Ranks that a wish needs."""
@@ -97,7 +110,7 @@ def worlds() -> Iterator[Worlds]:
 
 
 def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> float:
-    """The worst error of a factory of the zoo under a wish.
+    """The worst error of a factory under a wish. A name without a module is one of the zoo.
 
     Sequence parallelism is left out for a model without a sequence. Raises `AutoparError` if the plan is refused or a
     rank fails.
@@ -107,7 +120,9 @@ def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> flo
 
     size = world_size(wish)
     try:
-        report = verify(f"zoo:{model}", world_size=size, degrees=wish, ranks=open_worlds.of(size))
+        report = verify(
+            model if ":" in model else f"zoo:{model}", world_size=size, degrees=wish, ranks=open_worlds.of(size)
+        )
     except PlanError as error:
         if "no input has a sequence" not in str(error):
             raise
@@ -137,15 +152,20 @@ def _reason(message: str) -> str:
     return " ".join(message.split()).partition("; ")[0][:200].replace("|", "/")
 
 
-def table(families: Sequence[str], say: Callable[[str], None]) -> tuple[list[str], int]:
+def table(
+    families: Sequence[str],
+    say: Callable[[str], None],
+    plans: Mapping[str, Mapping[str, Any]] = MESHES,
+    module: str = "zoo",
+) -> tuple[list[str], int]:
     """Rows in Markdown, and how many cells failed."""
-    rows = [f"| family | {' | '.join(MESHES)} |", "|---" * (len(MESHES) + 1) + "|"]
+    rows = [f"| family | {' | '.join(plans)} |", "|---" * (len(plans) + 1) + "|"]
     failures = 0
     with worlds() as open_worlds:
         for family in families:
             started, texts = time.monotonic(), []
-            for wish in MESHES.values():
-                text, failed = cell(family, wish, open_worlds)
+            for wish in plans.values():
+                text, failed = cell(f"{module}:{family}", wish, open_worlds)
                 failures += failed
                 texts.append(text)
             rows.append(f"| {family} | {' | '.join(texts)} |")
@@ -190,11 +210,18 @@ checkpoints and evaluation in stages, and tied, frozen, unused and empty paramet
 
 {pipelines}
 
+## Mixtures of experts
+
+Experts by sorted tokens, as [experts](experts.md) describes. A data-parallel rank has 4 sequences. `llama4_text`
+computes every expert for every token.
+
+{mixtures}
+
 Written by `make verify-all` (`python tools/equivalence.py`), torch {torch} on CPU, {day}.
 """
 
 
-def document(rows: Sequence[str], pipelines: Sequence[str]) -> str:
+def document(rows: Sequence[str], pipelines: Sequence[str], mixtures: Sequence[str]) -> str:
     """The page."""
     import torch
 
@@ -203,6 +230,7 @@ def document(rows: Sequence[str], pipelines: Sequence[str]) -> str:
         tolerance=TOLERANCE,
         rows="\n".join(rows),
         pipelines="\n".join(pipelines),
+        mixtures="\n".join(mixtures),
         batch=PIPELINE_BATCH,
         torch=torch.__version__,
         day=day,
@@ -213,25 +241,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", help="only this one, printed and not written; may be repeated")
     parser.add_argument("--pipelines", action="store_true", help="only the plans with pipelines, printed")
+    parser.add_argument("--mixtures", action="store_true", help="only the mixtures of experts, printed")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "families")]
+    import mixtures  # type: ignore[import-not-found]
     import zoo  # type: ignore[import-not-found]
 
     def say(text: str) -> None:
         print(text, flush=True)
 
     wanted = options.family or list(zoo.FAMILIES)
-    rows, failures = ([], 0) if options.pipelines else table(wanted, say)
-    staged = [family for family in PIPELINE_FAMILIES if family in wanted]
+    routed = [family for family in mixtures.FAMILIES if not options.family or family in options.family]
+    everything = not options.family and not options.pipelines and not options.mixtures
+    meshes = [family for family in wanted if family in zoo.FAMILIES and not options.mixtures]
+    rows, failures = table(meshes, say) if meshes and not options.pipelines else ([], 0)
+    staged = [family for family in PIPELINE_FAMILIES if family in meshes]
     pipelines, more = pipeline_table(staged, say) if staged else ([], 0)
-    if not options.family and not options.pipelines:
-        TARGET.write_text(document(rows, pipelines), encoding="utf-8")
+    by_experts, others = ([], 0) if options.pipelines else table(routed, say, MIXTURE_PLANS, "mixtures")
+    if everything:
+        TARGET.write_text(document(rows, pipelines, by_experts), encoding="utf-8")
     count = max(0, len(rows) - 2) * len(MESHES) + len(staged) * len(PIPELINES)
-    print(f"{failures + more} of {count} cells failed")
-    return 1 if failures + more else 0
+    count += max(0, len(by_experts) - 2) * len(MIXTURE_PLANS)
+    failed = failures + more + others
+    print(f"{failed} of {count} cells failed")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

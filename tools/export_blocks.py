@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from autopar.cost_model.work.block_work import ROLES, VARIANTS, BlockWork, Family, to_json
 from autopar.cost_model.work.export import block_works
+from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Expr, Polynomial, symbol
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -398,7 +399,9 @@ def roles_of(name: str, program: Program) -> dict[int, str]:
             found[call.block] = "first" if call.path == "prologue" else "last"
         else:
             targets = {str(node.target) for node in program.blocks[call.block].graph.nodes}
-            found[call.block] = "moe_layer" if any("grouped_mm" in target for target in targets) else "layer"
+            found[call.block] = (
+                "moe_layer" if any(name in target for target in targets for name in EXPERT_PRODUCTS) else "layer"
+            )
     if sorted(set(found.values()) - {"moe_layer"}) not in (["first", "last", "layer"], ["first", "last"]):
         raise ValueError(f"{name}: blocks {[block.name for block in program.blocks]} are not those of a decoder")
     return found

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from autopar.capture.axes import Axes, Variable
+from autopar.capture.nodes import output_nodes
 from autopar.ir.program import Block, CallSite, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.rules.registry import rule_of
+from autopar.rules.routed import ORDER, SORTED, UNTAKE
 from autopar.rules.rule import Call, Rule, TensorInfo, whole_rule
 from autopar.rules.variants import Bound
 
@@ -32,6 +35,42 @@ class Analysis:
     batch_axes: frozenset[int]
     sequence_axes: frozenset[int]
     hidden_axes: frozenset[int]
+
+    @cached_property
+    def ragged(self) -> tuple[Mapping[NodeName, frozenset[int]], ...]:
+        """The ragged dimensions of the values of each block that have one: rows in the order of a rank's own tokens.
+
+        Rows lie elsewhere on one device, so no conversion may cut or join such a dimension (`autopar.rules.routed`).
+        """
+        if not any(call.target is ORDER for calls in self.calls for call in calls.values()):
+            return tuple({} for _ in self.graphs)
+        outer: dict[str, frozenset[int]] = {}
+        found: list[dict[NodeName, frozenset[int]]] = [{} for _ in self.graphs]
+        for site in self.sites:
+            ports = [node.name for node in self.graphs[site.block].nodes if node.op == "placeholder"]
+            given = {
+                p: outer[a] for p, a in zip(ports, site.arguments, strict=True) if isinstance(a, str) and a in outer
+            }
+            found[site.block] = self._ragged_values(site.block, found[site.block] | given)
+            names = [node.name for node in output_nodes(self.graphs[site.block])]
+            results = zip(names, site.results, strict=True)
+            outer |= {result: found[site.block][name] for name, result in results if name in found[site.block]}
+        return tuple(found)
+
+    def _ragged_values(self, block: int, known: Mapping[NodeName, frozenset[int]]) -> dict[NodeName, frozenset[int]]:
+        """The ragged dimensions of a block's values if those of its ports are `known`."""
+        found = dict(known)
+        for name, bound in self.bounds[block].items():
+            target, operands = self.calls[block][name].target, self.operands[block][name]
+            if target in SORTED:
+                found[name] = frozenset([0])
+            elif target is not UNTAKE and any(operand in found for operand in operands):
+                pairs = zip(operands, bound.rule.inputs, strict=True)
+                factors = {f for operand, spec in pairs for dim in found.get(operand, ()) for f in spec[dim]}
+                dims = frozenset(d for d, names in enumerate(bound.rule.output) if not factors.isdisjoint(names))
+                if dims:
+                    found[name] = dims
+        return found
 
 
 class _Unifier:

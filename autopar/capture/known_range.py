@@ -17,6 +17,7 @@ _SELECTING = """
     alias as_strided clone constant_pad_nd contiguous detach diagonal expand expand_as flatten flip gather index
     index_select lift_fresh_copy movedim narrow permute repeat repeat_interleave reshape roll select slice squeeze t
     tile to _to_copy transpose tril triu unflatten unfold unsqueeze view view_as
+    expert_rows expert_take expert_untake
     amax amin cummax cummin kthvalue max median min sort topk
 """
 # operators whose result holds elements of their first operand, and constants from their arguments

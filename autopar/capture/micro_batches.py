@@ -8,7 +8,8 @@ Every value has one of these statuses:
 - ``sum`` or ``mean``: the value is a sum or mean over the batch.
 
 Micro-batches are exact if the loss is a sum or a mean. A sum may be divided by a denominator, which is first summed
-over all micro-batches. A mean is divided by the number of micro-batches.
+over all micro-batches. A mean is divided by the number of micro-batches. A loss may be a sum of both
+(`autopar.capture.passes.loss_terms`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Literal
 
 from autopar.capture.analysis import Analysis
 from autopar.ir.program import Block, CallSite, Program
+from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.rule import Call, Spec
 from autopar.rules.variants import Bound
 
@@ -81,6 +83,10 @@ def _block_statuses(block: Block, call: CallSite, analysis: Analysis, given: Seq
 
 def _status(bound: Bound, call: Call, operands: Sequence[Status], batch: frozenset[int], where: str) -> Status:
     rule = bound.rule
+    if call.target is OVER_MICRO_BATCHES:
+        if operands[0] not in ("mean", "free", "constant"):
+            raise _Mixes(f"{where} adds a sum over the batch to a mean")
+        return "sum"  # over micro-batches
     holders = [f for f, atoms in bound.factors.items() if any(a in batch for a, _ in atoms)]
     mixing = [f for f in holders if f in rule.whole]
     if mixing and "batch" in operands:

@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import private
-from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, described
 from autopar.capture.export import export
 from autopar.capture.export.data_reads import Reading, refuse_changing
@@ -30,6 +29,7 @@ from autopar.capture.passes.constants import (
     merge_equal,
     recognise_causal,
 )
+from autopar.capture.passes.loss_terms import denominator_of
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
@@ -331,6 +331,13 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
     merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
     constants = constant_nodes(flat.graph, kinds)
     is_constant = set(constants)
+    (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
+
+    def is_of_inputs(node: fx.Node) -> bool:
+        roles = (kinds.get(n.name) for n in closure([node]))
+        return node.op != "placeholder" and node not in is_constant and "parameter" not in roles
+
+    denominator = denominator_of(flat.graph, loss, is_of_inputs)
     names: dict[fx.Node, str] = {n: flat.placeholders[n.name][1] for n in flat.graph.nodes if n.name in kinds}
     role_of: dict[fx.Node, Role] = {}
     for node in flat.graph.nodes:
@@ -338,9 +345,7 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
     every = output_nodes(flat.graph)
     results = dict(zip(flat.outputs, every[: len(flat.outputs)], strict=True))
     updates = dict(zip(flat.updates, every[len(flat.outputs) :], strict=True))
-    loss = results["loss"]
     main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
-    denominator = denominator_of(loss, role_of)
     den_nodes = [n for n in closure([denominator]) if n in set(main)] if denominator is not None else []
     needed_elsewhere = set(main).intersection(closure(every, without=denominator))
     segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
@@ -410,16 +415,6 @@ def _fold_with_denominator(
     blocks, calls = folding.fold(segments[1:], role_of, names, used_later - {segments[0].nodes[-1]})
     shifted = tuple(replace(c, block=c.block + 1) for c in calls)
     return (block, *blocks), (call, *shifted)
-
-
-def denominator_of(loss: fx.Node, role_of: Mapping[fx.Node, Role]) -> fx.Node | None:
-    """The divisor of the loss, if it is computed from inputs and constants alone and is no constant. Otherwise None."""
-    if loss.target is not aten.div.Tensor or not isinstance(loss.args[1], fx.Node):
-        return None
-    divisor = loss.args[1]
-    if divisor.op == "placeholder" or any(role_of[n] == "parameter" for n in closure([divisor])):
-        return None
-    return None if role_of[divisor] == "constant" else divisor
 
 
 def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Constants:

@@ -56,6 +56,11 @@ def S(dim: int, position: int = 0) -> Type:
     return Type("S", dim, position)
 
 
+def moves_along(source: Type, target: Type, dims: frozenset[int]) -> bool:
+    """Whether a conversion cuts or joins one of the dimensions `dims`."""
+    return source != target and any(t.kind == "S" and t.dim in dims for t in (source, target))
+
+
 def chunk(size: int, degree: int) -> int:
     """Elements of an axis that one rank holds: all ranks hold as many, the last ones padding where it is uneven.
 

@@ -24,7 +24,7 @@ from autopar.capture.nodes import closure, output_nodes
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
-from autopar.ir.sharding import Dims, Mesh, Type, chunk, same, steps
+from autopar.ir.sharding import Dims, Mesh, Type, chunk, moves_along, same, steps
 from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.randomness import StreamUse, bind_streams
@@ -57,9 +57,18 @@ class LocalGraph:
 class _Writer:
     """Writes one block's graph; holds the conversions made so far."""
 
-    def __init__(self, block: Block, mesh: Mesh, dims: Mapping[str, Dims], device: str, join: bool) -> None:
+    def __init__(
+        self,
+        block: Block,
+        mesh: Mesh,
+        dims: Mapping[str, Dims],
+        ragged: Mapping[str, frozenset[int]],
+        device: str,
+        join: bool,
+    ) -> None:
         self.graph = fx.Graph()
         self.block, self.mesh, self.dims, self.device, self.join = block, mesh, dims, device, join
+        self.ragged = ragged
         self.values: dict[str, fx.Node] = {}
         self.types: dict[str, _Types] = {}
         self.differentiable: dict[str, bool] = {}
@@ -82,6 +91,12 @@ class _Writer:
         if target == source:
             return self.values[name]
         key = (name, target)
+        ragged = self.ragged.get(name, frozenset())
+        if ragged and any(moves_along(s, t, ragged) for s, t in zip(source, target, strict=True)):
+            raise PlanError(
+                f"block {self.block.name}: {name} has rows in the order of a rank's own tokens, and the plan moves "
+                "them between ranks; plan again"
+            )
         if key not in self.converted:
             self.converted[key] = self.convert(self.values[name], self.dims[name], source, target)
         return self.converted[key]
@@ -271,7 +286,7 @@ def local_graph(
     `join` makes equal conversions on two neighbouring mesh dimensions one. With `fuse` a gather that feeds matrix
     products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward.
     """
-    writer = _Writer(block, mesh, analysis.dims[index], device, join)
+    writer = _Writer(block, mesh, analysis.dims[index], analysis.ragged[index], device, join)
     flows = block.differentiable_ports
     for port in block.ports:
         node = writer.graph.placeholder(port)

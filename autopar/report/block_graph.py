@@ -21,7 +21,19 @@ from autopar.search.result.report_data import BlockGraph, GraphEdge, GraphNode
 
 # by the name of a conversion's function, of conversions that send something forward
 _COLLECTIVES = {name: row.wire[0].replace("_", "-") for name, row in BY_FUNCTION.items() if row.wire[0] is not None}
-_PRODUCTS = ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "convolution", "einsum")
+_PRODUCTS = (
+    "linear",
+    "mm",
+    "bmm",
+    "addmm",
+    "matmul",
+    "baddbmm",
+    "_grouped_mm",
+    "grouped_mm",
+    "expert_product",
+    "convolution",
+    "einsum",
+)
 MOST_WORDS = 4  # operators of a group that are named
 MOST_NODES = 120  # of a drawing that can be read
 

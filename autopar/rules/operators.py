@@ -2,7 +2,7 @@
 
 ``output_of(aten.topk.default, 1)`` is ``autopar::topk.default_1``: one output of an operator with several, defined from
 its schema when needed. `BATCH_STATISTIC` marks the choice of batch norm between the batch's statistics and the recorded
-ones.
+ones. `OVER_MICRO_BATCHES` divides a term of the loss by the number of micro-batches.
 """
 
 from functools import cache
@@ -21,6 +21,9 @@ def _batch_statistic(batch: torch.Tensor, running: torch.Tensor) -> torch.Tensor
 LIBRARY.define("batch_statistic(Tensor batch, Tensor running) -> Tensor")
 LIBRARY.impl("batch_statistic", _batch_statistic, "CompositeImplicitAutograd")
 BATCH_STATISTIC = torch.ops.autopar.batch_statistic.default
+LIBRARY.define("over_micro_batches(Tensor term, Tensor count) -> Tensor")
+LIBRARY.impl("over_micro_batches", lambda term, count: term / count, "CompositeImplicitAutograd")
+OVER_MICRO_BATCHES = torch.ops.autopar.over_micro_batches.default
 
 
 @cache

@@ -161,7 +161,7 @@ def rule_for(call: Call) -> Rule:
         raise RuleError(f"operator {call.target} has no rule; see autopar.register_rule")
     found = function(call)
     even = even_factors(call, found)
-    return replace(found, even=even) if even else found
+    return replace(found, even=found.even | even) if even else found
 
 
 def rule_of(call: Call) -> Rule:

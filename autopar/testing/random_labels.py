@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from autopar.capture.analysis import Analysis
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program
+from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Dims, I, Mesh, R, S, Type
+from autopar.rules.routed import ORDER
 from autopar.rules.variants import Bound, Variant, rewrites_fit, variants
 
 Owned = Callable[[int], bool]
@@ -41,7 +43,7 @@ def random_labels(program: Program, analysis: Analysis, mesh: Mesh, seed: int) -
         return outer[name]
 
     classes = _boundary_classes(program)
-    for name in (*sorted(program.invariant), *program.updates):
+    for name in (*sorted(program.invariant), *program.updates, *_ragged_between_blocks(program, analysis)):
         outer[classes.get(name, name)] = (I,) * len(mesh.degrees)
     found: dict[int, BlockLabels] = {}
     for call in program.calls:
@@ -52,9 +54,12 @@ def random_labels(program: Program, analysis: Analysis, mesh: Mesh, seed: int) -
         ports = {p: outer_types(classes.get(a, a)) for p, a in arguments if isinstance(a, str)}
         results = {o: outer_types(classes.get(r, r)) for o, r in zip(block.outputs, call.results, strict=True)}
         labels = {}
+        rows = _axes_of_rows(block, analysis, call.block, mesh, chooser, owners)
         for node in block.graph.nodes:
             if node.op == "call_function":
-                labels[node.meta["key"]] = _random_label(analysis.bounds[call.block][node.name], mesh, chooser, owners)
+                bound = analysis.bounds[call.block][node.name]
+                fits = partial(_fits_rows, analysis, call.block, node.name, rows.get(node.name))
+                labels[node.meta["key"]] = _random_label(bound, mesh, chooser, owners, fits)
         found[call.block] = BlockLabels(
             name=block.name, signature=block.signature, ports=ports, labels=labels, results=results
         )
@@ -80,12 +85,16 @@ def _boundary_classes(program: Program) -> dict[str, str]:
     return {name: find(name) for name in list(parent)}
 
 
-def _random_label(bound: Bound, mesh: Mesh, chooser: random.Random, owners: tuple[Owned, ...]) -> tuple[str, ...]:
+def _random_label(
+    bound: Bound, mesh: Mesh, chooser: random.Random, owners: tuple[Owned, ...], fits: Callable[[int, Variant], bool]
+) -> tuple[str, ...]:
     chosen: list[Variant] = []
-    for degree, owned in zip(mesh.degrees, owners, strict=True):
+    for index, (degree, owned) in enumerate(zip(mesh.degrees, owners, strict=True)):
         degrees = mesh.degrees[: len(chosen) + 1]
         legal = [
-            v for v in variants(bound, degree) if _legal(v, bound, owned) and rewrites_fit(bound, [*chosen, v], degrees)
+            v
+            for v in variants(bound, degree)
+            if _legal(v, bound, owned) and rewrites_fit(bound, [*chosen, v], degrees) and fits(index, v)
         ]
         split = [v for v in legal if v.factor]
         chosen.append(chooser.choice(split if split and chooser.random() < 0.8 else legal))
@@ -95,3 +104,63 @@ def _random_label(bound: Bound, mesh: Mesh, chooser: random.Random, owners: tupl
 def _legal(variant: Variant, bound: Bound, owned: Owned) -> bool:
     """Only owned axes are split."""
     return not variant.factor or owned(bound.factors[variant.factor][variant.axis][0])
+
+
+# ---- rows in the order of a rank's own tokens ----
+
+_Rows = tuple[int | None, ...]  # the axis by which rows are split, per mesh dimension
+
+
+def _axes_of_rows(
+    block: Block, analysis: Analysis, index: int, mesh: Mesh, chooser: random.Random, owners: tuple[Owned, ...]
+) -> dict[str, _Rows]:
+    """How the operators that touch sorted rows split them. All operators of one order must do it alike."""
+    ragged, bounds, operands = analysis.ragged[index], analysis.bounds[index], analysis.operands[index]
+    order_of: dict[str, str] = {}
+    for name in bounds:
+        orders = [order_of[operand] for operand in operands[name] if operand in ragged and operand in order_of]
+        if analysis.calls[index][name].target is ORDER:
+            order_of[name] = name
+        elif orders:
+            order_of[name] = orders[0]
+    crossing = {order_of.get(name) for name in (*block.ports, *block.outputs) if name in ragged}
+    found: dict[str, list[int | None]] = {}
+    for order in dict.fromkeys(order_of.values()):
+        found[order] = []
+        members = [name for name, its in order_of.items() if its == order]
+        for at, (degree, owned) in enumerate(zip(mesh.degrees, owners, strict=True)):
+            axes = [a for a, size in bounds[order].factors.get("t", ()) if owned(a) and size % degree == 0]
+            picked = chooser.choice([None, *axes]) if order not in crossing else None
+            rows = (*found[order], picked)
+            is_legal = all(
+                any(_fits_rows(analysis, index, name, rows, at, v) for v in variants(bounds[name], degree))
+                for name in members
+            )
+            found[order].append(picked if is_legal else None)
+    return {name: tuple(found[order]) for name, order in order_of.items()}
+
+
+def _fits_rows(analysis: Analysis, block: int, name: str, rows: _Rows | None, mesh_dim: int, variant: Variant) -> bool:
+    """Whether a variant takes sorted rows as its region splits them."""
+    if rows is None:
+        return True
+    bound, ragged = analysis.bounds[block][name], analysis.ragged[block]
+    names = (*analysis.operands[block][name], name)
+    for value, dims, kind in zip(
+        names, (*bound.operands, bound.output), (*variant.operands, variant.output), strict=True
+    ):
+        if value in ragged:
+            is_split = kind.kind == "S" and kind.dim in ragged[value]
+            if (dims.axes[kind.dim][kind.position] if is_split else None) != rows[mesh_dim]:
+                return False
+    return True
+
+
+def _ragged_between_blocks(program: Program, analysis: Analysis) -> list[str]:
+    """Values with rows in such an order that leave a block; they are held whole."""
+    return [
+        result
+        for call in program.calls
+        for output, result in zip(program.blocks[call.block].outputs, call.results, strict=True)
+        if output in analysis.ragged[call.block]
+    ]

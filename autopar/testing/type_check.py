@@ -7,6 +7,7 @@ pass through `local_map` regions with declared types, which the report lists and
 
 * views and strided pieces of a sharded value: merged dimensions with an inner shard, packed projections;
 * operators rewritten for a split axis: vocabulary-parallel look-up and loss, means corrected by a divisor;
+* rows that each rank sorts by expert, and products in groups;
 * attention whose split heads share one head of keys, which broadcasts.
 
 Global mode names tensor dimensions, not the axes within a dimension. It takes ``S(0.1)`` for ``S(0)``. One-process
@@ -36,6 +37,8 @@ from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import LocalGraph
 from autopar.lowering.randomness import attention_with_dropout, dropout
 from autopar.lowering.vocabulary import REWRITES
+from autopar.rules.grouped_product import GROUPED_MM
+from autopar.rules.routed import ROUTED
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 from autopar.testing.one_process import generate_all
 
@@ -381,6 +384,10 @@ class _Checker:
             return ""
         if node.target in REWRITES.values():
             return "rewritten for a split vocabulary"
+        if node.target in ROUTED:
+            return "rows sorted by each rank"
+        if node.target is GROUPED_MM:
+            return "a product in groups"
         if node.meta.get("rewritten"):
             return "divisor of a split mean"
         sharded = any(t.kind == "S" for t in types) or any(kind == "S" for x in tensors for kind, _ in self.derived(x))

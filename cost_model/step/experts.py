@@ -6,6 +6,7 @@ from typing import Any
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.work.block_work import Family
+from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 
 
 def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -> Family[Any]:
@@ -15,7 +16,7 @@ def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -
     """
 
     def divided(one: Any) -> Any:
-        if one.kind != "matmul" or not one.name.startswith("grouped_mm"):
+        if one.kind != "matmul" or not one.name.startswith(EXPERT_PRODUCTS):
             return one
         return replace(one, count=one.count / layouts.ep, m=one.m * layouts.ep * constants.expert_imbalance)
 

@@ -16,7 +16,7 @@ from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_bloc
 from autopar.cost_model.work.block_work import BlockWork, Cause, Operator, Sent
 from autopar.cost_model.work.conversion_steps import ConversionStep, conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
-from autopar.cost_model.work.operator_cost import forward_flops, target_name
+from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS, forward_flops, target_name
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
 from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
 from autopar.ir.plan import BlockLabels
@@ -240,7 +240,7 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
         prod((factors[f] for f in sorted(parts[which]) if f in factors), start=symbol("b") ** 0)
         for which in ("m", "n", "count")
     )
-    if flow.operators[name] == "grouped_mm":
+    if flow.operators[name] in EXPERT_PRODUCTS:
         m = m / count  # rows of one expert if all have as many
     attention = 2 if flow.is_attention(name) else 1
     forward, backward = _attention_bytes(flow, name) if flow.is_attention(name) else _product_bytes(flow, name)
@@ -403,7 +403,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
 
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
     """Parameter elements on one rank: split by some mesh dimension, whole, and of experts' matrices."""
-    of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] == "grouped_mm"}
+    of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] in EXPERT_PRODUCTS}
     split, whole, expert = 0, 0, 0
     for port, role in flow.roles.items():
         if role != "parameter":

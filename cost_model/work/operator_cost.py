@@ -38,6 +38,8 @@ VIEWS = frozenset(
     ]
 )
 
+EXPERT_PRODUCTS = ("grouped_mm", "expert_product")  # each row meets the matrix of its own expert
+
 
 def target_name(target: Any) -> str:
     """An operator's name without namespace and overload: ``linear`` for ``aten.linear.default``."""
@@ -78,7 +80,7 @@ def _counted_flops(call: Call) -> float:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    if "grouped_mm" in target_name(call.target):
+    if target_name(call.target).lstrip("_") in EXPERT_PRODUCTS:
         return 2.0 * prod(call.operands[0].shape) * call.operands[1].shape[-1]
     tensors = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in call.operands]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, evaluate
+from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
@@ -195,7 +196,7 @@ def _experts(works: Sequence[BlockWork[Polynomial]], mesh: Mesh) -> tuple[int, f
     They are 0 and 1 if there are no experts.
     """
     ones = dict.fromkeys((*mesh.names, "b", "s", "t", "d"), 1.0)
-    grouped = [one for work in works for one in work.products if one.name.startswith("grouped_mm")]
+    grouped = [one for work in works for one in work.products if one.name.startswith(EXPERT_PRODUCTS)]
     if not grouped:
         return 0, 1.0
     one = evaluate(grouped[0], ones)

@@ -20,7 +20,7 @@ from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, I, Kind, Type, chunk
+from autopar.ir.sharding import DATA, I, Kind, Type, chunk, moves_along
 from autopar.lowering.conversions import Wire, wire
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
@@ -209,6 +209,7 @@ class DimProblem:
         number = {t: k for k, t in enumerate(types)}
         again = ("S", "R") if is_kept and self.regather else None
         alike = self._conversions_of_neighbour(index, name)
+        ragged = self.analysis.ragged[index].get(name, frozenset())
         convert = np.full((len(types), len(types)), inf)
         np.fill_diagonal(convert, 0.0)
         costs: dict[tuple[str, str], float] = {}  # by kinds: which axis a shard is of makes no difference
@@ -224,7 +225,8 @@ class DimProblem:
                     cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
                     cost += self._saved(whole, start) * (kinds == again)
                     costs[kinds] = calls * cost
-                row.append(costs[kinds] if start != target else 0.0)
+                is_banned = bool(ragged) and moves_along(start, target, ragged)
+                row.append(inf if is_banned else costs[kinds] if start != target else 0.0)
             convert[number[start]] = row
         regathered = [[(start.kind, target.kind) == again for target in types] for start in types]
         return Value(

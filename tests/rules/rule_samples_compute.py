@@ -6,6 +6,8 @@ import torch
 from rule_samples import Arguments, Draw, Sampler, along_dim, constant, one_tensor, sampler
 
 from autopar.rules.grouped_product import GROUPED_MM
+from autopar.rules.operators import OVER_MICRO_BATCHES
+from autopar.rules.routed import ORDER, PRODUCT, ROWS, TAKE, UNTAKE
 
 aten = torch.ops.aten
 
@@ -70,6 +72,36 @@ def _(d: Draw) -> Arguments:
     t, k, n = d.split(), d.split(), d.split()
     ends = torch.tensor(sorted(d.choice(*range(t + 1)) for _ in range(d.choice(1, 2, 4))), dtype=torch.int32)
     return (d.real(t, k), d.real(len(ends), k, n), ends)
+
+
+@sampler(OVER_MICRO_BATCHES)
+def _(d: Draw) -> Arguments:
+    return (d.real(*d.sizes(0, 2)), d.real())
+
+
+@sampler(ORDER)
+def _(d: Draw) -> Arguments:
+    return (d.ids(4, d.split(), d.choice(1, 2)),)
+
+
+@sampler(ROWS)
+def _(d: Draw) -> Arguments:
+    t, k = d.split(), d.choice(1, 2)
+    return (d.real(t, *d.sizes(0, 2)), torch.randperm(t * k), k)
+
+
+@sampler(TAKE, UNTAKE)
+def _(d: Draw) -> Arguments:
+    t, k = d.split(), d.choice(1, 2)
+    return (d.real(t * k, *d.sizes(0, 2)), torch.randperm(t * k), k)
+
+
+@sampler(PRODUCT)
+def _(d: Draw) -> Arguments:
+    t, j, experts = d.split(), d.choice(1, 2), d.choice(1, 2, 4)
+    expert = d.ids(experts, t * j).sort().values
+    k, n = d.split(), d.split()
+    return (d.real(t * j, k), d.real(experts, k, n), expert, j)
 
 
 @sampler(aten.baddbmm.default)

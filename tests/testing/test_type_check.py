@@ -4,6 +4,7 @@ import sys
 from functools import cache
 
 import pytest
+import routed_models
 import tiny_models
 import torch
 from equivalence import Case, case_of, labelled
@@ -47,6 +48,14 @@ def test_labels_of_the_solver_are_accepted(model: str, regather: bool, sequence_
     assert report.num_conversions >= 5
     assert report.num_operators > len(report.regions)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sp"])
+def test_routing_to_experts_is_accepted(sequence_parallel: bool) -> None:
+    case, mesh = case_of(routed_models.example("sort_and_inverse", more=routed_models.z_loss)), Mesh.of(dp=2, tp=2)
+    report = type_report(case.program, case.analysis(mesh), labelled(case, mesh, sequence_parallel), mesh)
+    assert report.passed, str(report)
+    assert report.counts()["expert_product: rows sorted by each rank"] == 2
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=4), Mesh.of(dp=2, tp=2), Mesh.of(tp=2, tq=2)], ids=str)

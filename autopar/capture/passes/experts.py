@@ -12,7 +12,9 @@ from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, argument, compute
 from autopar.capture.nodes import value as _value
 from autopar.rules.grouped_product import GROUPED_MM
+from autopar.rules.operators import output_of
 
+TOP = output_of(aten.topk.default, 1)
 FALLBACK = "transformers.grouped_mm_fallback.default"
 
 
@@ -31,14 +33,19 @@ def one_grouped_product(graph: fx.Graph) -> None:
 
 
 def histogram_of_integers(graph: fx.Graph) -> None:
-    """Replace ``histc(x, n, 0, n - 1)``, which counts each of n numbers and has no integer kernel on a CPU."""
+    """Replace ``histc(x, n, 0, n - 1)``, which counts each of n numbers and has no integer kernel on a CPU.
+
+    ``histc(x, n, 0, n)`` counts the same if no number is n, as in positions among n scores.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.histc.default:
             continue
         source, (bins, low, high) = arg(node, 0), (argument(node, name) for name in ("bins", "min", "max"))
         if source.target is aten.to.dtype and _is_integer(arg(source, 0)):
             source = arg(source, 0)
-        if not _is_integer(source) or _value(source).dim() != 1 or (low, high) != (0, bins - 1):
+        if not _is_integer(source) or _value(source).dim() != 1 or low != 0:
+            continue
+        if high != bins - 1 and not (high == bins and _are_positions(source, bins)):
             continue
         numbers = {"dtype": _value(source).dtype, "device": _value(source).device}
         with graph.inserting_before(node):
@@ -48,6 +55,16 @@ def histogram_of_integers(graph: fx.Graph) -> None:
             count = compute(graph, node, aten.sum.dim_IntList, equal, [0], False, dtype=_value(node).dtype)
         node.replace_all_uses_with(count)
         graph.erase_node(node)
+
+
+def _are_positions(node: fx.Node, size: int) -> bool:
+    """Whether a node holds positions in a dimension of at most `size`."""
+    while node.target in (aten.reshape.default, aten.to.dtype, aten.flatten.using_ints):
+        node = arg(node, 0)
+    if node.target is not TOP:
+        return False
+    dim = argument(node, "dim")
+    return bool(_value(node.args[0]).shape[dim] <= size)
 
 
 def _is_integer(node: Any) -> bool:

@@ -22,6 +22,7 @@ from autopar.capture.passes.experts import histogram_of_integers, one_grouped_pr
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
 from autopar.capture.passes.recurrent import drop_between_layers
+from autopar.capture.passes.routing import tokens_are_parallel
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
 from autopar.rules.rule import TensorInfo
@@ -225,6 +226,7 @@ PASSES: tuple[GraphPass, ...] = (
     matmul_to_linear,
     histogram_of_integers,
     one_grouped_product,
+    tokens_are_parallel,
     split_mean_loss,
     remove_dead,
 )

@@ -7,6 +7,7 @@ import torch
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import broadcast, dims, emit_mean, in_order, original, rule_from, slot_of
+from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Emit, Rule, Slot, Step
 
@@ -110,3 +111,14 @@ def binary_cross_entropy(call: Call) -> Rule:
 @rule(aten.binary_cross_entropy_with_logits.default)
 def binary_cross_entropy_with_logits(call: Call) -> Rule:
     return _elementwise(call, call.arg(4, "reduction", MEAN))
+
+
+@rule(OVER_MICRO_BATCHES)
+def over_micro_batches(call: Call) -> Rule:
+    """A term of the loss over the number of micro-batches, which is one number."""
+    spec = dims(call.output.shape)
+    return rule_from(call, [spec, []], spec, linear=[{0}], emit=_emit_division)
+
+
+def _emit_division(local: Call) -> tuple[Step, ...]:
+    return (Step(aten.div.Tensor, local.args),)

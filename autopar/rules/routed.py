@@ -1,0 +1,95 @@
+"""Routing of tokens to experts: rows of tokens in the order of experts, as operators in which tokens are parallel.
+
+Every token of t chooses j experts, so there are ``(t j)`` rows. A rank that has some of the tokens sorts the rows of
+its own tokens. The order of rows therefore differs between ranks and one device, and so does the place of every row.
+Values with such a *ragged* dimension are never converted along it.
+
+    expert_order    which row each place has
+    expert_rows     rows of tokens in that order
+    expert_take     rows in that order, from rows in the order of tokens; `expert_untake` is its inverse
+    expert_product  rows in that order times the matrices of their experts
+"""
+
+from typing import Any
+
+import torch
+
+from autopar._torch.operators import aten
+from autopar.rules.grouped_product import GROUPED_MM
+from autopar.rules.operators import LIBRARY
+
+for _schema in (
+    "expert_order(Tensor expert) -> Tensor",
+    "expert_rows(Tensor x, Tensor order, int k) -> Tensor",
+    "expert_take(Tensor x, Tensor order, int k) -> Tensor",
+    "expert_untake(Tensor rows, Tensor order, int k) -> Tensor",
+    "expert_product(Tensor rows, Tensor weight, Tensor expert, int k) -> Tensor",
+):
+    LIBRARY.define(_schema)
+ORDER = torch.ops.autopar.expert_order.default
+ROWS = torch.ops.autopar.expert_rows.default
+TAKE = torch.ops.autopar.expert_take.default
+UNTAKE = torch.ops.autopar.expert_untake.default
+PRODUCT = torch.ops.autopar.expert_product.default
+
+ROUTED = (ORDER, ROWS, TAKE, UNTAKE, PRODUCT)
+SORTED = frozenset([ORDER, ROWS, TAKE])  # dimension 0 of their result is ragged, whatever their operands are
+
+
+def _order(expert: torch.Tensor) -> torch.Tensor:
+    """(t, j) numbers of experts -> (t j) rows, the rows of one expert in the order of tokens."""
+    order: torch.Tensor = aten.argsort.stable(expert.reshape(-1), stable=True)
+    return order
+
+
+def _rows(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    return x.index_select(0, order.div(k, rounding_mode="floor"))
+
+
+def _take(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    return x.index_select(0, order)
+
+
+def _untake(rows: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, k: int) -> torch.Tensor:
+    """The rows of expert e end where the next number begins. Rows behind the last expert yield zero."""
+    experts = torch.arange(weight.shape[0], device=expert.device, dtype=expert.dtype)
+    ends = torch.searchsorted(expert.contiguous(), experts, right=True)
+    product: torch.Tensor = GROUPED_MM(rows, weight, ends)
+    return product
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, order, ctx.k = inputs
+    ctx.save_for_backward(order)
+
+
+def _rows_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    """Every token sums the gradients of its rows. This needs no atomic additions, so it is deterministic."""
+    rows = UNTAKE(grad, *ctx.saved_tensors, ctx.k)
+    return rows.unflatten(0, (-1, ctx.k)).sum(1), None, None
+
+
+def _take_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return UNTAKE(grad, *ctx.saved_tensors, ctx.k), None, None
+
+
+def _untake_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return TAKE(grad, *ctx.saved_tensors, ctx.k), None, None
+
+
+LIBRARY.impl("expert_order", _order, "CompositeImplicitAutograd")
+LIBRARY.impl("expert_product", _product, "CompositeImplicitAutograd")
+for _name, _compute, _backward in (
+    ("expert_rows", _rows, _rows_backward),
+    ("expert_take", _take, _take_backward),
+    ("expert_untake", _untake, _untake_backward),
+):
+    LIBRARY.impl(_name, _compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"autopar::{_name}", lambda x, order, k: x.new_empty(order.shape[0], *x.shape[1:]), lib=LIBRARY
+    )
+    torch.library.register_autograd(f"autopar::{_name}", _backward, setup_context=_save, lib=LIBRARY)
