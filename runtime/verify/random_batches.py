@@ -4,15 +4,18 @@ from collections.abc import Mapping
 from math import inf
 
 import torch
+from torch import fx
 
 from autopar.capture.export.export import resized
 from autopar.capture.input_ranges import input_ranges
+from autopar.capture.nodes import operator_name
 from autopar.capture.value_range import ValueRange
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import InputInfo, Program
 
 # Values of an integer input that no operator bounds: positive, because lengths and divisors must not be zero.
 _FREE_VALUES = 8
+_SORTED = {"bucketize": 1, "searchsorted": 0}  # the operand that must be sorted
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -38,14 +41,36 @@ def random_batches(
     generator = torch.Generator().manual_seed(seed)
     count, held = degrees.num_micro_batches, given or {}
     fixed = {i.name: resized(held[i.name], _shape(i, count)).to(i.dtype) for i in program.inputs if i.name in held}
+    fixed |= {name: fixed[name].sort(-1).values for name in sorted_inputs(program) & fixed.keys()}
     return [
         {info.name: _drawn(info, ranges, count, generator) for info in program.inputs} | fixed for _ in range(steps)
     ]
 
 
 def values_that_decide(program: Program, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The example values of all inputs that decided a branch during capture: other values may decide otherwise."""
-    return {name: example[name] for decision in program.decisions for name in decision.inputs}
+    """The example values of all inputs that decided a branch during capture: other values may decide otherwise.
+
+    Also of inputs that must be sorted, such as the offsets of `embedding_bag`.
+    """
+    deciding = {name for decision in program.decisions for name in decision.inputs}
+    return {name: example[name] for name in sorted(deciding | sorted_inputs(program))}
+
+
+def sorted_inputs(program: Program) -> set[str]:
+    """The inputs that an operator takes as a sorted sequence, whole or in part."""
+    sorted_values: set[str] = set()
+    for call in reversed(program.calls):
+        block = program.blocks[call.block]
+        named = dict(zip(block.ports, call.arguments, strict=True))
+        made = {out for out, result in zip(block.outputs, call.results, strict=True) if result in sorted_values}
+        for node in block.graph.nodes:
+            place = _SORTED.get(operator_name(node)) if node.op == "call_function" else None
+            source = node if node.name in made else None if place is None else node.args[place]
+            while isinstance(source, fx.Node) and source.op == "call_function" and source.all_input_nodes:
+                source = source.all_input_nodes[0]
+            name = named.get(source.name) if isinstance(source, fx.Node) else None
+            sorted_values |= {name} if isinstance(name, str) else set()
+    return sorted_values & {info.name for info in program.inputs}
 
 
 def notes_on_inputs(program: Program, constants: Mapping[str, torch.Tensor] | None = None) -> tuple[str, ...]:
@@ -55,7 +80,11 @@ def notes_on_inputs(program: Program, constants: Mapping[str, torch.Tensor] | No
     """
     notes = []
     deciding = {name: decision.line for decision in program.decisions for name in decision.inputs}
+    are_sorted = sorted_inputs(program)
     for info in program.inputs:
+        if info.name in are_sorted:
+            notes.append(f"the input {info.name!r} has the values of the example inputs, because it must be sorted")
+            continue
         if info.name in deciding:
             notes.append(
                 f"the input {info.name!r} has the values of the example inputs in every step, because it decides a "

@@ -183,6 +183,17 @@ def test_a_cpu_launches_and_computes_in_one_thread() -> None:
         assert (found.launch_s, found.host_launch_s) == (pytest.approx(2e-6), pytest.approx(host_s))
 
 
+def test_a_launch_takes_the_geometric_mean_of_its_samples() -> None:
+    """One slow sample moves the mean little."""
+    times = {"device": (1e-6, 2e-6, 32e-6), "host": (4e-6, 4e-6, 4e-6)}
+    samples = [
+        Sample(work=Work(part="launch", name=name, amount=100), seconds=100 * seconds)
+        for name, every in times.items()
+        for seconds in every
+    ]
+    assert fit_profile(samples, setting()).launch_s == pytest.approx(4e-6)
+
+
 def test_unknown_figures_are_the_best_that_was_measured() -> None:
     samples = samples_of(planted())
     found = fit_profile(samples, replace(setting(108.0), figures_are_known=False))

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from autopar.capture.program import capture_program
 from autopar.ir.degrees import Degrees
-from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches
+from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import constants_of
 
 
@@ -100,3 +100,26 @@ def test_offsets_that_are_added_narrow_an_index(offset_first: bool) -> None:
     assert set(batch["fields"].flatten().tolist()) == set(range(7))
     assert notes_on_inputs(program, constants) == ()
     model(**batch)
+
+
+def test_offsets_of_bags_have_the_example_values() -> None:
+    """Random offsets are no bags: they do not begin at 0, and they are not sorted."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(20, 4, mode="sum")
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return (self.table(ids, offsets) * x).square().sum()
+
+    inputs = {"x": torch.ones(4, 4), "ids": ones(12), "offsets": torch.tensor([0, 2, 7, 7])}
+    program = capture_program(Bags(), inputs)
+    given = values_that_decide(program, inputs)
+    assert given.keys() == {"offsets"}
+    (batch,) = random_batches(program, Degrees(), 1, 0, given)
+    assert batch["offsets"].tolist() == [0, 2, 7, 7]
+    assert "the input 'offsets' has the values of the example inputs, because it must be sorted" in notes_on_inputs(
+        program
+    )
+    Bags()(**batch)
