@@ -31,7 +31,6 @@ from autopar.cost_model.work.polynomials import Expr, Polynomial, symbol
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA
 from autopar.planning.fixed import capture_for, choose_labels
 
 DP = 2
@@ -377,9 +376,9 @@ def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:
         cluster = ClusterSpec.parse(f"{tp * dp}x{capture.device}")
         degrees, analysis, labelling = choose_labels(program, cluster, degrees)
         works = tuple(
-            replace(work, sent=tuple(one for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")))
+            replace(work, sent=tuple(one for one in work.sent if not one.is_once_a_step))
             for work in block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=sizes, roles=roles)
-        )  # sums of gradients over data-parallel ranks are made once a step (`autopar.cost_model.step.step`)
+        )
         for index, role in roles.items():
             earlier = dict(found.get(role, ())).get(variant)
             if earlier is None:

@@ -164,7 +164,7 @@ def _info_of(value: Any) -> TensorInfo | None:
 
 def _rivals(mesh: Mesh) -> list[int]:
     """The degrees of the mesh dimensions that compete for axes. Empty if there is only one."""
-    found = [degree for name, degree in mesh.as_dict().items() if name != "dp" and degree > 1]
+    found = [mesh.degrees[i] for i in mesh.owning("parameters") if mesh.degrees[i] > 1]
     return found if len(found) > 1 else []
 
 

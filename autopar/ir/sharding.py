@@ -17,7 +17,9 @@ from math import prod
 from typing import Literal
 
 Kind = Literal["I", "R", "P", "S"]
-DATA = "dp"  # the mesh dimension that splits the batch
+Owned = Literal["batch", "parameters"]  # what a mesh dimension owns: the only axes that it may split
+# a new kind of mesh dimension has its name here, and its meaning where `owned_by` is asked
+_OWNED: Mapping[str, Owned] = {"dp": "batch"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,6 +61,11 @@ def S(dim: int, position: int = 0) -> Type:
 def moves_along(source: Type, target: Type, dims: frozenset[int]) -> bool:
     """Whether a conversion cuts or joins one of the dimensions `dims`."""
     return source != target and any(t.kind == "S" and t.dim in dims for t in (source, target))
+
+
+def owned_by(mesh_dim: str) -> Owned:
+    """What a mesh dimension owns, by its name. Tensor dimensions have many names: ``tp``, ``tp0``, ``tp0_tp1``."""
+    return _OWNED.get(mesh_dim, "parameters")
 
 
 def chunk(size: int, degree: int) -> int:
@@ -143,8 +150,9 @@ class Mesh:
         return prod(self.degrees)
 
     def joined(self, i: int) -> str | None:
-        """The name of mesh dimensions i and i + 1 taken as one, None where they cannot be: `dp` stands alone."""
-        if i + 1 >= len(self.names) or DATA in self.names[i : i + 2] or 1 in self.degrees[i : i + 2]:
+        """The name of mesh dimensions i and i + 1 taken as one. None unless both own parameters' axes."""
+        pair = self.names[i : i + 2]
+        if len(pair) < 2 or 1 in self.degrees[i : i + 2] or any(owned_by(name) != "parameters" for name in pair):
             return None
         return f"{self.names[i]}_{self.names[i + 1]}"
 
@@ -157,6 +165,10 @@ class Mesh:
     def degree_of(self, name: str) -> int:
         """The degree of a mesh dimension, or of two joined ones."""
         return prod(self.degrees[i] for i in self.indices(name))
+
+    def owning(self, owned: Owned) -> list[int]:
+        """The mesh dimensions, by place, that own the batch or parameters' axes."""
+        return [i for i, name in enumerate(self.names) if owned_by(name) == owned]
 
     def as_dict(self) -> Mapping[str, int]:
         return dict(zip(self.names, self.degrees, strict=True))

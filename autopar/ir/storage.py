@@ -11,7 +11,7 @@ from math import prod
 
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, Dims, Mesh, Type, chunk
+from autopar.ir.sharding import Dims, Mesh, Type, chunk
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -87,7 +87,7 @@ class Storage:
 
 def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
     """How a parameter of the given storage types is stored."""
-    tensor = [(t, d) for n, t, d in zip(mesh.names, types, mesh.degrees, strict=True) if n != DATA]
+    tensor = [(types[i], mesh.degrees[i]) for i in mesh.owning("parameters")]
     cuts: list[set[int]] = [set() for _ in dims.sizes]
     for t, degree in tensor:
         if t.kind == "S":

@@ -14,7 +14,7 @@ from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, Dims, Type
+from autopar.ir.sharding import Dims, Type, owned_by
 from autopar.ir.stages import main_calls, stages_of
 from autopar.ir.storage import boundary_types
 from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
@@ -186,7 +186,7 @@ def _once_a_step(program: Program, plan: Plan) -> Iterator[str]:
     uses = _first_uses(program)
     for index, (name, degree) in enumerate(plan.mesh.as_dict().items()):
         deferred = [n for n, (block, port, _) in uses.items() if plan.blocks[block].ports[port][index].kind == "R"]
-        if deferred and degree > 1 and name != DATA:
+        if deferred and degree > 1 and owned_by(name) == "parameters":
             trained = sum(program.parameters[n].num_elements for n in deferred)
             yield f"{name}: gradients of {len(deferred)} replicated parameters ({trained:,} elements) are all-reduced"
     if program.unused:

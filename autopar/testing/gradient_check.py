@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.program import Program
-from autopar.ir.sharding import Mesh, Type
+from autopar.ir.sharding import Mesh, Type, owned_by
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import LocalGraph
@@ -93,7 +93,7 @@ def _row(
     uses = _uses(program, generated, name, index, mesh_dim)
     arriving = {cotangent for cotangent, _ in uses}
     operators = sorted({operator for _, operator in uses if operator})
-    zero_sums = zero > 0 and mesh_dim == "dp"
+    zero_sums = zero > 0 and owned_by(mesh_dim) == "batch"
     outside = "ZeRO" if zero_sums else "deferred sum"
     problem = ""
     if stored.kind == "R":

@@ -7,7 +7,7 @@ from functools import cached_property
 from autopar.capture.analysis import Analysis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, Type
+from autopar.ir.sharding import Type
 from autopar.ir.stages import Stage, recomputed_calls, separates, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
 
@@ -42,8 +42,8 @@ class RankView:
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place on every mesh dimension; `dp` is dp_replicate and dp_shard together."""
         degrees, mesh = self.plan.degrees, self.plan.mesh
-        found = {name: degrees.coordinate(name, self.rank) for name in ("pp", DATA)}
-        found["dp_replicate"], found["dp_shard"] = divmod(found[DATA], degrees.dp_shard)
+        found = {name: degrees.coordinate(name, self.rank) for name in ("pp", "dp")}
+        found["dp_replicate"], found["dp_shard"] = divmod(found["dp"], degrees.dp_shard)
         rest = degrees.coordinate("tp", self.rank)
         for name, size in reversed(list(zip(mesh.names[1:], mesh.degrees[1:], strict=True))):
             rest, found[name] = divmod(rest, size)
@@ -63,7 +63,8 @@ class RankView:
 
     def own_shape(self, name: str) -> tuple[int, ...]:
         """The factored shape of this rank's part of a parameter, before ZeRO."""
-        own = [self.coordinates[n] for n in self.plan.mesh.names if n != DATA]
+        mesh = self.plan.mesh
+        own = [self.coordinates[mesh.names[i]] for i in mesh.owning("parameters")]
         return self.storages[name].own_shape(own)
 
     def local_shape(self, value: str) -> tuple[int, ...]:

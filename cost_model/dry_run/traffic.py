@@ -27,7 +27,7 @@ from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, shard_elements, stage_passes, zero_step
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA
+from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, needs_denominator, stages_by_parameter
 from autopar.ir.storage import buckets
 
@@ -191,4 +191,6 @@ def _deferred(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -
     for name, degree in setting.plan.mesh.as_dict().items():
         if degree > 1:
             late = [n for n in own if name in setting.storages[n].deferred]
-            _summed(setting, [n for n in late if name != DATA or not is_sharded(setting, n)], name, degree, ledger)
+            if owned_by(name) == "batch":
+                late = [n for n in late if not is_sharded(setting, n)]
+            _summed(setting, late, name, degree, ledger)

@@ -16,6 +16,7 @@ from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
 from autopar.ir.arrays import Floats
+from autopar.ir.sharding import owned_by
 
 CONTEXT_EXPOSED = 0.1  # exposed part of a ring's keys and values: assumed
 
@@ -145,7 +146,7 @@ def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, rol
 
 def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Floats]:
     """The number of ranks of a mesh dimension of labels, and the stride between them."""
-    if mesh_dim == "dp":
+    if owned_by(mesh_dim) == "batch":
         return layouts.dp, layouts.data_stride * layouts.cp
     one = np.ones(1)
     return next(((n * one, by * one) for name, n, by in basis.shape.tensor_dims if name == mesh_dim), (layouts.tp, one))

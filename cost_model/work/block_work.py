@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from autopar.cost_model.work.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
 from autopar.errors import InputError, Problem, did_you_mean
+from autopar.ir.sharding import owned_by
 from autopar.lowering.conversions import Collective
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ class Sent(Generic[V]):
     is_forward: bool
     whole_bytes: V
     of: Cause = "value"
+
+    @property
+    def is_once_a_step(self) -> bool:
+        """Whether it sums a parameter's gradient over ranks with other samples (`autopar.cost_model.step.step`)."""
+        return self.of == "parameter" and owned_by(self.mesh_dim) == "batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, Mesh
+from autopar.ir.sharding import Mesh
 from autopar.ir.stages import main_calls
 
 
@@ -171,10 +171,7 @@ def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Poly
     lists: dict[str, Any] = {
         name: tuple(one for work in works for one in getattr(work, name)) for name in ("products", "eager", "fused")
     }
-    # gradients are summed over data-parallel ranks once a step (`autopar.cost_model.step.step`)
-    lists["sent"] = tuple(
-        one for work in works for one in work.sent if not (one.mesh_dim == DATA and one.of == "parameter")
-    )
+    lists["sent"] = tuple(one for work in works for one in work.sent if not one.is_once_a_step)
     return BlockWork(role=role, input_bytes=works[0].input_bytes if works else Polynomial(), **sums, **lists)
 
 
@@ -214,7 +211,7 @@ def _is_tied(program: Program, roles: Sequence[str]) -> bool:
 
 def _is_split(program: Program, roles: Sequence[str], labels: Sequence[BlockLabels], mesh: Mesh) -> bool:
     """Whether a repeated block's input is split over tensor ranks."""
-    tensor = [i for i, (name, n) in enumerate(zip(mesh.names, mesh.degrees, strict=True)) if name != DATA and n > 1]
+    tensor = [i for i in mesh.owning("parameters") if mesh.degrees[i] > 1]
     for call, role in zip(main_calls(program), roles, strict=True):
         index = program.calls[call].block
         block = program.blocks[index]

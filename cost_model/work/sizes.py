@@ -12,7 +12,7 @@ from autopar.cost_model.work.autograd_probe import Piece
 from autopar.cost_model.work.polynomials import Expr, symbol
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
-from autopar.ir.sharding import DATA, Dims, Mesh, Type
+from autopar.ir.sharding import Dims, Mesh, Type
 from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import Bound, Variant, by_label, variants
@@ -46,7 +46,7 @@ class Naming:
         import sympy
 
         return tuple(
-            symbol({"tp": "t", DATA: "d"}.get(name, name)) if degree > 1 else sympy.Integer(1)
+            symbol({"tp": "t", "dp": "d"}.get(name, name)) if degree > 1 else sympy.Integer(1)
             for name, degree in zip(self.mesh.names, self.mesh.degrees, strict=True)
         )
 
@@ -77,7 +77,7 @@ class Naming:
         import sympy
 
         if atom in self.analysis.batch_axes:
-            return symbol("b") * prod(d for n, d in zip(self.mesh.names, self.degrees, strict=True) if n == DATA)
+            return symbol("b") * prod(self.degrees[i] for i in self.mesh.owning("batch"))
         if size in self.by_size:
             return self.by_size[size]
         return self.sequence.get(atom, sympy.Integer(size))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar._torch import private
 from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import strides
-from autopar.ir.sharding import DATA, Mesh
+from autopar.ir.sharding import Mesh
 
 _c10d = torch.ops._c10d_functional
 
@@ -144,20 +144,20 @@ def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
 @cache
 def _training_mesh(shape: tuple[int, int, int], spec: Mesh, order: str, device_type: str, world: object) -> RankMesh:
     """The mesh of one world; `world` is the group of all its ranks."""
-    tensor = tuple(name for name in spec.names if name != DATA)
-    parts = {"pp": ("pp",), DATA: ("dp_replicate", "dp_shard"), "tp": tensor}
+    tensor = tuple(spec.names[i] for i in spec.owning("parameters"))
+    parts = {"pp": ("pp",), "dp": ("dp_replicate", "dp_shard"), "tp": tensor}
     names = tuple(name for part in order.split("-") for name in parts[part])
-    sizes = dict(zip(("pp", *parts[DATA], *tensor), (*shape, *spec.degrees[1:]), strict=True))
+    sizes = dict(zip(("pp", *parts["dp"], *tensor), (*shape, *spec.degrees[1:]), strict=True))
     bounded = _bounded()  # a rank that hangs ends the others in time
     override: Any = dict.fromkeys(names, bounded) if bounded else None
     in_order = tuple(sizes[name] for name in names)
     every = init_device_mesh(device_type, in_order, mesh_dim_names=names, backend_override=override)
-    device_mesh = every[(*parts[DATA], *tensor)]
-    rank, lie = dist.get_rank(), strides(order, {"pp": shape[0], DATA: spec.degrees[0], "tp": prod(spec.degrees[1:])})
+    device_mesh = every[(*parts["dp"], *tensor)]
+    rank, lie = dist.get_rank(), strides(order, {"pp": shape[0], "dp": spec.degrees[0], "tp": prod(spec.degrees[1:])})
     dims = {}
     for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
-        stride = lie[DATA] if name == DATA else prod(spec.degrees[index + 1 :])
-        mesh = device_mesh["dp_replicate", "dp_shard"]._flatten(DATA, bounded) if name == DATA else device_mesh[name]
+        stride = lie["dp"] if name == "dp" else prod(spec.degrees[index + 1 :])
+        mesh = device_mesh["dp_replicate", "dp_shard"]._flatten("dp", bounded) if name == "dp" else device_mesh[name]
         dims[name] = MeshDim(name, degree, mesh.get_group(), (rank // stride) % degree, stride)
     dims |= _joined(device_mesh, spec, rank, bounded)
     pipeline = None

@@ -12,6 +12,7 @@ from autopar._torch.private import IncompatibleKeys
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, StateInfo
+from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
 from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.codegen.randomness import Streams
@@ -343,7 +344,7 @@ class ShardedModel(nn.Module):
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
         """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
         for name, dim in self.rank_mesh.dims.items():
-            by_zero = name == "dp" and self.plan.degrees.zero > 0
+            by_zero = owned_by(name) == "batch" and self.plan.degrees.zero > 0
             if dim.degree > 1:
                 own = [p for n, p in self.stored_parameters() if name in self.placements[n].deferred]
                 yield dim, [p for p in own if not (by_zero and zero.is_zero_sharded(p))]

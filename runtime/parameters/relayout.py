@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.program import StateInfo
-from autopar.ir.sharding import DATA, Dims, I, Mesh, R, Type, chunk
+from autopar.ir.sharding import Dims, I, Mesh, R, Type, chunk
 from autopar.ir.storage import Storage, storage_of
 from autopar.lowering.functions import CONVERT
 from autopar.runtime.distributed.mesh import RankMesh
@@ -19,9 +19,8 @@ from autopar.runtime.parameters.shards import pad_axis
 def whole_placement(info: StateInfo, mesh: Mesh) -> Storage:
     """How a parameter is held that no block takes: whole on every rank."""
     sizes = tuple((size,) if size != 1 else () for size in info.shape)
-    types = tuple(
-        R if name == DATA and degree > 1 else I for name, degree in zip(mesh.names, mesh.degrees, strict=True)
-    )
+    batch = [i for i in mesh.owning("batch") if mesh.degrees[i] > 1]
+    types = tuple(R if i in batch else I for i in range(len(mesh.names)))
     return storage_of(Dims(sizes, sizes), types, mesh)
 
 
@@ -41,7 +40,7 @@ def relayout(value: torch.Tensor, how: Storage, used: Storage, mesh: RankMesh) -
     If both placements split it in different ways, it is gathered and cut again.
     """
     current = list(how.types)
-    tensor = [i for i, name in enumerate(mesh.spec.names) if name != DATA]
+    tensor = mesh.spec.owning("parameters")
     alike = _layout(how) == _layout(used)
     for i in tensor:
         if current[i].kind == "S" and not (alike and used.types[i].kind == "S"):

@@ -3,10 +3,10 @@
 All values that are bound to the same port, or leave a block by the same result, must have one type. They form a
 *boundary class*. This covers tied parameters and the shared ports of layers.
 
-A mesh dimension owns axes. `dp` owns the batch axes. Every other mesh dimension owns the other axes that no earlier one
-has split. It owns the sequence axes only if sequence parallelism is allowed. It owns the hidden axes of the residual
-stream only if much work stays whole without them, because they tie with better choices and slow the proof. No axis is
-split twice, so conversions on different mesh dimensions commute.
+A mesh dimension owns axes (`autopar.ir.sharding.owned_by`). `dp` owns the batch axes. Every other mesh dimension owns
+the other axes that no earlier one has split. It owns the sequence axes only if sequence parallelism is allowed. It owns
+the hidden axes of the residual stream only if much work stays whole without them, because they tie with better choices
+and slow the proof. No axis is split twice, so conversions on different mesh dimensions commute.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, Dims, I, Mesh, R, S, Type, chunk
+from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk, owned_by
 from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variants
 
 NodeKey = tuple[int, str]  # (block, node)
@@ -148,7 +148,7 @@ def owned_axes(
     hidden: bool,
 ) -> frozenset[int]:
     """The axes that mesh dimension `index` may split."""
-    if mesh.names[index] == DATA:
+    if owned_by(mesh.names[index]) == "batch":
         return analysis.batch_axes
     taken = set(analysis.batch_axes)
     if sequence is False:
@@ -281,17 +281,17 @@ def _types_of(
         return
     if c.role == "input":
         # the batch is cut before the model sees it, along its outermost axis
-        yield from [t for t, _ in shards if t.position == 0][:1] if mesh_dim == DATA and shards else [I]
+        yield from [t for t, _ in shards if t.position == 0][:1] if owned_by(mesh_dim) == "batch" and shards else [I]
     elif c.fixed or c.role not in ("parameter", "value"):
         yield I
     elif c.role == "parameter" and pinned:
         yield from sorted(pinned)
     elif c.role == "parameter":
-        yield from [R] if mesh_dim == DATA else [I, R, *(t for t, _ in shards)]
+        yield from [R] if owned_by(mesh_dim) == "batch" else [I, R, *(t for t, _ in shards)]
     else:
         sequence = [t for t, axis in shards if axis in analysis.sequence_axes]
-        asked = require_sequence and c.consumed and c.differentiable and not c.shared and mesh_dim != DATA
-        if asked and sequence:
+        asked = require_sequence and c.consumed and c.differentiable and not c.shared
+        if asked and sequence and owned_by(mesh_dim) == "parameters":
             yield from sequence
         else:
             yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]

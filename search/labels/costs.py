@@ -20,7 +20,7 @@ from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, I, Kind, Type, chunk, moves_along
+from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
 from autopar.rules.rule import TensorInfo
 from autopar.rules.variants import Bound, Variant
@@ -250,7 +250,8 @@ class DimProblem:
 
         Two equal conversions send as one. The second one adds the cost of the part that the first one leaves.
         """
-        before = next((s for s in self.solved if s.index == self.space.index - 1 and s.name != DATA), None)
+        tensor = [s for s in self.solved if owned_by(s.name) == "parameters"]
+        before = next((s for s in tensor if s.index == self.space.index - 1), None)
         if before is None:
             return {}
         source = before.type_of(self.boundary, (index, name))
@@ -278,7 +279,7 @@ class DimProblem:
             return PER_RANK
         seconds = self._wire_s(sends, whole, whole, gradient_latency=role != "parameter")
         if sends != (None, None):
-            if self.space.name == DATA and source == "S" and target != "S":
+            if owned_by(self.space.name) == "batch" and source == "S" and target != "S":
                 seconds += GATHERED_BATCH * self.prices.unit_s
             return seconds / self.prices.unit_s + PER_COLLECTIVE * sum(kind is not None for kind in sends)
         if {source, target} != {"I", "R"}:

@@ -20,7 +20,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
-from autopar.ir.sharding import DATA, I, Mesh, Type
+from autopar.ir.sharding import I, Mesh, Type, owned_by
 from autopar.memo import Memo
 from autopar.search.labels import divisibility as legal
 from autopar.search.labels.choices import (
@@ -71,7 +71,7 @@ def label(
     boundary = boundary_of(program, analysis)
     problems = legal.batch_problems(program, mesh)
     if degrees.sequence_parallel:
-        tensor = {name: degree for name, degree in mesh.as_dict().items() if name != DATA and degree > 1}
+        tensor = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("parameters") if mesh.degrees[i] > 1}
         problems += legal.sequence_problems(program, " × ".join(tensor), prod(tensor.values())) if tensor else []
     solved: list[Solved] = []
     notes: list[str] = []
@@ -80,7 +80,7 @@ def label(
     gaps: list[float | None] = [0.0]
     added_work = 0.0
     for index in _order(mesh):
-        if problems and mesh.names[index] == DATA:
+        if problems and owned_by(mesh.names[index]) == "batch":
             continue  # reported below, with the other indivisible axes
         prices = prices_of(program, analysis, boundary, cluster, mesh, index)
 
@@ -93,7 +93,7 @@ def label(
                 accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned,
             )  # fmt: skip
 
-        found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, mesh.names[index] == DATA)
+        found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, owned_by(mesh.names[index]) == "batch")
         problems, notes, added_work = (
             problems + verdict.problems,
             notes + verdict.notes,
@@ -141,7 +141,7 @@ def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_
 
 def _order(mesh: Mesh) -> list[int]:
     """Mesh dimensions of size > 1, `dp` first."""
-    return sorted((i for i, d in enumerate(mesh.degrees) if d > 1), key=lambda i: (mesh.names[i] != DATA, i))
+    return [i for i in (*mesh.owning("batch"), *mesh.owning("parameters")) if mesh.degrees[i] > 1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,9 @@ from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
 from autopar.cost_model.dry_run.traffic import parts_of_step
 from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, padded_elements, zero_step
-from autopar.ir.sharding import DATA
 from autopar.ir.stages import Stage
 
-DATA_DIMS = (DATA, "dp_shard", "dp_replicate")
+DATA_DIMS = ("dp", "dp_shard", "dp_replicate")
 BOTH_ENDS_ON_A_RANK = ("zbv-zero-bubble",)  # the time model has the first and the last stage on two ranks
 pytestmark = pytest.mark.timeout(240)
 
@@ -77,7 +76,7 @@ class Rank:
     def gradient_bytes(self) -> float:
         """Bytes of gradients and parameters over data-parallel ranks as they are priced."""
         if not self.setting.plan.degrees.zero:
-            return sum(t.sent_bytes for key, t in self.parts["replicated"].items() if key[0] == DATA)
+            return sum(t.sent_bytes for key, t in self.parts["replicated"].items() if key[0] == "dp")
         setting = self.setting
         if setting.plan.degrees.pp > 1:  # priced as ZeRO 1, gathered and summed once a step, whatever stage of ZeRO
             degrees = replace(setting.plan.degrees, zero=1)
@@ -133,7 +132,7 @@ def tensor_dims(setting: RankView) -> dict[tuple[int, int], str]:
     mesh, found = setting.plan.mesh, {}
     for i, (name, degree) in enumerate(zip(mesh.names, mesh.degrees, strict=True)):
         joined = mesh.joined(i)
-        if name != DATA and degree > 1:
+        if name != "dp" and degree > 1:
             found[degree, prod(mesh.degrees[i + 1 :])] = name
         if joined is not None:
             found[mesh.degree_of(joined), prod(mesh.degrees[i + 2 :])] = joined

@@ -70,3 +70,9 @@ def test_conversions_that_shrink_a_value_go_first() -> None:
     mesh = Mesh.of(dp=2, tp=2)
     assert steps(PACKED, (S(0), P), (R, S(1, 1)), mesh) == [(1,), (0,)]
     assert steps(PACKED, (P, S(0)), (S(1, 1), R), mesh) == [(0,), (1,)]
+
+
+def test_a_mesh_dimension_owns_the_batch_or_axes_of_parameters() -> None:
+    mesh = Mesh(("dp", "tp0", "tp1"), (2, 2, 2))
+    assert (mesh.owning("batch"), mesh.owning("parameters")) == ([0], [1, 2])
+    assert [mesh.joined(i) for i in range(3)] == [None, "tp0_tp1", None]
