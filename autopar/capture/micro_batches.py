@@ -6,22 +6,25 @@ Every value has one of these statuses:
 - ``constant``: a table that may depend on the batch size.
 - ``batch``: the value has the batch axis.
 - ``sum`` or ``mean``: the value is a sum or mean over the batch.
+- ``added``: the value is a buffer plus a sum over the batch. One micro-batch after the other adds its own.
 
 Micro-batches are exact if the loss is a sum or a mean. A sum may be divided by a denominator, which is first summed
 over all micro-batches. A mean is divided by the number of micro-batches. A loss may be a sum of both
 (`autopar.capture.passes.loss_terms`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
 from autopar.ir.program import Block, CallSite, Program
 from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.rule import Call, Spec
 from autopar.rules.variants import Bound
 
-Status = Literal["free", "constant", "batch", "sum", "mean"]
+Status = Literal["free", "constant", "batch", "sum", "mean", "added"]
 MEAN_REDUCTION = 1
 
 
@@ -54,12 +57,12 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
             given = tuple(statuses.get(a, "free") if isinstance(a, str) else "free" for a in call.arguments)
             key = (call.block, given)
             if key not in done:
-                done[key] = _block_statuses(program.blocks[call.block], call, analysis, given)
+                done[key] = _block_statuses(program, program.blocks[call.block], call, analysis, given)
             statuses.update(zip(call.results, done[key], strict=True))
     except _Mixes as mixes:
         return "sum", str(mixes)
     for buffer, update in program.updates.items():
-        if statuses.get(update, "free") not in ("free", "constant"):
+        if statuses.get(update, "free") not in ("free", "constant", "added"):
             return "sum", f"buffer {buffer} is updated from the samples of the batch"
     status = statuses[program.loss]
     if status in ("sum", "mean"):
@@ -67,8 +70,11 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
     return "sum", f"the loss is neither a sum nor a mean over the batch (for the batch it is {status!r})"
 
 
-def _block_statuses(block: Block, call: CallSite, analysis: Analysis, given: Sequence[Status]) -> list[Status]:
+def _block_statuses(
+    program: Program, block: Block, call: CallSite, analysis: Analysis, given: Sequence[Status]
+) -> list[Status]:
     known: dict[str, Status] = dict(zip(block.ports, given, strict=True))
+    buffers = _added_to(program, block, call)
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue
@@ -77,8 +83,29 @@ def _block_statuses(block: Block, call: CallSite, analysis: Analysis, given: Seq
         where = f"{call.path}: {node.meta['key']} ({node.target})"
         if node.meta.get("batch_literal") and "sum" in operands:
             raise _Mixes(f"{where} uses a number that depends on the batch size")
+        if "added" in operands:
+            raise _Mixes(f"{where} reads a buffer to which samples of the batch were added")
+        if node.name in buffers and "sum" in operands:
+            known[node.name] = "added"
+            continue
         known[node.name] = _status(bound, analysis.calls[call.block][node.name], operands, analysis.batch_axes, where)
     return [known[name] for name in block.outputs]
+
+
+def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:
+    """The results of a block that are a buffer and something added to it, if nothing else reads the buffer."""
+    readers = Counter(a for c in program.calls for a in c.arguments if isinstance(a, str))
+    buffer_of = {update: buffer for buffer, update in program.updates.items() if readers[buffer] == 1}
+    updates = {name: buffer_of.get(result) for name, result in zip(block.outputs, call.results, strict=True)}
+    ports = dict(zip(block.ports, call.arguments, strict=True))
+    found = set()
+    for node in block.graph.nodes:
+        buffer = updates.get(node.name)
+        if buffer is not None and node.target is aten.add.Tensor and not node.kwargs:
+            read = [a for a in node.all_input_nodes if ports.get(a.name) == buffer and a.op == "placeholder"]
+            if len(read) == 1 and len(read[0].users) == 1 and list(node.args).count(read[0]) == 1:
+                found.add(node.name)
+    return found
 
 
 def _status(bound: Bound, call: Call, operands: Sequence[Status], batch: frozenset[int], where: str) -> Status:

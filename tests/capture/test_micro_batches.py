@@ -1,11 +1,17 @@
 """The loss of the batch from the losses of its micro-batches."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from autopar.capture.program import capture_program
+from autopar.ir.degrees import Degrees
+from autopar.runtime.parameters.materialise import parameter_source
+from autopar.runtime.verify.float64_program import promoted
+from autopar.runtime.verify.reference import reference_steps
 
 
 class Regression(nn.Module):
@@ -24,3 +30,44 @@ def test_a_loss_is_a_sum_or_a_mean_over_the_batch(reduction: str) -> None:
     program = capture_program(Regression(reduction), {"x": torch.randn(6, 4), "target": torch.randn(6, 4)})
     assert program.mixes_batch is None
     assert program.loss_reduction == reduction
+
+
+class Counting(nn.Module):
+    """A buffer to which every batch adds its loads; with `reads` the loss depends on it."""
+
+    def __init__(self, *, reads: bool = False, overwrites: bool = False) -> None:
+        super().__init__()
+        self.layer, self.reads, self.overwrites = nn.Linear(4, 3), reads, overwrites
+        self.register_buffer("loads", torch.zeros(3))
+        self.loads: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.layer(x)
+        with torch.no_grad():
+            counts = functional.one_hot(scores.argmax(-1), 3).sum(0)
+            if self.overwrites:
+                self.loads.copy_(counts)
+            else:
+                self.loads.add_(counts)
+        if self.reads:
+            scores = scores + self.loads
+        return scores.square().mean()
+
+
+def test_a_buffer_may_add_sums_up() -> None:
+    """The buffer holds the sum over all micro-batches, as over the whole batch."""
+    torch.manual_seed(0)
+    model, x = Counting().double(), torch.randn(6, 4, dtype=torch.float64)
+    program = promoted(capture_program(model, {"x": x}, batch=2))
+    assert program.mixes_batch is None
+    source = parameter_source(copy.deepcopy(model), state=None, seed=0, dtype=None)
+    found = reference_steps(program, source, [{"x": x}], Degrees(accumulate=3))
+    model(x)
+    torch.testing.assert_close(found.buffers["loads"], model.loads)
+    assert model.loads.sum() == len(x)
+
+
+@pytest.mark.parametrize("how", ["reads", "overwrites"])
+def test_other_buffers_may_not(how: str) -> None:
+    program = capture_program(Counting(**{how: True}), {"x": torch.randn(6, 4)})
+    assert program.mixes_batch is not None

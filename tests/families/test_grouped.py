@@ -12,14 +12,14 @@ from autopar.cost_model.work.coverage import coverage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.models.load import resolve_model
-from autopar.rules.grouped_product import GROUPED_MM
+from autopar.rules.routed import PRODUCT
 
 
 def test_experts_in_groups_split_by_their_width() -> None:
     """A model in float32 multiplies its experts in groups; the captured program is promoted to float64."""
     found = resolve_model("mixtral-8x7b", layers=2, hidden=32, seq_len=8, batch=2, device="cpu")
     case = case_of((zoo.randomise(found.model), dict(found.example_inputs)))
-    assert any(node.target is GROUPED_MM for block in case.program.blocks for node in block.graph.nodes)
+    assert any(node.target is PRODUCT for block in case.program.blocks for node in block.graph.nodes)
     degrees = Degrees(tp=4)
     labels = labelled(case, degrees.mesh)
     check(case, labels, degrees.mesh)

@@ -151,6 +151,16 @@ def two_inverses(m: Mixture, x: torch.Tensor, chosen: torch.Tensor, weights: tor
     return (back * weights[..., None]).sum(1)
 
 
+def marked_experts(m: Mixture, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """As newer torchtitan: experts are counted by marks of every token; weights behind experts."""
+    marks = torch.zeros(len(x), m.experts, dtype=torch.bool, device=x.device).scatter(-1, chosen, True)
+    order = chosen.view(-1).argsort(stable=True)
+    token = order // m.choices
+    out = m.of_all_rows(x[token], chosen.view(-1)[order], marks.sum(0).cumsum(0, dtype=torch.int32))
+    out = out * weights.view(-1)[order].reshape(-1, 1)
+    return torch.zeros_like(x).scatter_add(0, token.reshape(-1, 1).expand(-1, x.shape[1]), out)
+
+
 def all_experts(m: Mixture, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """As Llama 4: every expert computes every token."""
     dense = torch.zeros(len(x), m.experts, dtype=weights.dtype, device=x.device).scatter(1, chosen, weights)
@@ -197,6 +207,7 @@ DROPLESS: Mapping[str, Routing] = {
     "tables_of_tokens": tables_of_tokens,
     "rows_put_back": rows_put_back,
     "two_inverses": two_inverses,
+    "marked_experts": marked_experts,
 }
 WITHOUT_SORT: Mapping[str, Routing] = {
     "all_experts": all_experts,

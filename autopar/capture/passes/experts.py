@@ -15,7 +15,16 @@ from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
 
 TOP = output_of(aten.topk.default, 1)
+SCATTER_ADD = "torchtitan.deterministic_scatter_add.default"
 FALLBACK = "transformers.grouped_mm_fallback.default"
+
+
+def operators_of_libraries(graph: fx.Graph) -> None:
+    """Replace operators that libraries define by torch's operators that compute the same."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) == SCATTER_ADD and len(node.args) == 3 and not node.kwargs:
+            out, index, source = node.args
+            node.target, node.args = aten.scatter_add.default, (out, 0, index, source)
 
 
 def one_grouped_product(graph: fx.Graph) -> None:
@@ -59,12 +68,23 @@ def histogram_of_integers(graph: fx.Graph) -> None:
 
 def _are_positions(node: fx.Node, size: int) -> bool:
     """Whether a node holds positions in a dimension of at most `size`."""
+    top = before_views(node)
+    return top.target is TOP and bool(_value(top.args[0]).shape[argument(top, "dim")] <= size)
+
+
+def are_distinct(node: fx.Node) -> bool:
+    """Whether a node holds positions whose last dimension has none of them twice."""
+    top = before_views(node)
+    if top.target is not TOP or argument(top, "dim") not in (-1, _value(top).dim() - 1):
+        return False
+    return bool(_value(top).shape[-1] == _value(node).shape[-1])
+
+
+def before_views(node: fx.Node) -> fx.Node:
+    """The value before views and casts that keep the order of its elements."""
     while node.target in (aten.reshape.default, aten.to.dtype, aten.flatten.using_ints):
         node = arg(node, 0)
-    if node.target is not TOP:
-        return False
-    dim = argument(node, "dim")
-    return bool(_value(node.args[0]).shape[dim] <= size)
+    return node
 
 
 def _is_integer(node: Any) -> bool:

@@ -18,7 +18,7 @@ from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.cells import open_cells
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
-from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product
+from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product, operators_of_libraries
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
 from autopar.capture.passes.recurrent import drop_between_layers
@@ -224,6 +224,7 @@ PASSES: tuple[GraphPass, ...] = (
     spell_plainly,
     flat_addmm_to_linear,
     matmul_to_linear,
+    operators_of_libraries,
     histogram_of_integers,
     one_grouped_product,
     tokens_are_parallel,

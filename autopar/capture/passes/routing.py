@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, argument, compute, is_random, operator_name, positional, value
+from autopar.capture.passes.experts import are_distinct
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
 from autopar.rules.registry import rule_of
@@ -431,6 +432,8 @@ def _compared(equal: fx.Node, dims: Any, size: int) -> fx.Node | None:
         return None
     if operator_name(equal) == "one_hot":
         return arg(equal, 0)
+    if equal.target is aten.scatter.value:
+        return _marked(equal)
     if operator_name(equal) != "eq" or not all(isinstance(a, fx.Node) for a in equal.args[:2]):
         return None
     for x, numbers in ((arg(equal, 0), arg(equal, 1)), (arg(equal, 1), arg(equal, 0))):
@@ -438,6 +441,14 @@ def _compared(equal: fx.Node, dims: Any, size: int) -> fx.Node | None:
         if _is_range(row, size) and value(numbers).shape[-1:] == (size,) and value(x).shape[-1:] == (1,):
             return x
     return None
+
+
+def _marked(marks: fx.Node) -> fx.Node | None:
+    """x, if a node holds zeros and a one at each place x of its last dimension. No place may be marked twice."""
+    dim, places = marks.args[1], arg(marks, 2)
+    is_last = isinstance(dim, int) and dim % value(marks).dim() == value(marks).dim() - 1
+    fits = is_last and marks.args[3] == 1 and not marks.kwargs and _is_zeros(arg(marks, 0))
+    return places if fits and are_distinct(places) else None
 
 
 def _added(counts: fx.Node) -> fx.Node | None:

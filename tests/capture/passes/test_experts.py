@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
+from autopar.capture.passes.experts import SCATTER_ADD, operators_of_libraries
 from autopar.capture.program import capture_program
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.routed import PRODUCT
@@ -50,3 +51,21 @@ def test_what_experts_compute_with_has_rules(as_float: bool) -> None:
     targets = [n.target for b in program.blocks for n in b.graph.nodes if n.op == "call_function"]
     assert targets.count(PRODUCT) == 1
     assert {GROUPED_MM, aten._grouped_mm.default, aten.histc.default, aten.empty_like.default}.isdisjoint(targets)
+
+
+def test_operators_of_libraries_get_torchs_names() -> None:
+    class Library:
+        __name__ = "deterministic_scatter_add"
+
+        def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+            return args[0]
+
+        def __str__(self) -> str:
+            return SCATTER_ADD
+
+    graph = fx.Graph()
+    out, index, source = (graph.placeholder(name) for name in ("out", "index", "source"))
+    node = graph.call_function(Library(), (out, index, source))
+    operators_of_libraries(graph)
+    assert node.target is aten.scatter_add.default
+    assert node.args == (out, 0, index, source)

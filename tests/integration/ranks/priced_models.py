@@ -75,6 +75,8 @@ CASES = (
     case(UNEVEN, tp=4),
     case(UNEVEN, tp=2, dp=2, zero=3),
     case(MIXTRAL, tp=2, dp=2, zero=3),
+    case(MIXTRAL, dp=4, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
+    case(MIXTRAL, pp=2, dp=2, zero=2, micro_batches=2),
     case(T5, pp=2, tp=2, micro_batches=2),
 )
 SHORT = (
