@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,11 +15,12 @@ from autopar.errors import RuntimeInputError
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
-from autopar.runtime.model.compiled import readable
+from autopar.runtime.model.compiled import CompiledProgram, readable
+from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
-from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, step_loss
+from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
-from autopar.runtime.model.preflight_check import EVALUATION, STEP
+from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import RunningModel
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.profile.trace_step import trace_step
@@ -300,30 +301,44 @@ class ParallelModel(RunningModel):
             ()
             >>> parallel = parallel.train()
         """
-        refuse_autocast(self.device.type)
-        compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
-        program = compiled.program
-        if program.denominator is not None and self._needs_denominator(compiled):
-            values[program.denominator] = compiled.denominator(values)
-        compiled.code_modules(outputs=True)
-        self.streams.training = not self.training  # what a model in eval mode still draws is meant
-        run = self._execution(compiled, (self._step, 0), outputs=True)
-        scope: dict[str, Any] = {}
-        if self.plan.degrees.pp == 1:
-            (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
-            scope = module(lambda: (run, stage), values)
-            loss = scope[program.loss]
-        else:
-            loss = self._evaluate_in_stages(compiled, run, values, scope)
-        for module in self.stage_modules().values():
-            zero.free_gathered(module)
-        found = {"loss": loss}
-        whole = self.rank_mesh.device_mesh.size() == 1
-        for key, name in program.outputs.items() if not is_padded else ():
-            if name in scope:
-                dims, types = compiled.analysis.outer[name], compiled.types[name]
-                found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
-        return found
+        return self._evaluated(batch, self._functions)[1]
+
+    @reports_position
+    @torch.no_grad()
+    def expert_load(self, batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Count how many rows of a batch each expert gets: tokens times the experts of a token. Collective.
+
+        It runs the batch as `evaluate` does. Only routing by sorting is counted; where every expert computes every
+        token, no rows are sent to it.
+
+        Args:
+            batch: This rank's sequences, as for `evaluate`. All ranks need equally many.
+
+        Returns:
+            By the path of each call of a block with experts: int64 counts of the whole batch, one for each expert.
+            Every rank has all of them.
+
+        Raises:
+            RuntimeInputError: No block sorts tokens by expert, or the ranks have different numbers of sequences.
+
+        Example:
+            >>> parallel.expert_load(batch)
+            Traceback (most recent call last):
+            autopar.errors.RuntimeInputError: no block of this model sorts tokens by expert; ...
+        """
+        if not any(routings(block.graph) for block in self.program.blocks):
+            raise RuntimeInputError(
+                "no block of this model sorts tokens by expert; only such routing has a load (docs/experts.md)"
+            )
+        counts: Counts = {}
+
+        def functions(compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
+            return counting(compiled.code_modules(outputs=outputs), counts)
+
+        compiled, _ = self._evaluated(batch, functions, may_pad=False)
+        stages = self.stages_in(compiled)
+        own = [call for index in sorted(self.stage_modules()) for call in stages[index].calls]
+        return load_of_experts(compiled.program, counts, own, self.device)
 
     # Reading.
 

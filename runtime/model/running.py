@@ -24,6 +24,7 @@ from autopar.runtime.model.inputs import (
     read_batch,
     sequences_to_run,
 )
+from autopar.runtime.model.outputs import as_dtensor, refuse_autocast
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, PreflightCheck
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
@@ -31,6 +32,7 @@ from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
 
 MicroBatches = list[dict[str, Any]]
+Functions = Callable[[CompiledProgram, bool], Sequence[Callable[..., Any]]]  # the code of blocks, perhaps with outputs
 
 
 class RunningModel(ShardedModel):
@@ -102,10 +104,17 @@ class RunningModel(ShardedModel):
             self._show_gradients(self._earlier)
             self._earlier = []
 
-    def _execution(self, compiled: CompiledProgram, when: tuple[int, int], *, outputs: bool) -> Execution:
+    def _execution(
+        self,
+        compiled: CompiledProgram,
+        functions: Sequence[Callable[..., Any]],
+        when: tuple[int, int],
+        *,
+        outputs: bool,
+    ) -> Execution:
         return Execution(
             compiled=compiled,
-            functions=self._functions(compiled, outputs),
+            functions=functions,
             partly=compiled.partial_module,
             outputs=outputs,
             state={name: self.buffer(name) for name in compiled.program.updates},
@@ -210,7 +219,8 @@ class RunningModel(ShardedModel):
         The loss of a step is the mean of `num_averaged` losses.
         """
         self.streams.training = True
-        execution = self._execution(compiled, (self._step, index), outputs=False)
+        functions = self._functions(compiled, False)
+        execution = self._execution(compiled, functions, (self._step, index), outputs=False)
         found: dict[str, Any] = module(lambda: (execution, stage), values)
         program = compiled.program
         with torch.no_grad():
@@ -241,6 +251,36 @@ class RunningModel(ShardedModel):
         if not self.plan.degrees.per_micro_batch:
             own = [torch.stack(own).sum(0)] * len(own)
         return [{name: one} for one in own]
+
+    def _evaluated(
+        self, batch: Mapping[str, Any] | Sequence[Any], functions: Functions, *, may_pad: bool = True
+    ) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
+        """One micro-batch forward, with the given code of blocks: the program that ran, the loss and the outputs."""
+        refuse_autocast(self.device.type)
+        compiled, (values,), is_padded = self._prepared(batch, EVALUATION, 1)
+        if is_padded and not may_pad:
+            raise batch_error(["ranks hold different numbers of sequences; pass equally many on every rank"])
+        program = compiled.program
+        if program.denominator is not None and self._needs_denominator(compiled):
+            values[program.denominator] = compiled.denominator(values)
+        self.streams.training = not self.training  # what a model in eval mode still draws is meant
+        run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)
+        scope: dict[str, Any] = {}
+        if self.plan.degrees.pp == 1:
+            (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
+            scope = module(lambda: (run, stage), values)
+            loss = scope[program.loss]
+        else:
+            loss = self._evaluate_in_stages(compiled, run, values, scope)
+        for module in self.stage_modules().values():
+            zero.free_gathered(module)
+        found = {"loss": loss}
+        whole = self.rank_mesh.device_mesh.size() == 1
+        for key, name in program.outputs.items() if not is_padded else ():
+            if name in scope:
+                dims, types = compiled.analysis.outer[name], compiled.types[name]
+                found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
+        return compiled, found
 
     def _evaluate_in_stages(
         self, compiled: CompiledProgram, execution: Execution, values: dict[str, Any], scope: dict[str, Any]

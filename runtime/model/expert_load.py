@@ -1,0 +1,84 @@
+"""The load of experts: how many rows of a batch each expert gets, in each call of a block.
+
+Generated code multiplies sorted rows by `expert_product`, whose third operand is the number of each row's expert. The
+rows are counted there while a forward pass runs, and summed over ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from autopar.capture.nodes import arg
+from autopar.ir.program import Program
+from autopar.rules.routed import PRODUCT
+
+Counts = dict[int, list[list[torch.Tensor]]]  # by block, of every call in order: the rows of each expert, per routing
+
+
+def counting(modules: Sequence[fx.GraphModule], found: Counts) -> list[Callable[..., Any]]:
+    """The code of every block. A block with experts adds the counts of each of its calls to `found`."""
+    return [
+        _counting(module, found.setdefault(b, [])) if routings(module.graph) else module
+        for b, module in enumerate(modules)
+    ]
+
+
+def routings(graph: fx.Graph) -> list[fx.Node]:
+    """The values that hold the experts of sorted rows, each once."""
+    return list(dict.fromkeys(arg(node, 2) for node in graph.nodes if node.target is PRODUCT))
+
+
+def _counting(module: fx.GraphModule, calls: list[list[torch.Tensor]]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        counts: dict[fx.Node, torch.Tensor] = {}
+
+        class Counter(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                if n.target is PRODUCT and arg(n, 2) not in counts:
+                    _, weight, expert, *_ = self.fetch_args_kwargs_from_env(n)[0]
+                    counts[arg(n, 2)] = torch.bincount(expert, minlength=weight.shape[0])
+                return super().run_node(n)
+
+        result = Counter(module).run(*arguments)
+        calls.append([counts[node] for node in routings(module.graph)])
+        return result
+
+    return run
+
+
+def load_of_experts(
+    program: Program, found: Counts, own_calls: Sequence[int], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The rows of each expert over all ranks, by the path of the call. `own_calls` are those of this rank, in order.
+
+    Ranks with the same tokens count the same rows. The captured number of rows says how many such ranks there are.
+    """
+    own: dict[int, list[torch.Tensor]] = {}
+    for block, counts in found.items():
+        calls = [i for i in own_calls if program.calls[i].block == block]
+        own |= dict(zip(calls, counts, strict=True))
+    load: dict[str, torch.Tensor] = {}
+    for index, call in enumerate(program.calls):
+        for place, routing in enumerate(routings(program.blocks[call.block].graph)):
+            counted = own[index][place] if index in own else None
+            summed = _summed(counted, _num_experts(program.blocks[call.block].graph, routing), device)
+            copies = int(summed.sum()) // routing.meta["info"].shape[0]
+            load[call.path + f" ({place + 1})" * (place > 0)] = summed.cpu() // copies
+    return load
+
+
+def _num_experts(graph: fx.Graph, routing: fx.Node) -> int:
+    product = next(node for node in graph.nodes if node.target is PRODUCT and arg(node, 2) is routing)
+    found: int = arg(product, 1).meta["info"].shape[0]
+    return found
+
+
+def _summed(own: torch.Tensor | None, num_experts: int, device: torch.device) -> torch.Tensor:
+    """The sum of all ranks' counts. A rank without this call adds nothing."""
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device) if own is None else own
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(counts)
+    return counts
