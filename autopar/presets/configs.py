@@ -1,13 +1,17 @@
 """A transformers ``config.json``: read within bounds, and shrunk consistently. Plain dictionaries; no torch.
 
-**The scaling rule** (`scaled_config`). ``layers`` replaces every layer count. ``hidden`` (a multiple of 16) replaces
+**The scaling rule** (`scaled_config`). ``layers`` replaces every layer count. Lists with one entry per layer, and lists
+of layers, are cut or repeated. At most half of the layers are leading dense ones. ``hidden`` (a multiple of 16) replaces
 the residual width, and everything that depends on it follows so that it stays divisible by 2, 4 and 8:
 
 - heads: 8, each of hidden / 8; key/value heads: as many as heads if they were, 1 if it was 1, else half the heads (4);
 - feed-forward widths keep their ratio to hidden, rounded to a multiple of 16;
 - vocabulary: 512, or the model's own if smaller;
-- experts: at most 8, of which at most 2 work on a token;
-- sliding windows: at most 8 tokens, so that they matter in short sequences;
+- latent attention: ranks as feed-forward widths; of the sizes that a head has, the largest becomes hidden / 8 and the
+  others keep their ratio to it, even;
+- experts: at most 8, of which at most 2 work on a token, in groups of at least 2, of which the same share is chosen;
+- sliding windows, chunks of attention and steps of its temperature: at most 8 tokens, so that they matter in short
+  sequences;
 - images: 4 × 4 patches of 4 × 4 pixels; audio: 32 positions of the encoder.
 
 When hidden is a multiple of 48 all of these are divisible by 3 as well: 24 heads, 12 key/value heads, feed-forward
@@ -39,14 +43,23 @@ HEAD_KEYS = (
 KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
 FFN_KEYS = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim",
-    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
 )  # fmt: skip
 HEAD_SIZE_KEYS = ("head_dim", "d_kv")
+LATENT_RANK_KEYS = ("q_lora_rank", "kv_lora_rank")
+NOPE_KEY, ROPE_KEY, VALUE_KEY = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"  # of a head in latent attention
+HEAD_PART_KEYS = (NOPE_KEY, ROPE_KEY, VALUE_KEY)
 VOCAB_KEYS = ("vocab_size",)
-EXPERT_KEYS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+EXPERT_KEYS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+GROUP_KEY, CHOSEN_GROUP_KEY = "n_group", "topk_group"
+LEADING_DENSE_KEY = "first_k_dense_replace"
+LAYER_INDEX_KEYS = ("moe_layers", "mlp_only_layers")
+WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "floor_scale")
 TOWER_KEYS = ("text_config", "vision_config")
 SMALL_PATCH, SMALL_PATCHES, SMALL_AUDIO, SMALL_WINDOW = 4, 4, 32, 8
-_SIZE_KEYS = frozenset(HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + VOCAB_KEYS)
+_SIZE_KEYS = frozenset(
+    HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + LATENT_RANK_KEYS + HEAD_PART_KEYS + VOCAB_KEYS
+)
 # kernels that a config may name; any other name makes transformers fetch code from a hub
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
@@ -135,10 +148,16 @@ def _scale_layers(config: dict[str, Any], layers: int) -> list[Problem]:
     for key in present:
         config[key] = layers
     for key, value in config.items():
+        if not isinstance(value, (list, tuple)):
+            continue
         # one entry per layer (layer_types, window sizes): cut, or repeat the pattern
         is_per_layer = any(word in key for word in ("layer", "types", "window"))
-        if is_per_layer and isinstance(value, (list, tuple)) and len(value) == num_before:
+        if key in LAYER_INDEX_KEYS:
+            config[key] = [index for index in range(layers) if index % num_before in value]
+        elif is_per_layer and len(value) == num_before:
             config[key] = [value[index % num_before] for index in range(layers)]
+    if config.get(LEADING_DENSE_KEY) is not None:
+        config[LEADING_DENSE_KEY] = min(config[LEADING_DENSE_KEY], layers // 2)
     return []
 
 
@@ -165,27 +184,52 @@ def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
     for key in KV_HEAD_KEYS:
         if config.get(key) is not None:
             config[key] = heads if config[key] == num_heads_before else 1 if config[key] == 1 else heads // 2
-    for key in FFN_KEYS:
+    for key in FFN_KEYS + LATENT_RANK_KEYS:
         if config.get(key) is not None:
             config[key] = max(unit, round(config[key] * hidden / before / unit) * unit)
-    for key in HEAD_SIZE_KEYS:
-        if config.get(key) is not None:
-            config[key] = hidden // heads
+    _scale_head_sizes(config, hidden // heads)
     for key in VOCAB_KEYS:
         if config.get(key) is not None:
             config[key] = min(config[key], vocab)
             _fit_token_ids(config, config[key])
-    for key, most in EXPERT_KEYS.items():
+    _scale_experts(config)
+    for key in WINDOW_KEYS:
         if config.get(key) is not None:
-            config[key] = min(config[key], most)
-    if config.get("sliding_window") is not None:
-        config["sliding_window"] = min(config["sliding_window"], SMALL_WINDOW)
+            config[key] = min(config[key], SMALL_WINDOW)
     if isinstance(config.get("image_size"), int) and isinstance(config.get("patch_size"), int):
         config["patch_size"] = min(config["patch_size"], SMALL_PATCH)
         config["image_size"] = min(config["image_size"], SMALL_PATCHES * config["patch_size"])
     if config.get("max_source_positions") is not None:
         config["max_source_positions"] = min(config["max_source_positions"], SMALL_AUDIO)
     return []
+
+
+def _scale_head_sizes(config: dict[str, Any], head_size: int) -> None:
+    parts = {key: config[key] for key in HEAD_PART_KEYS if config.get(key) is not None}
+    sizes = {}  # new sizes by the old ones, for sizes that a config class derives from the parts
+    for key, value in parts.items():
+        config[key] = max(2, round(value * head_size / max(parts.values()) / 2) * 2)
+        sizes[value] = config[key]
+    if NOPE_KEY in parts and ROPE_KEY in parts:
+        sizes[parts[ROPE_KEY]] = config[ROPE_KEY]
+        sizes[parts[NOPE_KEY] + parts[ROPE_KEY]] = config[NOPE_KEY] + config[ROPE_KEY]
+    for key in (*HEAD_SIZE_KEYS, "qk_head_dim"):
+        if config.get(key) is not None:
+            config[key] = sizes.get(config[key], head_size)
+
+
+def _scale_experts(config: dict[str, Any]) -> None:
+    for key, most in EXPERT_KEYS.items():
+        if config.get(key) is not None:
+            config[key] = min(config[key], most)
+    groups = config.get(GROUP_KEY)
+    num_experts = next((config[key] for key in EXPERT_KEYS if "per_tok" not in key and config.get(key)), None)
+    if not groups or num_experts is None:
+        return
+    fitting = [count for count in range(1, groups + 1) if num_experts % count == 0 and num_experts // count >= 2]
+    config[GROUP_KEY] = max(fitting, default=1)
+    if config.get(CHOSEN_GROUP_KEY):
+        config[CHOSEN_GROUP_KEY] = max(1, round(config[CHOSEN_GROUP_KEY] * config[GROUP_KEY] / groups))
 
 
 def _fit_token_ids(config: dict[str, Any], vocab: int) -> None:

@@ -24,9 +24,12 @@ _Source = Annotated[str, Field(min_length=8)]
 
 
 class PublishedCount(StrictModel):
+    """A published number of parameters. `not_built` has the parts of it that the config builds no parameters for."""
+
     value: _Count
     is_rounded: bool
     source: _Source
+    not_built: dict[str, int] = {}
 
 
 class ModelPreset(NamedModel):

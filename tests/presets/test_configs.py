@@ -38,6 +38,60 @@ def test_the_documented_example() -> None:
     assert single["num_key_value_heads"] == 1
 
 
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_head_dim": 192,
+    "head_dim": 64, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "n_shared_experts": 1, "first_k_dense_replace": 3, "vocab_size": 129280,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hidden", [16, 48, 64, 96, 128, 1024])
+def test_latent_attention(hidden: int) -> None:
+    scaled = scaled_config(LATENT, hidden=hidden)
+    heads = scaled["num_attention_heads"]
+    assert scaled["v_head_dim"] * heads == scaled["qk_nope_head_dim"] * heads == hidden
+    assert scaled["qk_rope_head_dim"] % 2 == 0 and scaled["qk_rope_head_dim"] in (2, hidden // heads // 2)
+    assert scaled["head_dim"] == scaled["qk_rope_head_dim"]
+    assert scaled["qk_head_dim"] == scaled["qk_nope_head_dim"] + scaled["qk_rope_head_dim"]
+    unit = 48 if hidden % 48 == 0 else 16
+    assert scaled["q_lora_rank"] % unit == scaled["kv_lora_rank"] % unit == 0
+    if hidden == 1024:
+        assert (scaled["q_lora_rank"], scaled["kv_lora_rank"]) == (224, 80)
+    direct = scaled_config(LATENT | {"q_lora_rank": None}, hidden=hidden)
+    assert direct["q_lora_rank"] is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "chosen", "expected"),
+    [(256, 8, 4, (8, 4, 2)), (384, 1, 1, (8, 1, 1)), (160, 8, 3, (8, 4, 2)), (12, 3, 1, (8, 2, 1)), (4, 4, 1, (4, 2, 1)),
+     (1, 1, 1, (1, 1, 1))],
+)  # fmt: skip
+def test_groups_of_experts(experts: int, groups: int, chosen: int, expected: tuple[int, int, int]) -> None:
+    scaled = scaled_config(LATENT | {"n_routed_experts": experts, "n_group": groups, "topk_group": chosen}, hidden=64)
+    assert (scaled["n_routed_experts"], scaled["n_group"], scaled["topk_group"]) == expected
+    assert scaled["num_experts_per_tok"] == 2 and scaled["n_shared_experts"] == 1
+
+
+@pytest.mark.parametrize(("layers", "dense"), [(1, 0), (2, 1), (4, 2), (6, 3), (122, 3)])
+def test_leading_dense_layers_leave_layers_of_experts(layers: int, dense: int) -> None:
+    assert scaled_config(LATENT, layers=layers)["first_k_dense_replace"] == dense
+
+
+def test_chunks_and_layers_by_index() -> None:
+    config = LLAMA | {
+        "intermediate_size_mlp": 28672, "attention_chunk_size": 8192, "floor_scale": 8192, "sliding_window": None,
+        "moe_layers": list(range(1, 32, 2)), "no_rope_layers": [1, 1, 1, 0] * 8,
+    }  # fmt: skip
+    small = scaled_config(config, layers=6, hidden=64)
+    assert (small["attention_chunk_size"], small["floor_scale"], small["sliding_window"]) == (8, 8, None)
+    assert (small["intermediate_size_mlp"], small["intermediate_size"]) == (448, 224)
+    assert (small["moe_layers"], small["no_rope_layers"]) == ([1, 3, 5], [1, 1, 1, 0, 1, 1])
+    more = scaled_config(config | {"moe_layers": [0]}, layers=65)
+    assert more["moe_layers"] == [0, 32, 64]
+
+
 def test_layers_alone_leave_widths_and_vocabulary() -> None:
     scaled = scaled_config(LLAMA, layers=126)
     changed = {key for key in LLAMA if scaled[key] != LLAMA[key]}

@@ -16,7 +16,7 @@ from autopar.ir.device_presets import (
 
 REQUIRED = (
     "v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "a800-80gb", "h100-sxm", "h100-pcie", "h100-96gb-hbm2e", "h200",
-    "h20", "b200", "gb200", "gb300", "mi250x", "mi300x", "mi325x", "mi355x", "l40s", "rtx4090", "cpu",
+    "h20", "h800", "b200", "gb200", "gb300", "mi250x", "mi300x", "mi325x", "mi355x", "l40s", "rtx4090", "cpu",
 )  # fmt: skip
 
 
@@ -49,6 +49,8 @@ def test_every_number_has_a_source_and_is_of_a_possible_size(name: str) -> None:
         ("H100_SXM", "h100-sxm"),
         ("a100", "a100-80gb"),
         ("a800", "a800-80gb"),
+        ("h800-sxm", "h800"),
+        ("H20", "h20"),
         ("v100", "v100-32gb"),
         ("a100-40", "a100-40gb"),
         ("h100-96gb", "h100-96gb-hbm2e"),
@@ -72,6 +74,15 @@ def test_torch_names() -> None:
     found = device_preset_for_torch_name("NVIDIA H100 80GB HBM3")
     assert found is not None and found.name == "h100-sxm"
     assert device_preset_for_torch_name("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+
+
+@pytest.mark.parametrize(("name", "in_host"), [("h100", 450), ("h800", 200), ("h20", 450)])
+def test_only_the_h800_has_less_nvlink(name: str, in_host: float) -> None:
+    preset, full = device_preset(name), device_preset("h100")
+    assert preset.in_host.bandwidth_gb_per_s.value == in_host
+    assert preset.inter_host.bandwidth_gb_per_s.value == full.inter_host.bandwidth_gb_per_s.value
+    found = device_preset_for_torch_name(preset.torch_names[0])
+    assert found is not None and found.name == preset.name
 
 
 def test_the_hbm2e_h100_is_what_its_benchmark_says() -> None:

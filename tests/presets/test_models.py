@@ -12,7 +12,8 @@ REQUIRED = (
     "gpt2-large", "gpt2-xl", "gpt3-175b", "mistral-7b", "qwen2-7b", "qwen3-8b", "gemma2-9b", "phi3-mini", "phi3-medium",
     "gpt-neox-20b", "falcon-7b", "falcon-40b", "mpt-7b", "opt-6.7b", "opt-66b", "bert-large", "roberta-large",
     "vit-l-16", "clip-vit-l-14", "t5-large", "t5-11b", "whisper-large", "mixtral-8x7b",
-    "mixtral-8x22b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b",
+    "mixtral-8x22b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-235b-a22b", "gpt-oss-20b",
+    "gpt-oss-120b", "llama4-scout", "llama4-maverick", "glm-4.5", "kimi-k2", "olmoe-1b-7b",
 )  # fmt: skip
 
 
@@ -26,6 +27,21 @@ def by_formula(config: dict[str, int]) -> int:
     kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
     block = 2 * width * width + 2 * width * kv_width + 3 * width * ffn + 2 * width
     return 2 * config["vocab_size"] * width + config["num_hidden_layers"] * block + width
+
+
+def of_latent_attention(config: dict[str, int]) -> int:
+    """Parameters of a DeepSeek-V3 or a Kimi K2 from the architecture alone."""
+    width, heads, experts = config["hidden_size"], config["num_attention_heads"], config["n_routed_experts"]
+    query_rank, rank, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    query = config["qk_nope_head_dim"] + rope
+    attention = width * query_rank + query_rank + query_rank * heads * query
+    attention += width * (rank + rope) + rank + rank * heads * (config["qk_nope_head_dim"] + config["v_head_dim"])
+    attention += heads * config["v_head_dim"] * width
+    gated = 3 * width * config["moe_intermediate_size"]
+    dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
+    feed_forward = dense * 3 * width * config["intermediate_size"]
+    feed_forward += (layers - dense) * ((experts + config["n_shared_experts"]) * gated + experts * width)
+    return 2 * config["vocab_size"] * width + layers * (attention + 2 * width) + feed_forward + width
 
 
 def test_all_models_are_there() -> None:
@@ -44,10 +60,14 @@ def test_counts_agree(name: str) -> None:
     preset = model_presets()[name]
     if preset.config["model_type"] in ("llama", "gpt2"):
         assert preset.num_parameters == by_formula(preset.config)
+    if preset.config["model_type"] == "deepseek_v3":
+        assert preset.num_parameters == of_latent_attention(preset.config)
     published = preset.published_parameters
     digits = str(published.value)
     half_a_digit = 10 ** (len(digits) - len(digits.rstrip("0"))) / 2 if published.is_rounded else 0
-    assert abs(preset.num_parameters - published.value) <= half_a_digit
+    counted = preset.num_parameters + sum(published.not_built.values())
+    assert abs(counted - published.value) <= half_a_digit
+    assert all(number > 0 and len(what) > 8 for what, number in published.not_built.items())
 
 
 @pytest.mark.parametrize("name", sorted(model_presets()))
@@ -79,6 +99,23 @@ def test_the_small_form_has_inputs_and_a_loss(name: str) -> None:
     with torch.no_grad():
         loss = found.model(**found.example_inputs).loss
     assert loss.dim() == 0 and bool(torch.isfinite(loss))
+
+
+def test_the_image_tower_is_what_a_text_model_leaves_out() -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    # vision_config in the config.json of meta-llama/Llama-4-Scout-17B-16E
+    vision = {
+        "hidden_size": 1408, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16,
+        "image_size": 336, "patch_size": 14, "vision_output_dim": 4096, "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+    }  # fmt: skip
+    preset = model_preset("llama4-scout")
+    fields = {key: value for key, value in preset.config.items() if key not in ("model_type", "architectures")}
+    with torch.device("meta"):
+        config = transformers.Llama4Config(text_config=fields, vision_config=vision)
+        model = transformers.Llama4ForConditionalGeneration(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == preset.published_parameters.value
 
 
 def test_unknown_name() -> None:
