@@ -87,6 +87,7 @@ def capture_for(
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
+    from autopar.capture.any_size import captured
     from autopar.capture.export.data_reads import Reading
     from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
 
@@ -99,8 +100,9 @@ def capture_for(
         reading=Reading(specialise=specialise or bool(answers), answers=answers),
     )
     local_batch, _ = batch_and_sequence(asked.named_inputs)
-    micro_batch = degrees.micro_batch or local_batch
-    return _splittable(capture_twice(asked, micro_batch * degrees.dp).program, degrees)
+    batch = (degrees.micro_batch or local_batch) * degrees.dp
+    program = captured(asked).at(batch=1) if batch == 1 else capture_twice(asked, batch).program
+    return _splittable(program, degrees)
 
 
 def program_for(captured: "Capture", degrees: Degrees) -> Program:
@@ -120,9 +122,11 @@ def _splittable(program: Program, degrees: Degrees) -> Program:
     count = degrees.num_micro_batches
     if count > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
         name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
+        may = "may" if program.batch == 1 else "would"
+        larger = " or a larger micro_batch" if program.batch == 1 else ""
         raise PlanError(
-            f"{name} = {count} would change the loss: {program.mixes_batch}; use {name} = 1, or accept the mean of "
-            "the micro-batches' losses (per_micro_batch = true, --per-micro-batch)"
+            f"{name} = {count} {may} change the loss: {program.mixes_batch}; use {name} = 1{larger}, or accept the "
+            "mean of the micro-batches' losses (per_micro_batch = true, --per-micro-batch)"
         )
     return program
 

@@ -169,7 +169,7 @@ def search_captured(
     def should_continue() -> bool:
         return time.monotonic() < deadline
 
-    constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts))
+    constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     found = search_degrees(
         works_of, cluster, constraints, on,
         most_exact=_MOST_PRICED,
@@ -272,6 +272,8 @@ def _constraints(
     goal: Goal,
     asked: PlanOptions,
     narrowing: tuple[Values, Values, tuple[int, ...] | None],
+    *,
+    singly: bool,
 ) -> Constraints:
     """The request, checked for the program and the parts of the cluster that the goal allows."""
     fix, forbid, cuts = narrowing
@@ -284,6 +286,7 @@ def _constraints(
         most_stages=sum(works.can_be_stage if cuts is None else map(bool, works.calls)),
         tensor_degrees=tensor_degrees(*counts),
         accumulates=program.mixes_batch is None or bool(shared_degrees(fix).get("per_micro_batch")),
+        accumulates_singly=singly,
         devices_per_host=goal.parts[counts[-1]].on.machine.links.devices_per_host,
         fix=fix,
         forbid=forbid,

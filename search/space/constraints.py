@@ -35,6 +35,7 @@ class Constraints:
     global_batch: int | None = None  # sequences of a step, of all ranks
     local_batch: int | None = None  # sequences of a step, of each data-parallel rank
     accumulates: bool = True  # whether the batch may be split in time without changing the loss
+    accumulates_singly: bool = True  # whether a global micro-batch of it may be one sequence
     fewer_devices: tuple[int, ...] = ()
     context: int = 1  # context-parallel ranks beside each rank of a candidate
     devices_per_host: float | None = None  # None: the order of ranks makes no difference
