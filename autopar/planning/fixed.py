@@ -192,7 +192,9 @@ def _stages(
     elif searched is not None:
         cuts, call_s = searched.cuts, call_seconds(searched.works, degrees, on)
     else:
-        works = program_works(program, analysis, found.blocks, degrees.mesh, regather=regather)
+        works = program_works(
+            program, analysis, found.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
+        )
         call_s = call_seconds(works, degrees, on)
         cuts = choose_cuts(program, works, degrees, call_s)
     recomputed = values_to_recompute(program, analysis, cuts, degrees, on.machine)

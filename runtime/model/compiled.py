@@ -99,6 +99,7 @@ class CompiledProgram:
             keep=keep,
             regather=self.plan.regather,
             fuse=True,
+            loss_chunks=self.plan.degrees.loss_chunks,
         )
         if outputs:
             use_running_statistics(generated.graph)
