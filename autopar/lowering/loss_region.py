@@ -14,13 +14,19 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.ir.sharding import Type, same
-from autopar.rules.variants import Variant
+from autopar.capture.analysis import Analysis
+from autopar.capture.nodes import closure, output_nodes
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block, Program
+from autopar.ir.sharding import Mesh, Type, same
+from autopar.ir.stages import needed_results
+from autopar.rules.variants import Variant, by_label, variants
 
 LINEAR = aten.linear.default
 LOSS = aten.cross_entropy_loss.default
 CASTS = (aten.to.dtype,)
 VIEWS = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+NO_LOSS = "the model has no cross-entropy"
 _SUM = 2  # the reduction of the loss
 _Types = tuple[Type, ...]
 
@@ -37,6 +43,36 @@ class LossRegion:
     def inside(self) -> frozenset[str]:
         """The values that exist in chunks only."""
         return frozenset((self.linear, *self.between))
+
+
+def region_of_block(
+    analysis: Analysis, block: Block, index: int, labels: BlockLabels, mesh: Mesh, keep: Collection[str]
+) -> LossRegion | str:
+    """`loss_region` of a block under labels; `keep` names the outputs that are needed."""
+    needed = set(closure([node for node in output_nodes(block.graph) if node.name in keep]))
+    nodes = {node.name: node for node in block.graph.nodes if node.op == "call_function" and node in needed}
+    if not any(node.target is LOSS for node in nodes.values()):
+        return NO_LOSS
+    chosen = {
+        name: [
+            by_label(variants(analysis.bounds[index][name], degree), label)
+            for label, degree in zip(labels.labels[node.meta["key"]], mesh.degrees, strict=True)
+        ]
+        for name, node in nodes.items()
+    }
+    return region_of(nodes, keep, chosen)
+
+
+def why_whole(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> str | None:
+    """Why the logits of a program exist whole, whatever the number of chunks. None if they can run in chunks."""
+    kept = needed_results(program)
+    found = [
+        region_of_block(analysis, block, i, labels[i], mesh, kept[i]) for i, block in enumerate(program.blocks)
+    ]
+    reasons = [one for one in found if isinstance(one, str)]
+    if len(reasons) < len(found):
+        return None
+    return next((reason for reason in reasons if reason != NO_LOSS), NO_LOSS)
 
 
 def region_of(
@@ -66,7 +102,7 @@ def loss_region(
     """
     losses = [node for node in nodes.values() if node.target is LOSS]
     if not losses:
-        return "it has no cross-entropy"
+        return NO_LOSS
     problem = ""
     for loss in losses:
         found = _region(loss, nodes, outputs, made, used)

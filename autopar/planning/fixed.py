@@ -24,6 +24,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.ir.storage import Storage
+from autopar.lowering.loss_region import why_whole
 from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.machine import own_machinery
@@ -155,6 +156,9 @@ def label_plan(
     degrees, analysis, found = labelled
     stages = _stages(program, labelled, cluster, stage_of, searched, regather=regather)
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, stages.cuts)
+    notes = (*program.notes, *found.notes)
+    if degrees.loss_chunks > 1 and (why := why_whole(program, analysis, found.blocks, degrees.mesh)):
+        notes += (f"logits and loss are not computed in chunks (loss_chunks = {degrees.loss_chunks}), because {why}",)
     plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
@@ -164,7 +168,7 @@ def label_plan(
         batch=program.batch,
         sequence=program.sequence,
         torch_version=str(torch.__version__),
-        notes=(*program.notes, *found.notes),
+        notes=notes,
         cuts=stages.cuts,
         recomputed=stages.recomputed,
     )

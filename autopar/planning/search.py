@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,11 @@ from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.check import check_result
+from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
 from autopar.search.driver.priced_only import contender_of, search_beyond
 from autopar.search.driver.regather_choice import with_kept
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
 from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
@@ -150,10 +152,10 @@ def search_captured(
     program = program_for(captured, LABELLED)
     fix, forbid = asked.narrowing()
     cuts = cuts_at(program, fix["cut_at"][0]) if "cut_at" in fix else None
-    regather = fix.get("regather", (None,))[0]  # None: the search decides
+    regather, chunks = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks"))  # None: the search decides
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        folder=labels_folder, on_progress=on_progress,
+        loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress,
     )  # fmt: skip
     works_of = labels.works
 
@@ -179,8 +181,13 @@ def search_captured(
     _refuse_without_candidates(found, constraints)
     if regather is None:
         found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, should_continue=should_continue)
+    if chunks is None:
+        most = chunks_of(program.sequence)
+        found = with_chunks(
+            found, labels.works_in_chunks, most, most_exact=_MOST_PRICED, should_continue=should_continue
+        )
     best = found.best
-    works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
+    works_of_best = _works_of(best, labels)
     more = None if not asked.what_if else search_beyond(
         works_of, cluster, constraints, goal, _MOST_PRICED, should_continue=should_continue, on_progress=on_progress
     )  # fmt: skip
@@ -212,6 +219,15 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _works_of(best: Priced | None, labels: SearchLabels) -> Works:
+    """The block costs with which the best plan was priced."""
+    if best is None or best.regather == labels.regather and best.degrees.loss_chunks == 1:
+        return labels.works
+    if best.degrees.loss_chunks == 1:
+        return labels.works_kept
+    return partial(labels.works_in_chunks, chunks=best.degrees.loss_chunks)
 
 
 def _checked_study(asked: PlanOptions, question: Mapping[str, Any]) -> StudyPlace | None:
