@@ -13,10 +13,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_model.memory.formula import logit_bytes
+from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
-from autopar.search.bounds.lower_bounds import Screened, screen
+from autopar.search.bounds.lower_bounds import Screened, layouts_of, screen
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
 from autopar.search.driver.search import Searched, added_seconds
 from autopar.search.pricing.batch import Together
@@ -95,16 +97,47 @@ class _InChunks:
             self._put(index, first)  # as in the search, until a bound asks for the labels of this degree
             if np.any(np.isfinite(self.bounds[index])):
                 self._put(index, tp)
+        self.screened_values = self.bounds.copy()
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise bounds by the exact prices of the search: in chunks, no pipeline of a class is faster."""
+        classes = self.found.classes
+        for index, one in self.found.exact.items():
+            alike = np.flatnonzero((classes == classes[index]) & np.isfinite(self.bounds))
+            if len(alike) and one.pipelines:
+                values = np.maximum(self.bounds[alike], self._raised(int(alike[0]), one, alike))
+                self.bounds[alike] = np.where(values < self.least, values, np.inf)
 
     def _can_gain(self) -> NDArray[np.bool_]:
-        """Candidates that recompute or do not fit, and whose pipeline alone is faster than the best plan."""
+        """Candidates that recompute or do not fit, but could fit without logits.
+
+        Their pipeline alone must be faster than the best plan.
+        """
         c, screened = self.found.candidates, self.found.screened
+        if self.goal.is_memory:
+            return np.ones(len(c), dtype=bool)
         gains = screened.share > 0
         for index, one in self.found.exact.items():
             gains[index] |= not one.fits or one.degrees.recompute != "none"
-        if self.goal.is_memory:
-            return np.ones(len(c), dtype=bool)
-        return gains & (self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least)
+        gains &= self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least
+        needed = np.minimum(screened.without_bytes, screened.recomputed_bytes)
+        for tp in {int(tp) for tp in c.tp[gains]}:
+            mine = np.flatnonzero(gains & (c.tp == tp))
+            freed = self._logits_of_a_sequence(tp, mine[:1]) * c.micro_batch[mine]
+            capacity = max(part.on.capacity_bytes for part in self.goal.parts.values())
+            gains[mine] = needed[mine] - freed <= capacity
+        return gains
+
+    def _logits_of_a_sequence(self, tp: int, index: NDArray[np.intp]) -> float:
+        """Bytes of the logits of one sequence of a candidate of a tensor degree."""
+        every = self.found.together.works
+        works = every.get(tp) or every[min((other for other in every if other > 1), default=min(every))]
+        one = self.found.candidates.at(index)
+        layouts = layouts_of(one, sequence_parallel=works.sequence_parallel)
+        part = next(iter(self.goal.parts.values()))
+        family = family_at(works, layouts, part.on.machine.mechanisms)
+        return float(np.max(logit_bytes(family, shape_of_works(works)))) / float(one.micro_batch[0])
 
     def _put(self, index: NDArray[np.intp], tp: int) -> None:
         """Screen candidates with the block costs of a tensor degree."""
@@ -140,9 +173,15 @@ class _InChunks:
 
     def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
         """The value that an exact price adds to the bounds of other candidates of its class."""
-        screened, one = Screened(**self.columns), self.together.priced(index)
-        worth = self.bounds[alike] / np.maximum(screened.seconds[alike], 1e-300)  # of a second
-        return np.asarray(added_seconds(screened, index, one, alike) * worth)
+        values = self._raised(index, self.together.priced(index), alike)
+        return np.asarray(np.maximum(values - self.bounds[alike], 0.0))
+
+    def _raised(self, index: int, one: Priced, alike: NDArray[np.int64]) -> Floats:
+        """Bounds of candidates whose pipelines are that of `index`, raised by a priced pipeline of this class."""
+        screened = Screened(**self.columns)
+        values = self.screened_values[alike]
+        worth = values / np.maximum(screened.seconds[alike], 1e-300)  # of a second
+        return np.asarray(values + added_seconds(screened, index, one, alike) * worth)
 
     def best(self) -> Priced | None:
         """The best fitting plan in chunks, with the number of chunks that makes it best. None if there is none."""
