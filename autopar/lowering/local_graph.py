@@ -343,7 +343,7 @@ def chunk_loss(
             (hidden, target, weight, bias, chunks, chain, ignore, classes, vocabulary, gathered, dim),
             name="loss_sum",
         )
-    made.meta = dict(loss.meta)
+    made.meta = dict(loss.meta) | {"operand_types": (hidden.meta["types"], loss.meta["operand_types"][1])}
     loss.replace_all_uses_with(made)
     for node in erased:
         writer.graph.erase_node(node)
