@@ -26,8 +26,10 @@ class Degrees:
     (`autopar.ir.schedules`), `accumulate` times a step. With `recompute` "full" the values inside blocks are computed
     again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage (one number for all stages,
     or one for each), or in all of them. `cut_at` are the module paths at which the stages after the first begin, if the
-    user gave them. The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist
-    whole (`autopar.lowering.loss_chunks`). `order` is the order of mesh dimensions over ranks (`autopar.ir.rank_order`).
+    user gave them. `order` is the order of mesh dimensions over ranks (`autopar.ir.rank_order`).
+
+    The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist whole
+    (`autopar.lowering.loss_chunks`).
     """
 
     pp: int = 1

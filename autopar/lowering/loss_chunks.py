@@ -9,8 +9,9 @@ With the vocabulary split over ranks, forward sends a maximum and two sums per t
 for itself, in backward again. The ranks' parts of a chunk then lie apart in the sequence, and so do its targets.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -24,6 +25,14 @@ from autopar.lowering.vocabulary import own_ids, without_padding
 
 _LOW = (torch.float16, torch.bfloat16)
 Chain = Sequence[Sequence[Any]]
+# the gradient of an operator's operand, from that of its result: of casts, scales and soft caps
+_SLOPES: Mapping[Any, Callable[..., torch.Tensor]] = {
+    aten.to.dtype: lambda grad, before, after, dtype: grad.to(before.dtype),
+    aten.mul.Tensor: lambda grad, before, after, factor: grad * factor,
+    aten.div.Tensor: lambda grad, before, after, divisor: grad / divisor,
+    aten.tanh.default: lambda grad, before, after: grad * (1 - after * after),
+    aten.neg.default: lambda grad, before, after: -grad,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class _How:
         length = x.shape[self.dim] if self.gathered is not None else prod(x.shape[:-1])
         chunks = max(1, min(self.chunks, length))
         edges = [length * k // chunks for k in range(chunks + 1)]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             yield start, stop - start
 
     def part(self, x: torch.Tensor, start: int, size: int) -> torch.Tensor:
@@ -56,14 +65,24 @@ class _How:
             return target.narrow(0, start, size)
         whole = [n * self.gathered.degree if d == self.dim else n for d, n in enumerate(x.shape[:-1])]
         of_ranks = target.reshape(whole).unflatten(self.dim, (self.gathered.degree, x.shape[self.dim]))
-        return of_ranks.narrow(self.dim + 1, start, size).reshape(-1)
+        own: torch.Tensor = of_ranks.narrow(self.dim + 1, start, size).reshape(-1)
+        return own
 
-    def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the loss reads of logits, in at least 32 bits."""
+    def values(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """The logits and every result of the chain. The loss reads the last one."""
+        found = [logits]
         for operator, *arguments in self.chain:
             options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
-            logits = operator(logits, *arguments, **options)
-        return logits
+            found.append(operator(found[-1], *arguments, **options))
+        return found
+
+    def through(self, values: Sequence[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of logits from the gradient of the last of the chain's `values`."""
+        for (operator, *arguments), before, after in zip(
+            reversed(self.chain), reversed(values[:-1]), reversed(values[1:]), strict=True
+        ):
+            grad = _SLOPES[operator](grad, before, after, *arguments)
+        return grad
 
     def exact(self, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.float() if scores.dtype in _LOW else scores
@@ -78,8 +97,9 @@ class _How:
         return torch.where(valid, target, torch.zeros_like(target)), valid, valid
 
     @property
-    def only_casts(self) -> bool:
-        return all(operator is aten.to.dtype for operator, *_ in self.chain)
+    def has_slopes(self) -> bool:
+        """Whether the derivative of every operator of the chain is known. Else autograd finds it."""
+        return all(operator in _SLOPES and not any(isinstance(a, dict) for a in rest) for operator, *rest in self.chain)
 
 
 class _LossInChunks(torch.autograd.Function):
@@ -92,7 +112,7 @@ class _LossInChunks(torch.autograd.Function):
             rows = how.part(x, start, size)
             if how.gathered is not None:
                 rows = all_gather(rows, how.gathered, how.dim).flatten(0, -2)
-            scores = how.scores(aten.linear.default(rows, weight, bias))
+            scores = how.values(aten.linear.default(rows, weight, bias))[-1]
             dtype, scores = scores.dtype, how.exact(scores)
             local, mine, valid = how.own(how.targets(x, target, start, size), scores.shape[-1])
             zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
@@ -160,20 +180,17 @@ def _of_logits(
 ) -> torch.Tensor:
     """The gradient of a chunk's logits, which are computed again."""
     logits = aten.linear.default(rows, weight, bias)
-    if how.only_casts:
-        scores = how.scores(logits)
-    else:
-        with torch.enable_grad():
-            logits = logits.detach().requires_grad_()
-            scores = how.scores(logits)
-    dtype, exact = scores.dtype, how.exact(scores.detach())
+    with torch.set_grad_enabled(not how.has_slopes):
+        values = how.values(logits if how.has_slopes else logits.detach().requires_grad_())
+    exact = how.exact(values[-1].detach())
     local, mine, valid = how.own(target, exact.shape[-1])
     into = torch.exp(exact - sums.unsqueeze(-1))
     into = into.scatter_add(-1, local.unsqueeze(-1), -mine.to(into.dtype).unsqueeze(-1))
-    into = (into * (valid.to(into.dtype) * grad.to(into.dtype)).unsqueeze(-1)).to(dtype)
-    if how.only_casts:
-        return into.to(logits.dtype)
-    return torch.autograd.grad(scores, logits, into)[0]
+    into = (into * (valid.to(into.dtype) * grad.to(into.dtype)).unsqueeze(-1)).to(values[-1].dtype)
+    if how.has_slopes:
+        return how.through(values, into)
+    (found,) = torch.autograd.grad(values[-1], values[0], into)
+    return found
 
 
 def loss_in_chunks(

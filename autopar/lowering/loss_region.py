@@ -66,9 +66,7 @@ def region_of_block(
 def why_whole(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> str | None:
     """Why the logits of a program exist whole, whatever the number of chunks. None if they can run in chunks."""
     kept = needed_results(program)
-    found = [
-        region_of_block(analysis, block, i, labels[i], mesh, kept[i]) for i, block in enumerate(program.blocks)
-    ]
+    found = [region_of_block(analysis, block, i, labels[i], mesh, kept[i]) for i, block in enumerate(program.blocks)]
     reasons = [one for one in found if isinstance(one, str)]
     if len(reasons) < len(found):
         return None

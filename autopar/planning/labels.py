@@ -112,9 +112,7 @@ class SearchLabels:
     def _merged(
         self, works: "Sequence[SymbolicWork]", found: Labelling, *, regather: bool, loss_chunks: int
     ) -> ProgramWorks:
-        return merged_works(
-            self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks
-        )
+        return merged_works(self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks)
 
     def _blocks(self, found: Labelling, mesh: Mesh, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""

@@ -179,13 +179,10 @@ def search_captured(
         seed=asked.seed, place=place, should_continue=should_continue, on_progress=on_progress, goal=goal,
     )  # fmt: skip
     _refuse_without_candidates(found, constraints)
-    if regather is None:
-        found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, should_continue=should_continue)
+    how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
+    found = found if regather is not None else with_kept(found, labels.works_kept, **how)
     if chunks is None:
-        most = chunks_of(program.sequence)
-        found = with_chunks(
-            found, labels.works_in_chunks, most, most_exact=_MOST_PRICED, should_continue=should_continue
-        )
+        found = with_chunks(found, labels.works_in_chunks, chunks_of(program.sequence), **how)
     best = found.best
     works_of_best = _works_of(best, labels)
     more = None if not asked.what_if else search_beyond(
@@ -223,7 +220,7 @@ def search_captured(
 
 def _works_of(best: Priced | None, labels: SearchLabels) -> Works:
     """The block costs with which the best plan was priced."""
-    if best is None or best.regather == labels.regather and best.degrees.loss_chunks == 1:
+    if best is None or (best.regather == labels.regather and best.degrees.loss_chunks == 1):
         return labels.works
     if best.degrees.loss_chunks == 1:
         return labels.works_kept

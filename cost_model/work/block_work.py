@@ -65,8 +65,9 @@ class Operator(Generic[V]):
 
     matmul: `count` products of (m × k) · (k × n). `flops` = 2·count·m·n·k forward; backward has twice as many if both
     operands have gradients. again: the product of this name, which backward computes again. Its `count` parts exist one
-    after the other, so `m` × `n` elements of its result exist at once. attention: `count` is sequences times heads, `m` queries, `n` keys, `k` the width of a
-    head. memory: no FLOP, m = n = k = count = 0. Bytes count reads and writes. Kernels are launches.
+    after the other, so `m` × `n` elements of its result exist at once. attention: `count` is sequences times heads, `m`
+    queries, `n` keys, `k` the width of a head. memory: no FLOP, m = n = k = count = 0. Bytes count reads and writes.
+    Kernels are launches.
     """
 
     name: str

@@ -51,9 +51,7 @@ def block_works(
     runs = block_runs(program, analysis) if runs is None else runs
     naming = naming_of(analysis, mesh, by_size)
     flows = (flow_of(program, i, analysis, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
-    return tuple(
-        work_of(replace(flow, loss_chunks=loss_chunks), (roles or {}).get(i)) for i, flow in enumerate(flows)
-    )
+    return tuple(work_of(replace(flow, loss_chunks=loss_chunks), (roles or {}).get(i)) for i, flow in enumerate(flows))
 
 
 def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
@@ -351,7 +349,7 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
                 _sum(flow.sizes[name].piece_bytes(p) for kernel in kernels for p in kernel)
                 for kernels in (run.forward, run.backward)
             ]
-            yield _in_chunks(flow, (name,), _memory(name, *passes, (len(run.forward), len(run.backward))))
+            yield _in_chunks(flow, (name,), _memory(name, passes[0], passes[1], (len(run.forward), len(run.backward))))
     uses: dict[str, int] = {}
     for name in flow.runs:
         if flow.info(name).differentiable:
@@ -416,8 +414,9 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
         of: Cause = "parameter" if flow.roles.get(step.value) == "parameter" else "value"
         passes = wire(step.before[i].kind, step.target[i].kind, info.differentiable)
         if _feeds_chunks(flow, step):
-            for one in (("all_gather", True, of), ("reduce_scatter", False, of), ("all_gather", False, "regather")):
-                yield from _each_chunk(flow, name, whole, *one)  # type: ignore[arg-type]
+            yield from _each_chunk(flow, name, whole, "all_gather", True, of)
+            yield from _each_chunk(flow, name, whole, "reduce_scatter", False, of)
+            yield from _each_chunk(flow, name, whole, "all_gather", False, "regather")
             continue
         for collective, is_forward in zip(passes, (True, False), strict=True):
             if collective:
@@ -452,7 +451,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
 
 
 def _feeds_chunks(flow: Flow, step: ConversionStep) -> bool:
-    """Whether a gather is of hidden states that only the product of the loss in chunks reads: each chunk is gathered."""
+    """Whether a gather is of hidden states that only the loss in chunks reads. Then each chunk is gathered."""
     if flow.chunked is None or not _is_gather(step) or len(step.indices) > 1:
         return False
     key = flow.nodes[flow.chunked.linear].meta["key"]

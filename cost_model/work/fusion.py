@@ -35,7 +35,7 @@ class Flow:
     """A block under its labels.
 
     Training needs only the values in `outputs`. `runs` has the operators of these outputs. `regathered` has the edges
-    whose operand is saved as a shard and gathered again. The operators of `region` run in `loss_chunks` chunks of tokens.
+    whose operand is saved as a shard and gathered again. The operators of `region` run in `loss_chunks` chunks.
     """
 
     block: Block

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 from integration_models import Wanted, planned
 from shared_captures import all_traced_once
 from suites import thinned
 
-import torch
 from autopar.commands.verify import verify
 from autopar.runtime.distributed.launch import Ranks
 
@@ -26,9 +26,7 @@ SHORT = [("llama3-8b", "tp 2, sequence"), ("gemma2-9b", "tp 2"), ("gpt2", "pp 2,
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    ("spec", "wish"), thinned([(spec, wish) for spec in MODELS for wish in WISHES], keep=SHORT)
-)
+@pytest.mark.parametrize(("spec", "wish"), thinned([(spec, wish) for spec in MODELS for wish in WISHES], keep=SHORT))
 def test_equal_to_one_device(spec: str, wish: str, two_ranks: Ranks) -> None:
     degrees, batch = WISHES[wish]
     layers = 4 if "schedule" in degrees else 2

@@ -66,7 +66,9 @@ class Rank:
             if setting.plan.degrees.loss_chunks > 1 and setting.splits_backward(stage):
                 orders = stage_passes(setting.plan.degrees, stage.index)
                 in_parts = sum(action.kind == "I" for order in orders for action in order)
-                whole, parts = (one.get(("tp", "all_gather"), CollectiveTotal()) for one in (run.backward, run.backward_in_parts))
+                whole, parts = (
+                    one.get(("tp", "all_gather"), CollectiveTotal()) for one in (run.backward, run.backward_in_parts)
+                )
                 assert parts.bytes >= whole.bytes
                 more = CollectiveTotal(
                     parts.calls - whole.calls, parts.bytes - whole.bytes, parts.sent_bytes - whole.sent_bytes

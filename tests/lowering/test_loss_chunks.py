@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -15,12 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar._torch import private
 from autopar._torch.operators import aten
-from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.cost_model.dry_run.ledger import Ledger, PricedDim
+from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.memory.formula import logit_bytes
 from autopar.cost_model.pricing import family_at, layouts_of_degrees, shape_of_works
+from autopar.cost_model.step.block_time import computing_seconds
 from autopar.cost_model.work.program_costs import program_works
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -172,7 +175,9 @@ def test_a_plan_says_that_its_loss_is_not_in_chunks() -> None:
     degrees = Degrees(dp_shard=2, loss_chunks=4)
     plan = label_plan(program, ClusterSpec.preset("2xcpu"), degrees, "smoothed")
     assert any("not computed in chunks (loss_chunks = 4)" in note and "smoothing" in note for note in plan.notes)
-    assert not any("chunks" in note for note in label_plan(program, ClusterSpec.preset("2xcpu"), Degrees(dp_shard=2), "").notes)
+    assert not any(
+        "chunks" in note for note in label_plan(program, ClusterSpec.preset("2xcpu"), Degrees(dp_shard=2), "").notes
+    )
 
 
 def test_logits_that_the_caller_wants_stay_whole() -> None:
@@ -199,7 +204,15 @@ def test_extra_flop_and_held_logits_are_priced() -> None:
     assert part.m.times(4) == whole.m and part.count == whole.count.times(4)
     assert not works[1].is_chunked and works[4].is_chunked
     layouts = layouts_of_degrees(works[1], [replace(degrees, micro_batch=4)], recompute=0)
-    held = [
-        float(logit_bytes(family_at(one, layouts, mechanisms()), shape_of_works(one))[0]) for one in works.values()
-    ]
+    held = [float(logit_bytes(family_at(one, layouts, mechanisms()), shape_of_works(one))[0]) for one in works.values()]
     assert held[1] == held[0] / 4
+    machine = cluster_machine(ClusterSpec.preset("2xh100"), engine_named("autopar"), mechanisms(), precision="bf16")
+    last = family_at(works[4], layouts, mechanisms()).block("last", "tp")
+
+    def seconds(kinds: tuple[str, ...]) -> float:
+        own = replace(last, products=tuple(one for one in last.products if one.kind in kinds))
+        found = computing_seconds(own, machine.speeds, machine.engine, in_float8=False, fused=True)
+        return float(np.max(found.products))
+
+    product, with_again = seconds(("matmul",)), seconds(("matmul", "again"))
+    assert product * 1.2 < with_again < product * 1.5  # one product more than its three
