@@ -120,11 +120,13 @@ def program_for(captured: "Capture", degrees: Degrees) -> Program:
 
 def _splittable(program: Program, degrees: Degrees) -> Program:
     """The program, if the micro-batches of `degrees` leave its loss as it is."""
+    from autopar.capture.record.captured import UNSEEN
+
     count = degrees.num_micro_batches
     if count > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
         name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
-        may = "may" if program.batch == 1 else "would"
-        larger = " or a larger micro_batch" if program.batch == 1 else ""
+        is_unseen = program.mixes_batch.startswith(UNSEEN)
+        may, larger = ("may", " or a larger micro_batch") if is_unseen else ("would", "")
         raise PlanError(
             f"{name} = {count} {may} change the loss: {program.mixes_batch}; use {name} = 1{larger}, or accept the "
             "mean of the micro-batches' losses (per_micro_batch = true, --per-micro-batch)"
