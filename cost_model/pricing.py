@@ -179,12 +179,15 @@ class Pricing:
         ones = dict.fromkeys((*self.works.mesh.names, "b", "t", "d"), 1.0)
         tokens = float(self.works.sequence)
         roles = self.works.family.roles
-        products = tuple(tuple(one.flops for one in self.works.family.block(role, "tp").products) for role in roles)
-        found = evaluate(products, {**ones, "s": tokens, "S": tokens})
+        kinds = [self.works.family.block(role, "tp").products for role in roles]
+        products = tuple(tuple(one.flops for one in own if one.kind != "again") for own in kinds)
+        repeats = tuple(one.flops for own in kinds for one in own if one.kind == "again")
+        found, in_chunks = evaluate((products, repeats), {**ones, "s": tokens, "S": tokens})
         forward = {role: sum(flops) for role, flops in zip(roles, found, strict=True)}
         repeated = sum(count * forward[role] for role, count in self.works.counts)
         whole = repeated + forward["first"] + forward["last"]
         again = repeated * self.recomputed_share() if self.question.degrees.recompute == "full" else 0.0
+        again += sum(in_chunks)
         return PASSES * float(whole) * sequences, float(again) * sequences
 
     def utilisation(self, sequences: float, step_s: float, num_devices: int) -> Utilisation:

@@ -13,13 +13,22 @@ from torch import nn
 
 from autopar.capture.export.data_reads import Reading
 from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.program import NO_SECOND_CAPTURE, CaptureRequest, Twice, capture_twice, with_same_sequence
+from autopar.capture.program import (
+    NO_SECOND_CAPTURE,
+    CaptureRequest,
+    Twice,
+    batch_and_sequence,
+    capture_twice,
+    with_same_sequence,
+)
 from autopar.capture.record.captured import Capture
-from autopar.capture.record.read import OtherGraph, program_at
+from autopar.capture.record.read import OtherGraph, program_at, with_one_sequence
 from autopar.capture.record.schema import ProgramRecord
 from autopar.capture.record.write import Unexplained, record_of
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
+
+FEWEST = 2  # sequences of a capture; one has no batch dimension that differs from a broadcast one
 
 
 def capture(
@@ -42,7 +51,13 @@ def capture(
         training=training,
         reading=Reading(specialise=specialise),
     )
-    found = capture_twice(asked, batch)
+    return captured(asked, batch)
+
+
+def captured(asked: CaptureRequest, batch: int | None = None) -> Capture:
+    """The capture of a request at `batch` sequences, or at the request's own. One sequence is captured as two."""
+    own, _ = batch_and_sequence(asked.named_inputs) if asked.named_inputs else (None, None)
+    found = capture_twice(asked, max(FEWEST, batch or own or FEWEST))
     record, unknown = _recorded(found)
     if record is None and found.small is not None and found.sizes.sequence is not None:
         with contextlib.suppress(CaptureError):  # forms in the batch alone may succeed
@@ -68,4 +83,4 @@ def _recorded(twice: Twice) -> tuple[ProgramRecord | None, str | None]:
                 return None, "the record of the capture differs from the capture"
     except (Unexplained, OtherGraph) as error:
         return None, str(error)
-    return record, None
+    return with_one_sequence(record), None

@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import private
-from autopar.capture.analysis import analyse, described
 from autopar.capture.export import export
 from autopar.capture.export.data_reads import Reading, refuse_changing
 from autopar.capture.export.export import DECISION, Inputs, LossFunction, capture_flat, fixed_inputs, input_names
@@ -20,7 +19,6 @@ from autopar.capture.layers import blocks as folding
 from autopar.capture.layers.fewer_layers import Stack, layers_to_take_out, with_fewer_layers, without_layers
 from autopar.capture.layers.repeated_layers import with_all_layers
 from autopar.capture.layers.watched_layers import watched_stacks
-from autopar.capture.micro_batches import loss_over_micro_batches
 from autopar.capture.nodes import closure, operator_name, output_nodes
 from autopar.capture.passes.constants import (
     attention_mask,
@@ -33,6 +31,7 @@ from autopar.capture.passes.loss_terms import denominator_of
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
+from autopar.capture.targets import judged
 from autopar.errors import CaptureError
 from autopar.ir.program import (
     Block,
@@ -387,9 +386,7 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
         buffers=_buffers(model),
         updates={name: names[node] for name, node in updates.items()},
     )
-    analysis = analyse(program)
-    reduction, mixes = loss_over_micro_batches(program, analysis)
-    return replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
+    return judged(program)
 
 
 def _fold_with_denominator(

@@ -9,12 +9,13 @@ reads the graph, and never uses names.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.analysis import Analysis
+from autopar.capture.analysis import Analysis, analyse, described
+from autopar.capture.micro_batches import loss_over_micro_batches
 from autopar.capture.nodes import output_nodes
 from autopar.ir.program import CallSite, Program
 
@@ -45,6 +46,14 @@ class _Mask:
     value: fx.Node
     ignored: int
     reader: fx.Node | None = None
+
+
+def judged(program: Program) -> Program:
+    """The program with its axes, and with the verdicts on its batch: how losses are joined, and what can be ignored."""
+    analysis = analyse(program)
+    reduction, mixes = loss_over_micro_batches(program, analysis)
+    found = replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
+    return replace(found, ignored=ignored_targets(found, analysis))
 
 
 def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | None:

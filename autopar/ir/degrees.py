@@ -27,6 +27,9 @@ class Degrees:
     again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage (one number for all stages,
     or one for each), or in all of them. `cut_at` are the module paths at which the stages after the first begin, if the
     user gave them. `order` is the order of mesh dimensions over ranks (`autopar.ir.rank_order`).
+
+    The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist whole
+    (`autopar.lowering.loss_chunks`).
     """
 
     pp: int = 1
@@ -46,6 +49,7 @@ class Degrees:
     recompute_blocks: int | tuple[int, ...] | None = None
     cut_at: tuple[str, ...] | None = None
     order: str = ORDERS[0]
+    loss_chunks: int = 1
 
     @property
     def dp(self) -> int:

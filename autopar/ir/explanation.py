@@ -109,6 +109,8 @@ def _header(plan: Explained) -> Section:
         lines.append(f"sequence parallelism on tp: {chosen}")
         if not plan.regather:
             lines.append("gathered inputs of products are saved for backward, not gathered again (no regather)")
+    if degrees.loss_chunks > 1:
+        lines.append(f"logits and loss: in {degrees.loss_chunks} chunks of tokens, computed again for backward")
     return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))
 
 

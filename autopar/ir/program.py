@@ -143,6 +143,7 @@ class Program:
     """A captured model. Shapes are those of the global micro-batch.
 
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` says why they cannot.
+    `ignored` has the inputs that can mark samples to ignore, with the marking number; None if no input can.
     `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
     are constants. `unused` are the model's parameters that no block takes. `decisions` are the values that the model
     read during capture. `fixed` has the text of every input that is no tensor: such an input is a constant. `analysis`
@@ -164,6 +165,7 @@ class Program:
     hidden_axes: frozenset[int] = frozenset()
     loss_reduction: Literal["sum", "mean"] = "sum"
     mixes_batch: str | None = None
+    ignored: Mapping[str, int] | None = None
     unused: Mapping[str, StateInfo] = field(default_factory=dict)
     buffers: Mapping[str, StateInfo] = field(default_factory=dict)
     updates: Mapping[str, str] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from autopar.lowering.conversions import Collective
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import local_graph
+from autopar.lowering.loss_chunks import loss_in_chunks
 from autopar.lowering.vocabulary import vocab_parallel_cross_entropy_sum
 
 
@@ -25,12 +26,15 @@ def collectives_of(
     *,
     keep: Sequence[str] | None = None,
     regather: bool = False,
+    loss_chunks: int = 1,
 ) -> Iterator[tuple[str, str, Collective, float]]:
     """Every collective of a block: mesh dimension, "forward" or "backward", kind, and bytes of the whole tensor.
 
     The arguments are those of `local_graph`.
     """
-    generated = local_graph(analysis, block, index, labels, mesh, keep=keep, regather=regather, fuse=True)
+    generated = local_graph(
+        analysis, block, index, labels, mesh, keep=keep, regather=regather, fuse=True, loss_chunks=loss_chunks
+    )
     for node in generated.graph.nodes:
         conversion = conversion_of(node.target)
         wires: tuple[tuple[str, Collective | None], ...] = ()
@@ -42,6 +46,8 @@ def collectives_of(
             wires += (("backward", "all_gather"),) if node.target is gather_linear else ()
         elif node.target is vocab_parallel_cross_entropy_sum:
             yield from _of_loss(node, analysis, index, mesh)
+        elif node.target is loss_in_chunks:
+            yield from _of_loss_in_chunks(node, analysis, index, mesh)
         for when, collective in wires:
             if collective is not None:
                 yield str(node.args[1].target), when, collective, _whole_bytes(node, analysis, index, mesh)
@@ -99,3 +105,30 @@ def _of_loss(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> Itera
     tokens = prod(target.shape) * logits.dtype.itemsize / _split_by_others(types, mesh, mesh.indices(dim))
     for count in (1, 2):
         yield dim, "forward", "all_reduce", count * tokens
+
+
+def _of_loss_in_chunks(
+    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh
+) -> Iterator[tuple[str, str, Collective, float]]:
+    """The loss in chunks: of every chunk what `_of_loss` sends, and the gathers of its hidden states."""
+    _, target, _, _, chunks, _, _, _, vocabulary, gathered, _ = node.args
+    assert isinstance(target, fx.Node) and isinstance(chunks, int)
+    types: tuple[Type, ...] = node.meta["operand_types"][1]
+    call = analysis.calls[index][node.meta["value"]]
+    if isinstance(vocabulary, fx.Node):
+        dim = str(vocabulary.target)
+        others = _split_by_others(types, mesh, mesh.indices(dim))
+        size = prod(call.operands[1].shape) * max(call.operands[0].dtype.itemsize, 4) / others
+        for count in (1, 2) * chunks:
+            yield dim, "forward", "all_reduce", count * size / chunks
+    if isinstance(gathered, fx.Node):
+        hidden = node.args[0]
+        assert isinstance(hidden, fx.Node)
+        held: tuple[Type, ...] = hidden.meta["types"]
+        source, others = _source(hidden), _split_by_others(held, mesh, mesh.indices(str(gathered.target)))
+        elements = prod(analysis.dims[index][source.meta["value"]].shape)
+        whole = elements * _item_bytes(source, analysis, index) / others
+        for _ in range(chunks):
+            yield str(gathered.target), "forward", "all_gather", whole / chunks
+            yield str(gathered.target), "backward", "all_gather", whole / chunks
+            yield str(gathered.target), "backward", "reduce_scatter", whole / chunks

@@ -20,13 +20,15 @@ import torch
 from torch import fx
 
 from autopar.capture.analysis import Analysis
-from autopar.capture.nodes import closure, output_nodes
+from autopar.capture.nodes import arg, argument, closure, output_nodes
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, Type, chunk, moves_along, same, steps
 from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
+from autopar.lowering.loss_chunks import loss_in_chunks
+from autopar.lowering.loss_region import region_of, steps_of
 from autopar.lowering.randomness import StreamUse, bind_streams
 from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.rule import Call, MeshDimRef, Slot
@@ -279,12 +281,14 @@ def local_graph(
     regather: bool = False,
     fuse: bool = False,
     join: bool = True,
+    loss_chunks: int = 1,
 ) -> LocalGraph:
     """One rank's graph of a block. `functions` implement the names in `NAMES`; `keep` names the wanted outputs
     (default: all).
 
     `join` makes equal conversions on two neighbouring mesh dimensions one. With `fuse` a gather that feeds matrix
-    products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward.
+    products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward. `loss_chunks` is
+    the number of chunks of tokens in which the head's product and the loss run, if the block has them (`chunk_loss`).
     """
     writer = _Writer(block, mesh, analysis.dims[index], analysis.ragged[index], device, join)
     flows = block.differentiable_ports
@@ -293,6 +297,7 @@ def local_graph(
         writer.define(port, node, tuple(labels.ports.get(port, ())), port in flows)
     kept = [n for n in output_nodes(block.graph) if keep is None or n.name in keep]
     needed = {node.name for node in closure(kept)}
+    variants_of: dict[str, list[Variant]] = {}
     for node in block.graph.nodes:
         if node.op != "call_function" or node.name not in needed:
             continue
@@ -301,10 +306,14 @@ def local_graph(
         if key not in labels.labels:
             raise PlanError(f"block {block.name}: the plan has no label for {key}; plan again")
         chosen = _chosen_variants(bound, labels.labels[key], mesh, f"block {block.name}, operator {key}")
+        variants_of[node.name] = chosen
         call = analysis.calls[index][node.name]
         writer.operator(node, bound, call, analysis.operands[index][node.name], chosen)
     outputs = [name for name in block.outputs if keep is None or name in keep]
     writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
+    if loss_chunks > 1:
+        nodes = {n.name: n for n in block.graph.nodes if n.name in variants_of}
+        chunk_loss(writer, nodes, outputs, variants_of, loss_chunks)
     if regather or fuse:
         fuse_gathers(writer.graph, gather_linear if regather else kept_gather_linear)
     streams = bind_streams(writer.graph, mesh, writer.dims)
@@ -317,6 +326,43 @@ def local_graph(
         results={name: labels.results[name] for name in outputs},
         operands=writer.operands,
     )
+
+
+def chunk_loss(
+    writer: _Writer,
+    nodes: Mapping[str, fx.Node],
+    outputs: Sequence[str],
+    chosen: Mapping[str, Sequence[Variant]],
+    chunks: int,
+) -> None:
+    """Replace the head's product and the loss by one function that runs them in chunks, if they are a region."""
+    region = region_of(nodes, outputs, chosen)
+    if isinstance(region, str):
+        return
+    linear, loss = writer.values[region.linear], writer.values[region.loss]
+    erased = [writer.values[name] for name in (region.loss, *reversed(region.between), region.linear)]
+    hidden, gathered, dim = arg(linear, 0), None, 0
+    if hidden.target is all_gather_to_replicate and set(hidden.users) == {linear}:
+        erased.append(hidden)
+        hidden, gathered, dim = hidden.args  # type: ignore[assignment]
+    weight, bias = (*linear.args[1:], None)[:2]
+    target, vocabulary, classes = loss.args[1], None, nodes[region.linear].meta["info"].shape[-1]
+    if loss.target is REWRITES["vocab_parallel_cross_entropy_sum"]:
+        ignore, vocabulary = loss.args[2], loss.args[5]
+    else:
+        ignore = argument(loss, "ignore_index")
+    chain = tuple(steps_of(nodes[name] for name in region.between))
+    with writer.graph.inserting_before(loss):
+        made = writer.graph.call_function(
+            loss_in_chunks,
+            (hidden, target, weight, bias, chunks, chain, ignore, classes, vocabulary, gathered, dim),
+            name="loss_sum",
+        )
+    made.meta = dict(loss.meta) | {"operand_types": (hidden.meta["types"], loss.meta["operand_types"][1])}
+    loss.replace_all_uses_with(made)
+    for node in erased:
+        writer.graph.erase_node(node)
+    writer.values[region.loss] = made
 
 
 def fuse_gathers(graph: fx.Graph, fused_function: Callable[..., Any]) -> None:

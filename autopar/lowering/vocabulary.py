@@ -13,7 +13,7 @@ from autopar._torch.operators import aten
 from autopar.lowering.communicator import Communicator
 
 
-def _own_ids(ids: torch.Tensor, mesh: Communicator, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def own_ids(ids: torch.Tensor, mesh: Communicator, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids relative to this rank's range, clamped into it, and which of them lie in it."""
     local = ids - mesh.index() * size
     mine = (local >= 0) & (local < size)
@@ -27,7 +27,7 @@ def vocab_parallel_embedding(
 
     `weight` is (vocabulary / degree, hidden), `ids` any shape; `padding_idx` (-1: none) gets no gradient.
     """
-    local, mine = _own_ids(ids, mesh, weight.shape[0])
+    local, mine = own_ids(ids, mesh, weight.shape[0])
     if padding_idx >= 0:
         rows = torch.where(
             (ids == padding_idx).unsqueeze(-1),
@@ -39,7 +39,7 @@ def vocab_parallel_embedding(
     return rows * mine.unsqueeze(-1).to(rows.dtype)
 
 
-def _without_padding(logits: torch.Tensor, classes: int, mesh: Communicator) -> torch.Tensor:
+def without_padding(logits: torch.Tensor, classes: int, mesh: Communicator) -> torch.Tensor:
     """Logits of classes that do not exist are minus infinity; all ranks hold as many."""
     size = logits.shape[-1]
     if size * mesh.degree == classes:
@@ -53,9 +53,9 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore: int, classes: int, mesh: Communicator
     ) -> torch.Tensor:
-        logits = _without_padding(logits, classes, mesh)
+        logits = without_padding(logits, classes, mesh)
         valid = target != ignore
-        local, mine = _own_ids(target, mesh, logits.shape[-1])
+        local, mine = own_ids(target, mesh, logits.shape[-1])
         mine = mine & valid
         highest = mesh.all_reduce(logits.amax(-1), "max")
         exponents = torch.exp(logits - highest.unsqueeze(-1))

@@ -15,7 +15,7 @@ from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 
-DEFAULT_MICRO_BATCH = 2  # at a global micro-batch of 1 the batch dimension cannot be told from a broadcast one
+DEFAULT_MICRO_BATCH = 2  # some models cannot run in micro-batches of one sequence
 
 
 def ranks_of_a_part(num_devices: int, *, cp: int, ep: int) -> int:
@@ -53,10 +53,6 @@ def resolve_degrees(
         problems += more
     resolved, more = _split_in_time(asked, local_batch, given)
     problems += more
-    if resolved.num_micro_batches > 1 and (resolved.micro_batch or 0) * resolved.dp == 1:
-        rule = "leaves one sequence in a global micro-batch; autopar needs two, to find the batch dimension"
-        hint = f"use micro_batch {DEFAULT_MICRO_BATCH} with fewer micro-batches, or more data-parallel ranks"
-        problems.append(Problem(path="micro_batch", value=1, rule=rule, suggestion=hint))
     if resolved.pp > 1 and not problems:
         problems = schedule_problems(resolved.schedule, resolved.pp, resolved.virtual_stages, resolved.micro_batches)
     if problems:

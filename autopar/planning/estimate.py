@@ -248,7 +248,9 @@ def _priceable(
         wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1)
         found, analysis, labelling = choose_labels(program, cluster, wanted)
         labels = labelling.blocks
-    works = program_works(program, analysis, labels, found.mesh, regather=regather)
+    works = program_works(
+        program, analysis, labels, found.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
+    )
     return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims))
 
 

@@ -24,6 +24,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.ir.storage import Storage
+from autopar.lowering.loss_region import why_whole
 from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.machine import own_machinery
@@ -87,6 +88,7 @@ def capture_for(
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
+    from autopar.capture.any_size import captured
     from autopar.capture.export.data_reads import Reading
     from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
 
@@ -99,8 +101,9 @@ def capture_for(
         reading=Reading(specialise=specialise or bool(answers), answers=answers),
     )
     local_batch, _ = batch_and_sequence(asked.named_inputs)
-    micro_batch = degrees.micro_batch or local_batch
-    return _splittable(capture_twice(asked, micro_batch * degrees.dp).program, degrees)
+    batch = (degrees.micro_batch or local_batch) * degrees.dp
+    program = captured(asked).at(batch=1) if batch == 1 else capture_twice(asked, batch).program
+    return _splittable(program, degrees)
 
 
 def program_for(captured: "Capture", degrees: Degrees) -> Program:
@@ -117,12 +120,16 @@ def program_for(captured: "Capture", degrees: Degrees) -> Program:
 
 def _splittable(program: Program, degrees: Degrees) -> Program:
     """The program, if the micro-batches of `degrees` leave its loss as it is."""
+    from autopar.capture.record.captured import UNSEEN
+
     count = degrees.num_micro_batches
     if count > 1 and program.mixes_batch is not None and not degrees.per_micro_batch:
         name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
+        is_unseen = program.mixes_batch.startswith(UNSEEN)
+        may, larger = ("may", " or a larger micro_batch") if is_unseen else ("would", "")
         raise PlanError(
-            f"{name} = {count} would change the loss: {program.mixes_batch}; use {name} = 1, or accept the mean of "
-            "the micro-batches' losses (per_micro_batch = true, --per-micro-batch)"
+            f"{name} = {count} {may} change the loss: {program.mixes_batch}; use {name} = 1{larger}, or accept the "
+            "mean of the micro-batches' losses (per_micro_batch = true, --per-micro-batch)"
         )
     return program
 
@@ -151,6 +158,9 @@ def label_plan(
     degrees, analysis, found = labelled
     stages = _stages(program, labelled, cluster, stage_of, searched, regather=regather)
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, stages.cuts)
+    notes = (*program.notes, *found.notes)
+    if degrees.loss_chunks > 1 and (why := why_whole(program, analysis, found.blocks, degrees.mesh)):
+        notes += (f"logits and loss are not computed in chunks (loss_chunks = {degrees.loss_chunks}), because {why}",)
     plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
@@ -160,7 +170,7 @@ def label_plan(
         batch=program.batch,
         sequence=program.sequence,
         torch_version=str(torch.__version__),
-        notes=(*program.notes, *found.notes),
+        notes=notes,
         cuts=stages.cuts,
         recomputed=stages.recomputed,
     )
@@ -188,7 +198,9 @@ def _stages(
     elif searched is not None:
         cuts, call_s = searched.cuts, call_seconds(searched.works, degrees, on)
     else:
-        works = program_works(program, analysis, found.blocks, degrees.mesh, regather=regather)
+        works = program_works(
+            program, analysis, found.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
+        )
         call_s = call_seconds(works, degrees, on)
         cuts = choose_cuts(program, works, degrees, call_s)
     recomputed = values_to_recompute(program, analysis, cuts, degrees, on.machine)

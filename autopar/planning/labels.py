@@ -41,12 +41,13 @@ class SearchLabels:
         sequence_parallel: bool | None = None,
         *,
         regather: bool = True,
+        loss_chunks: int = 1,
         folder: Path | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
         memo: Memo | None = None,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
-        self.on_progress = on_progress
+        self.on_progress, self.loss_chunks = on_progress, loss_chunks
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.memo = Memo() if memo is None else memo
 
@@ -60,20 +61,30 @@ class SearchLabels:
             return replace(self.works(tp), regather=False)
         return self.memo(SearchLabels._kept, self, tp)[2]
 
+    def works_in_chunks(self, tp: int, chunks: int) -> ProgramWorks:
+        """The block costs under the labels of `works` if the loss runs in chunks. Raises the same errors."""
+        return self.memo(SearchLabels._chunked, self, tp, chunks)[2]
+
     def chosen(self, tp: int) -> Chosen:
         """The degrees, labels and block costs of a tensor degree. Raises the same errors as `works`."""
         return self.memo(SearchLabels._chosen, self, tp)
 
     def _chosen(self, tp: int) -> Chosen:
         wanted = replace(self.wanted, tp=tp)
-        return self._from_file(AGAIN if self.regather else CHOSEN_FOR_KEPT, wanted, lambda: self._choose(wanted))
+        gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
+        return self._from_file(gathers, wanted, self.loss_chunks, lambda: self._choose(wanted))
 
     def _kept(self, tp: int) -> Chosen:
-        return self._from_file(KEPT, replace(self.wanted, tp=tp), lambda: self._keeping(tp))
+        return self._from_file(KEPT, replace(self.wanted, tp=tp), self.loss_chunks, lambda: self._keeping(tp))
 
-    def _from_file(self, gathers: str, wanted: Degrees, make: Callable[[], Chosen]) -> Chosen:
+    def _chunked(self, tp: int, chunks: int) -> Chosen:
+        gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
+        return self._from_file(gathers, replace(self.wanted, tp=tp), chunks, lambda: self._chunking(tp, chunks))
+
+    def _from_file(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         if self.folder is None:
             return make()
+        wanted = replace(wanted, loss_chunks=chunks)
         file = labels_file(self.folder, self.program, self.cluster, wanted, gathers)
         chosen = file.read(read_labels, self.on_progress)
         if chosen is None:
@@ -85,21 +96,32 @@ class SearchLabels:
         from autopar.cost_model.work.export import kept_work
 
         degrees, found, _ = self.chosen(tp)
-        works = [kept_work(flow, work) for flow, work in self._blocks(found, degrees.mesh)]
-        return degrees, found, merged_works(self.program, works, found.blocks, found.mesh, regather=False)
+        works = [kept_work(flow, work) for flow, work in self._blocks(found, degrees.mesh, self.loss_chunks)]
+        return degrees, found, self._merged(works, found, regather=False, loss_chunks=self.loss_chunks)
+
+    def _chunking(self, tp: int, chunks: int) -> Chosen:
+        degrees, found, _ = self.chosen(tp)
+        works = [work for _, work in self._blocks(found, degrees.mesh, chunks)]
+        return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=chunks)
 
     def _choose(self, wanted: Degrees) -> Chosen:
         degrees, _, found = choose_labels(self.program, self.cluster, wanted, regather=self.regather, memo=self.memo)
-        works = [work for _, work in self._blocks(found, degrees.mesh)]
-        return degrees, found, merged_works(self.program, works, found.blocks, found.mesh, regather=self.regather)
+        works = [work for _, work in self._blocks(found, degrees.mesh, self.loss_chunks)]
+        return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=self.loss_chunks)
 
-    def _blocks(self, found: Labelling, mesh: Mesh) -> "list[tuple[Flow, SymbolicWork]]":
+    def _merged(
+        self, works: "Sequence[SymbolicWork]", found: Labelling, *, regather: bool, loss_chunks: int
+    ) -> ProgramWorks:
+        return merged_works(self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks)
+
+    def _blocks(self, found: Labelling, mesh: Mesh, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
         analysis, symbolic = self.memo(analyse, self.program, mesh), _symbolic(found.mesh)
-        return [
+        every = [
             self.memo(_block, self.memo, self.program, analysis, index, labels, symbolic, self.regather)
             for index, labels in enumerate(found.blocks)
         ]
+        return [one if chunks == 1 else self.memo(_in_chunks, *one, chunks) for one in every]
 
     def hold(self, chosen: int, tp: int) -> bool:
         """Whether the labels of one tensor degree are legal for another degree too, and split axes evenly there."""
@@ -143,6 +165,16 @@ def _block(
     runs = memo(block_runs, program, memo(analyse, program))[index]  # equal for any labels
     flow = flow_of(program, index, analysis, labels, memo(naming_of, analysis, mesh), runs, regather)
     return flow, work_of(flow)
+
+
+def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, SymbolicWork]":
+    """A block whose loss runs in chunks, if it has one."""
+    from autopar.cost_model.work.export import work_of
+
+    if flow.region is None:
+        return flow, work
+    own = replace(flow, loss_chunks=chunks)
+    return own, work_of(own)
 
 
 def _symbolic(mesh: Mesh) -> Mesh:

@@ -75,6 +75,9 @@ class PlanOptions:
         "Recompute only the first k repeated blocks of each stage: one number, or one for every stage such as 3,2,1,0.",
         "all blocks",
     )
+    loss_chunks: int | None = _option(
+        "Chunks of tokens in which the logits and the loss are computed, one after the other. 1 is off.", "1"
+    )
     global_batch: int | None = _option(
         "Sequences of one optimizer step: dp × micro-batch × micro-batches × accumulate. A number that is not given "
         "follows from the others."

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,11 @@ from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.check import check_result
+from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
 from autopar.search.driver.priced_only import contender_of, search_beyond
 from autopar.search.driver.regather_choice import with_kept
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
 from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
@@ -150,10 +152,10 @@ def search_captured(
     program = program_for(captured, LABELLED)
     fix, forbid = asked.narrowing()
     cuts = cuts_at(program, fix["cut_at"][0]) if "cut_at" in fix else None
-    regather = fix.get("regather", (None,))[0]  # None: the search decides
+    regather, chunks = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks"))  # None: the search decides
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        folder=labels_folder, on_progress=on_progress,
+        loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress,
     )  # fmt: skip
     works_of = labels.works
 
@@ -169,7 +171,7 @@ def search_captured(
     def should_continue() -> bool:
         return time.monotonic() < deadline
 
-    constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts))
+    constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     found = search_degrees(
         works_of, cluster, constraints, on,
         most_exact=_MOST_PRICED,
@@ -177,10 +179,12 @@ def search_captured(
         seed=asked.seed, place=place, should_continue=should_continue, on_progress=on_progress, goal=goal,
     )  # fmt: skip
     _refuse_without_candidates(found, constraints)
-    if regather is None:
-        found = with_kept(found, labels.works_kept, most_exact=_MOST_PRICED, should_continue=should_continue)
+    how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
+    found = found if regather is not None else with_kept(found, labels.works_kept, **how)
+    if chunks is None:
+        found = with_chunks(found, labels.works_in_chunks, chunks_of(program.sequence), **how)
     best = found.best
-    works_of_best = works_of if best is None or best.regather == labels.regather else labels.works_kept
+    works_of_best = _works_of(best, labels)
     more = None if not asked.what_if else search_beyond(
         works_of, cluster, constraints, goal, _MOST_PRICED, should_continue=should_continue, on_progress=on_progress
     )  # fmt: skip
@@ -212,6 +216,15 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _works_of(best: Priced | None, labels: SearchLabels) -> Works:
+    """The block costs with which the best plan was priced."""
+    if best is None or (best.regather == labels.regather and best.degrees.loss_chunks == 1):
+        return labels.works
+    if best.degrees.loss_chunks == 1:
+        return labels.works_kept
+    return partial(labels.works_in_chunks, chunks=best.degrees.loss_chunks)
 
 
 def _checked_study(asked: PlanOptions, question: Mapping[str, Any]) -> StudyPlace | None:
@@ -272,6 +285,8 @@ def _constraints(
     goal: Goal,
     asked: PlanOptions,
     narrowing: tuple[Values, Values, tuple[int, ...] | None],
+    *,
+    singly: bool,
 ) -> Constraints:
     """The request, checked for the program and the parts of the cluster that the goal allows."""
     fix, forbid, cuts = narrowing
@@ -284,6 +299,7 @@ def _constraints(
         most_stages=sum(works.can_be_stage if cuts is None else map(bool, works.calls)),
         tensor_degrees=tensor_degrees(*counts),
         accumulates=program.mixes_batch is None or bool(shared_degrees(fix).get("per_micro_batch")),
+        accumulates_singly=singly,
         devices_per_host=goal.parts[counts[-1]].on.machine.links.devices_per_host,
         fix=fix,
         forbid=forbid,

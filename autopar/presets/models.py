@@ -29,7 +29,7 @@ class PublishedCount(StrictModel):
     value: _Count
     is_rounded: bool
     source: _Source
-    not_built: dict[str, int] = {}
+    not_built: dict[str, int] = Field(default_factory=dict)
 
 
 class ModelPreset(NamedModel):

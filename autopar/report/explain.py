@@ -113,8 +113,9 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
     kept = [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in uses)]
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
     for dim, when, collective, whole_bytes in collectives_of(
-        analysis, block, index, plan.blocks[index], plan.mesh, keep=kept, regather=plan.regather
-    ):
+        analysis, block, index, plan.blocks[index], plan.mesh, keep=kept, regather=plan.regather,
+        loss_chunks=plan.degrees.loss_chunks,
+    ):  # fmt: skip
         count, sent = totals.get((dim, when, collective), (0, 0))
         size = round(sent_bytes(collective, whole_bytes, plan.mesh.degree_of(dim)))
         totals[dim, when, collective] = (count + 1, sent + size)

@@ -52,6 +52,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
         yield recomputation_in_words(d.get("recompute_blocks"), pp)
     if not d.get("regather", True):
         yield "gathered inputs are saved"
+    if d.get("loss_chunks", 1) > 1:
+        yield f"logits and loss in {d['loss_chunks']} chunks of tokens"
     if d.get("offload", "none") not in ("none", None, False):
         yield f"offloading {d['offload']}"
 

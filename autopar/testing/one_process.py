@@ -14,6 +14,7 @@ from autopar.capture.analysis import Analysis
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Mesh
+from autopar.ir.stages import kept_results, needed_results
 from autopar.ir.storage import boundary_types
 from autopar.lowering.local_graph import LocalGraph, local_graph
 from autopar.runtime.codegen.execute import (
@@ -40,9 +41,20 @@ class Outcome:
 
 
 def generate_all(
-    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any
+    program: Program,
+    analysis: Analysis,
+    labels: Sequence[BlockLabels],
+    mesh: Mesh,
+    *,
+    outputs: bool = True,
+    **options: Any,
 ) -> list[LocalGraph]:
-    return [local_graph(analysis, block, i, labels[i], mesh, **options) for i, block in enumerate(program.blocks)]
+    """The graphs of all blocks. Without `outputs` they compute what training needs, as in a step."""
+    kept = [block.outputs for block in program.blocks] if outputs else needed_results(program)
+    return [
+        local_graph(analysis, block, i, labels[i], mesh, keep=kept[i], **options)
+        for i, block in enumerate(program.blocks)
+    ]
 
 
 def run_in_one_process(
@@ -55,16 +67,19 @@ def run_in_one_process(
     buffers: Mapping[str, torch.Tensor],
     *,
     generated: Sequence[LocalGraph] | None = None,
+    outputs: bool = True,
     **options: Any,
 ) -> Outcome:
     """Run loss and backward of the generated program on `mesh.size` ranks in this process.
 
-    `generated` are the blocks to run instead of generating them with `options`.
+    `generated` are the blocks to run instead of generating them with `options`. Without `outputs` the model's outputs
+    are not computed, as in a training step.
     """
     types = boundary_types(program, labels)
     state = {name: buffers[name] for name in program.updates}
     whole = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, "cpu")}
-    blocks = generated or generate_all(program, analysis, labels, mesh, **options)
+    blocks = generated or generate_all(program, analysis, labels, mesh, outputs=outputs, **options)
+    kept = [block.results for block in blocks]
     with private.one_process_ranks(mesh.size):
         ranks = make_mesh(mesh)
         streams = SharedDraws(mesh, ranks.dims)
@@ -81,7 +96,7 @@ def run_in_one_process(
             streams.begin(0, 0, index)
             return modules[call.block]
 
-        run_calls(program.calls, function_of, values, lambda call: call.results)
+        run_calls(program.calls, function_of, values, lambda call: kept_results(program, call, kept[call.block]))
         values[program.loss].backward()
         grads = {n: values[n].grad for n in parameters if n in values and values[n].grad is not None}
     worst = 0.0
@@ -100,6 +115,7 @@ def run_in_one_process(
         worst = max(worst, apart)
         return tensor
 
-    outputs = {key: made_whole(name) for key, name in {**program.outputs, "loss": program.loss}.items()}
+    found = {key: made_whole(name) for key, name in program.outputs.items()} if outputs else {}
     updates = {buffer: made_whole(name) for buffer, name in program.updates.items()}
-    return Outcome(loss=outputs.pop("loss"), gradients=gradients, outputs=outputs, updates=updates, disagreement=worst)
+    loss = made_whole(program.loss)
+    return Outcome(loss=loss, gradients=gradients, outputs=found, updates=updates, disagreement=worst)

@@ -35,6 +35,7 @@ from autopar.lowering.conversions import CONVERSIONS, Conversion
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import LocalGraph
+from autopar.lowering.loss_chunks import loss_in_chunks
 from autopar.lowering.randomness import attention_with_dropout, dropout
 from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.grouped_product import GROUPED_MM
@@ -388,6 +389,8 @@ class _Checker:
             return "rows sorted by each rank"
         if node.target is GROUPED_MM:
             return "a product in groups"
+        if node.target is loss_in_chunks:
+            return "a loss in chunks"
         if node.meta.get("rewritten"):
             return "divisor of a split mean"
         sharded = any(t.kind == "S" for t in types) or any(kind == "S" for x in tensors for kind, _ in self.derived(x))

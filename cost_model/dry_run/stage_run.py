@@ -105,6 +105,7 @@ class _Run:
                 keep=keep,
                 regather=self.plan.regather,
                 fuse=True,
+                loss_chunks=self.plan.degrees.loss_chunks,
             )
             root = torch.nn.Module()
             for name in made.streams:

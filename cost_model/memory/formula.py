@@ -214,6 +214,9 @@ def logit_bytes(family: Family[Any], shape: Shape) -> Floats:
 
 
 def _logits(family: Family[Any]) -> Floats:
-    """Elements of the logits on one rank: the head's product with the largest result."""
-    products = [one for one in family.block("last", "tp").products if one.kind == "matmul"]
-    return np.asarray(sum(one.count * one.m * one.n for one in products)) if products else np.zeros(1)
+    """Elements of the logits on one rank that exist at once: of all, or of one of the chunks of the loss."""
+    every = family.block("last", "tp").products
+    chunked = {one.name for one in every if one.kind == "again"}
+    products = [one for one in every if one.kind == "matmul"]
+    whole = [one.m * one.n if one.name in chunked else one.count * one.m * one.n for one in products]
+    return np.asarray(sum(whole)) if products else np.zeros(1)

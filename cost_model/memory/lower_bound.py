@@ -20,7 +20,8 @@ from autopar.ir.explanation import readable_bytes
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
-from autopar.ir.stages import stages_of
+from autopar.ir.stages import needed_results, stages_of
+from autopar.lowering.loss_region import region_of_block
 from autopar.rules.variants import by_label, variants
 
 _NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
@@ -49,7 +50,10 @@ def least_memory(
 ) -> LeastMemory:
     """The lower bound under `labels` on the mesh of `degrees`, of the pipeline rank with the largest state."""
     held = (0.0, "", False)
+    kept = needed_results(program) if degrees.loss_chunks > 1 else ()
     for index, block in enumerate(program.blocks):
+        region = region_of_block(analysis, block, index, labels[index], degrees.mesh, kept[index]) if kept else ""
+        in_chunks = frozenset[str]() if isinstance(region, str) else region.inside
         parameters = {name for name, role in block.ports.items() if role == "parameter"}
         for node in block.graph.nodes:
             if node.op != "call_function" or is_view(call := analysis.calls[index][node.name]):
@@ -62,7 +66,8 @@ def least_memory(
             size = 0.0
             for k, (name, info) in enumerate(zip(names, (*call.operands, call.output), strict=True)):
                 shares = (v.share for v in chosen if (*v.operands, v.output)[k].kind == "S")
-                size += 0.0 if name in parameters else prod(info.shape) * info.dtype.itemsize * prod(shares)
+                parts = degrees.loss_chunks if name in in_chunks else 1
+                size += 0.0 if name in parameters else prod(info.shape) * info.dtype.itemsize * prod(shares) / parts
             held = max(held, (size, f"{block.name}: {node.meta['key']}", not any(v.factor for v in chosen)))
     return LeastMemory(
         state_bytes=_state_bytes(program, labels, degrees, cuts),

@@ -76,6 +76,9 @@ def computing_seconds(
         if one.kind == "matmul":
             found = _product(one, speeds, in_float8=in_float8)
             total, count = products, (1, 2)
+        elif one.kind == "again":
+            found = (zero, _product(one, speeds, in_float8=in_float8)[0])
+            total, count = products, (0, 1)
         else:
             found = _fused_attention(one, speeds) if fused else _materialised(one, speeds)
             total, count = attention, (1, 2) if fused else (5, 9)

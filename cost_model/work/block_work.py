@@ -52,7 +52,7 @@ SYMBOLS: Mapping[str, str] = {
 }
 _MOST_POWER = 16  # limit for symbols in a file; powers are evaluated as repeated products
 _TENSOR_DIM = re.compile(r"tp\d")  # symbols of a captured model whose tensor degree is a product
-_Kind = Literal["matmul", "attention", "memory"]
+_Kind = Literal["matmul", "attention", "memory", "again"]
 Cause = Literal["value", "regather", "parameter", "inside"]
 PASSES = 3  # products of a step for each product of the forward pass: itself, and one for the gradient of each operand
 ROLES = ("first", "layer", "moe_layer", "last")
@@ -65,8 +65,10 @@ class Operator(Generic[V]):
     """One operator or fused group on one rank, in one call of its block for one micro-batch.
 
     matmul: `count` products of (m × k) · (k × n). `flops` = 2·count·m·n·k forward; backward has twice as many if both
-    operands have gradients. attention: `count` is sequences times heads, `m` queries, `n` keys, `k` the width of a
-    head. memory: no FLOP, m = n = k = count = 0. Bytes count reads and writes. Kernels are launches.
+    operands have gradients. again: the product of this name, which backward computes again. Its `count` parts exist one
+    after the other, so `m` × `n` elements of its result exist at once. attention: `count` is sequences times heads, `m`
+    queries, `n` keys, `k` the width of a head. memory: no FLOP, m = n = k = count = 0. Bytes count reads and writes.
+    Kernels are launches.
     """
 
     name: str

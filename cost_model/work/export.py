@@ -9,6 +9,7 @@ sequence, their number is the symbol S. Context parallelism makes S larger than 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -22,7 +23,8 @@ from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh
-from autopar.lowering.conversions import wire
+from autopar.lowering.conversions import Collective, wire
+from autopar.lowering.loss_region import region_of
 
 SymbolicWork = BlockWork[Polynomial]
 # numbers per target that a rewrite sums over ranks: the highest logit; the sum of exponentials and the target's own
@@ -39,16 +41,17 @@ def block_works(
     roles: Mapping[int, str] | None = None,
     runs: Sequence[Mapping[str, NodeRun]] | None = None,
     regather: bool = True,
+    loss_chunks: int = 1,
 ) -> tuple[SymbolicWork, ...]:
     """The work of every distinct block, in their order. The degree of each mesh dimension is a symbol (t for `tp`).
 
     `by_size` names axes by captured size (see `Naming`). `roles` gives blocks other names than their own. `runs` are
-    `block_runs` of the same program. `regather` has the meaning of `Plan.regather`.
+    `block_runs` of the same program. `regather` has the meaning of `Plan.regather`, `loss_chunks` of `Degrees`.
     """
     runs = block_runs(program, analysis) if runs is None else runs
     naming = naming_of(analysis, mesh, by_size)
     flows = (flow_of(program, i, analysis, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
-    return tuple(work_of(flow, (roles or {}).get(i)) for i, flow in enumerate(flows))
+    return tuple(work_of(replace(flow, loss_chunks=loss_chunks), (roles or {}).get(i)) for i, flow in enumerate(flows))
 
 
 def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
@@ -88,11 +91,15 @@ def flow_of(
         if regather and _is_gather(step) and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
         for user, k in step.users
     }
+    sizes = sizes_of(block, index, analysis, labels, naming)
+    region = region_of(
+        {name: nodes[name] for name in runs if name in needed}, outputs, {n: one.chosen for n, one in sizes.items()}
+    )
     return Flow(
         block=block,
         dims=analysis.dims[index],
         naming=naming,
-        sizes=sizes_of(block, index, analysis, labels, naming),
+        sizes=sizes,
         runs={name: run for name, run in runs.items() if name in needed},
         operands=analysis.operands[index],
         labels=labels,
@@ -100,6 +107,7 @@ def flow_of(
         outputs=outputs,
         regathered=frozenset(regathered),
         nodes=nodes,
+        region=None if isinstance(region, str) else region,
     )
 
 
@@ -143,7 +151,7 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     split, whole, expert = _parameters(flow)
     return BlockWork(
         role=role or flow.block.name,
-        products=tuple(_product(flow, name) for name in products),
+        products=tuple(one for name in products for one in _products(flow, name)),
         eager=tuple(_eager(flow)),
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
         sent=tuple(_sent(flow)),
@@ -195,7 +203,12 @@ def _need_bytes(flow: Flow, need: Need) -> Expr:
 def _saved_fused(flow: Flow, of_groups: Sequence[set[Need]]) -> Expr:
     """Bytes of the tensors that backward passes of products and of fused groups need."""
     needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
-    return _sum(_need_bytes(flow, need) for need in needs.union(*of_groups))
+    return _sum(_need_bytes(flow, need) for need in needs.union(*of_groups) if not _is_in_chunks(flow, need.value))
+
+
+def _is_in_chunks(flow: Flow, value: str) -> bool:
+    """Whether a value exists in chunks only, or is kept by the loss that runs in chunks."""
+    return flow.chunked is not None and value in {*flow.chunked.inside, flow.chunked.loss}
 
 
 def _saved_eager(flow: Flow) -> Expr:
@@ -203,6 +216,8 @@ def _saved_eager(flow: Flow) -> Expr:
     found: dict[tuple[object, ...], Expr] = {}
     for name, run in flow.runs.items():
         for position, kept in enumerate(run.kept):
+            if _is_in_chunks(flow, name if kept.value is None else kept.value):
+                continue
             if kept.value is None:
                 found[name, position] = flow.sizes[name].piece_bytes(kept.piece)
             elif not flow.is_given(kept.value):
@@ -211,6 +226,18 @@ def _saved_eager(flow: Flow) -> Expr:
                 whole = flow.naming.whole(flow.dims[kept.value])
                 found[kept.value, divisor] = whole / divisor * flow.info(kept.value).dtype.itemsize
     return _sum(found.values())
+
+
+def _products(flow: Flow, name: str) -> Iterator[Operator[Polynomial]]:
+    """The work of a product. In chunks it has fewer rows, runs more often, and backward computes its result again."""
+    whole, chunked = _product(flow, name), flow.chunked
+    if chunked is None or name != chunked.linear:
+        yield whole
+        return
+    chunks = Fraction(flow.loss_chunks)
+    part = replace(whole, m=whole.m.times(1 / chunks), count=whole.count.times(chunks))
+    yield part
+    yield replace(part, kind="again")
 
 
 def _product(flow: Flow, name: str) -> Operator[Polynomial]:
@@ -322,7 +349,7 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
                 _sum(flow.sizes[name].piece_bytes(p) for kernel in kernels for p in kernel)
                 for kernels in (run.forward, run.backward)
             ]
-            yield _memory(name, passes[0], passes[1], (len(run.forward), len(run.backward)))
+            yield _in_chunks(flow, (name,), _memory(name, passes[0], passes[1], (len(run.forward), len(run.backward))))
     uses: dict[str, int] = {}
     for name in flow.runs:
         if flow.info(name).differentiable:
@@ -357,7 +384,21 @@ def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: 
         backward += _sum(_value_bytes(flow, name) for name in differentiable)
         backward += _sum(_need_bytes(flow, need) for need in kept)
         backward += _sum(size for size, flows in inputs.values() if flows)
-    return _memory(" + ".join(members), into + out + masks, backward, (1, 1 if differentiable else 0))
+    kernels = (1, 1 if differentiable else 0)
+    return _in_chunks(flow, members, _memory(" + ".join(members), into + out + masks, backward, kernels))
+
+
+def _in_chunks(flow: Flow, members: Sequence[str], work: Operator[Polynomial]) -> Operator[Polynomial]:
+    """A memory-bound operator or group as it runs in chunks, if it does: often, and forward again in backward."""
+    chunked = flow.chunked
+    if chunked is None or {*chunked.between, chunked.loss}.isdisjoint(members):
+        return work
+    return replace(
+        work,
+        backward_bytes=work.backward_bytes + work.forward_bytes,
+        kernels_forward=work.kernels_forward * flow.loss_chunks,
+        kernels_backward=(work.kernels_backward + work.kernels_forward) * flow.loss_chunks,
+    )
 
 
 def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
@@ -372,6 +413,11 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
         name = mesh.names[i] if len(step.indices) == 1 else mesh.joined(i) or ""
         of: Cause = "parameter" if flow.roles.get(step.value) == "parameter" else "value"
         passes = wire(step.before[i].kind, step.target[i].kind, info.differentiable)
+        if _feeds_chunks(flow, step):
+            yield from _each_chunk(flow, name, whole, "all_gather", True, of)
+            yield from _each_chunk(flow, name, whole, "reduce_scatter", False, of)
+            yield from _each_chunk(flow, name, whole, "all_gather", False, "regather")
+            continue
         for collective, is_forward in zip(passes, (True, False), strict=True):
             if collective:
                 yield Sent(collective=collective, mesh_dim=name, is_forward=is_forward, whole_bytes=whole, of=of)
@@ -387,6 +433,9 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
         for names in over.values():  # one sum over all mesh dimensions that split the factor
             for count in _INSIDE.get(flow.operators[name], ()):
                 rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
+                if flow.chunked is not None and flow.chunked.loss == name:
+                    yield from _each_chunk(flow, "_".join(names), rows, "all_reduce", True, "inside")
+                    continue
                 yield Sent(
                     collective="all_reduce", mesh_dim="_".join(names), is_forward=True, whole_bytes=rows, of="inside"
                 )
@@ -399,6 +448,23 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
                 yield Sent(
                     collective="all_reduce", mesh_dim=mesh.names[j], is_forward=False, whole_bytes=whole, of="parameter"
                 )
+
+
+def _feeds_chunks(flow: Flow, step: ConversionStep) -> bool:
+    """Whether a gather is of hidden states that only the loss in chunks reads. Then each chunk is gathered."""
+    if flow.chunked is None or not _is_gather(step) or len(step.indices) > 1:
+        return False
+    key = flow.nodes[flow.chunked.linear].meta["key"]
+    return set(step.users) == {(key, 0)} and step.before[step.indices[0]].position == 0
+
+
+def _each_chunk(
+    flow: Flow, mesh_dim: str, whole: Polynomial, collective: Collective, is_forward: bool, of: Cause
+) -> Iterator[Sent[Polynomial]]:
+    """A collective of every chunk."""
+    part = whole.times(Fraction(1, flow.loss_chunks))
+    for _ in range(flow.loss_chunks):
+        yield Sent(collective=collective, mesh_dim=mesh_dim, is_forward=is_forward, whole_bytes=part, of=of)
 
 
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:

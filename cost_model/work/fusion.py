@@ -23,6 +23,7 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims
 from autopar.lowering.conversions import wire
+from autopar.lowering.loss_region import LossRegion
 
 _LAYOUT = VIEWS | {"clone", "contiguous", "to_copy"}
 RANDOM = frozenset(["dropout", "native_dropout", "bernoulli", "feature_dropout", "alpha_dropout"])
@@ -34,7 +35,7 @@ class Flow:
     """A block under its labels.
 
     Training needs only the values in `outputs`. `runs` has the operators of these outputs. `regathered` has the edges
-    whose operand is saved as a shard and gathered again.
+    whose operand is saved as a shard and gathered again. The operators of `region` run in `loss_chunks` chunks.
     """
 
     block: Block
@@ -48,6 +49,13 @@ class Flow:
     outputs: tuple[str, ...]
     regathered: frozenset[Edge]
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
+    region: LossRegion | None = None
+    loss_chunks: int = 1
+
+    @property
+    def chunked(self) -> LossRegion | None:
+        """The region, if it runs in several chunks."""
+        return self.region if self.loss_chunks > 1 else None
 
     @property
     def roles(self) -> Mapping[str, str]:

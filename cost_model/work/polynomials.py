@@ -44,6 +44,10 @@ class Polynomial:
     def __add__(self, other: Polynomial) -> Polynomial:
         return total((*self.terms, *other.terms))
 
+    def times(self, factor: Fraction) -> Polynomial:
+        """The polynomial times a number."""
+        return Polynomial(tuple((coefficient * factor, powers) for coefficient, powers in self.terms))
+
     @property
     def symbols(self) -> frozenset[str]:
         return frozenset(name for _, powers in self.terms for name, _ in powers)

@@ -28,7 +28,7 @@ class ProgramWorks:
     them, and the others have "". A call with a role and a trained parameter `can_be_stage` by itself. `counts` has the
     number of calls of each repeated role. Sizes are captured sizes:
     `sequence` tokens, `hidden` elements of a token between blocks, `element_bytes` per element. With `regather`,
-    backward gathers the gathered inputs of products again.
+    backward gathers the gathered inputs of products again. The loss runs in `loss_chunks` chunks, if it can.
     """
 
     family: Family[Polynomial]
@@ -46,6 +46,13 @@ class ProgramWorks:
     is_tied: bool
     sequence_parallel: bool
     regather: bool = True
+    loss_chunks: int = 1
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the head's product and the loss run in chunks."""
+        roles = (self.family.block(role, VARIANTS[0]) for role in self.family.roles)
+        return any(one.kind == "again" for work in roles for one in work.products)
 
     @property
     def regathers(self) -> bool:
@@ -62,12 +69,16 @@ def program_works(
     *,
     name: str = "",
     regather: bool = True,
+    loss_chunks: int = 1,
 ) -> ProgramWorks:
-    """The work of a program under labels on a mesh of data and tensor dimensions. For `regather` see `block_works`."""
+    """The work of a program under labels on a mesh of data and tensor dimensions.
+
+    For `regather` and `loss_chunks` see `block_works`.
+    """
     from autopar.cost_model.work.export import block_works  # not needed if works are cached
 
-    works = block_works(program, analysis, labels, mesh, regather=regather)
-    return merged_works(program, works, labels, mesh, name=name, regather=regather)
+    works = block_works(program, analysis, labels, mesh, regather=regather, loss_chunks=loss_chunks)
+    return merged_works(program, works, labels, mesh, name=name, regather=regather, loss_chunks=loss_chunks)
 
 
 def merged_works(
@@ -78,6 +89,7 @@ def merged_works(
     *,
     name: str = "",
     regather: bool = True,
+    loss_chunks: int = 1,
 ) -> ProgramWorks:
     """The work of a program. `works` has the work of each of its distinct blocks."""
     roles = _roles(program)
@@ -118,6 +130,7 @@ def merged_works(
         is_tied=_is_tied(program, roles),
         sequence_parallel=_is_split(program, roles, labels, mesh),
         regather=regather,
+        loss_chunks=loss_chunks,
     )
 
 

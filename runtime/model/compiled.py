@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from autopar.capture.analysis import Analysis, analyse
-from autopar.capture.targets import ignored_targets
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
@@ -100,6 +99,7 @@ class CompiledProgram:
             keep=keep,
             regather=self.plan.regather,
             fuse=True,
+            loss_chunks=self.plan.degrees.loss_chunks,
         )
         if outputs:
             use_running_statistics(generated.graph)
@@ -137,7 +137,7 @@ def compile_program(
         analysis=analysis,
         types=boundary_types(program, plan.blocks),
         buffers=buffers,
-        ignored=ignored_targets(program, analysis),
+        ignored=program.ignored,
         mesh=mesh,
         streams=streams,
         device=device,

@@ -40,6 +40,9 @@ def check_result(found: Searched, plan: Plan, works: ProgramWorks, constraints: 
     best = found.best
     assert best is not None
     problems = [*_degrees(best.degrees, constraints), *_cuts(best, works), *_plan(best, plan)]
+    if plan.degrees.loss_chunks != works.loss_chunks:
+        rule = f"is {works.loss_chunks} in the plan that was priced"
+        problems.append(Problem(path="plan.degrees.loss_chunks", value=plan.degrees.loss_chunks, rule=rule))
     if not problems:  # only a legal plan has a price
         problems = [*_price(best, works, found.goal.part(best)), *_proof(found, best)]
     if problems:
@@ -108,7 +111,7 @@ def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
 def _proof(found: Searched, best: Priced) -> Iterator[Problem]:
     goal, proof = found.goal, found.proof
     if proof.best is None:  # then only a trial with varied cuts can fit
-        if found.refined.best is None:
+        if found.refined.best is None and found.chunked is None:
             yield Problem(path="proof", rule="has no plan that fits")
         return
     if not proof.bound <= proof.best.value * (1 + _SAME):

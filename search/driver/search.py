@@ -61,15 +61,17 @@ class Searched:
     together: Together = field(hash=False, compare=False)  # prices more candidates of tensor degrees with labels
     # the best plan that keeps gathered values, if one was priced (`autopar.search.driver.regather_choice`)
     kept: Priced | None = None
+    # the best plan whose loss runs in chunks, if it is better (`autopar.search.driver.chunk_choice`)
+    chunked: Priced | None = None
 
     @property
     def best(self) -> Priced | None:
         """The fitting plan of the smallest value.
 
-        It may be a candidate, a variation of its cuts, or a plan that keeps gathered values.
+        It may be a candidate, a variation of its cuts, a plan that keeps gathered values, or one with a loss in chunks.
         """
         found = None if self.proof.best is None else self.exact[self.proof.best.index]
-        for one in (self.refined.best, self.kept):
+        for one in (self.refined.best, self.kept, self.chunked):
             if found is None or (one is not None and self.goal.value(one) < self.goal.value(found)):
                 found = one
         return found

@@ -29,6 +29,8 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
         parts.append(recomputation_in_words(degrees.get("recompute_blocks"), degrees.get("pp", 1)))
     if not degrees.get("regather", True):
         parts.append("gathered inputs are saved")
+    if degrees.get("loss_chunks", 1) > 1:
+        parts.append(f"loss in {degrees['loss_chunks']} chunks")
     if degrees.get("offload"):
         parts.append("optimizer on the host")
     return ", ".join(parts)

@@ -212,8 +212,10 @@ def _plain(value: Any) -> Any:
 
 
 def degrees_in_plain(degrees: "Degrees", cuts: tuple[int, ...], *, regather: bool = True) -> dict[str, Any]:
-    """Degrees as they stand in JSON. `regather` is only written if it is off."""
+    """Degrees as they stand in JSON. `regather` is only written if it is off, `loss_chunks` if it is on."""
     found = {name: value for name, value in asdict(degrees).items() if value is not None}
+    if degrees.loss_chunks == 1:
+        del found["loss_chunks"]
     return found | {"cuts": list(cuts)} | ({} if regather else {"regather": False})
 
 

@@ -15,7 +15,7 @@ from autopar.search.space.dimensions import BY_WORD, WORDS
 
 EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all blocks
 # words of `fix` with one value, which all plans of the search share
-PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather")
+PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather", "loss_chunks")
 _PRICED_AS = ("recompute", "recompute_blocks", "regather")  # pins that pricing decides if they are not given
 
 Values = Mapping[str, tuple[Any, ...]]  # values by word
@@ -35,6 +35,7 @@ class Constraints:
     global_batch: int | None = None  # sequences of a step, of all ranks
     local_batch: int | None = None  # sequences of a step, of each data-parallel rank
     accumulates: bool = True  # whether the batch may be split in time without changing the loss
+    accumulates_singly: bool = True  # whether a global micro-batch of it may be one sequence
     fewer_devices: tuple[int, ...] = ()
     context: int = 1  # context-parallel ranks beside each rank of a candidate
     devices_per_host: float | None = None  # None: the order of ranks makes no difference

@@ -28,6 +28,8 @@ class Limits(Protocol):
     @property
     def accumulates(self) -> bool: ...
     @property
+    def accumulates_singly(self) -> bool: ...
+    @property
     def context(self) -> int: ...
     @property
     def devices_per_host(self) -> float | None: ...
@@ -135,9 +137,9 @@ def _zero_stages(limits: Limits, dp: int, dp_shard: int) -> Iterable[int]:
 
 
 def _micro_batch_sizes(limits: Limits, dp: int) -> Iterable[int]:
-    """At a global micro-batch of one sequence, the batch dimension cannot be told from a broadcast one."""
-    local = limits.batch_of_rank(dp) or 0
-    return (size for size in divisors(local) if size == local or (limits.accumulates and size * dp > 1))
+    """All divisors of a rank's batch that leave the loss as it is."""
+    local, singly = limits.batch_of_rank(dp) or 0, limits.accumulates_singly
+    return (s for s in divisors(local) if s == local or (limits.accumulates and (s * dp > 1 or singly)))
 
 
 def _numbers_of_micro_batches(limits: Limits, dp: int, micro_batch: int) -> Iterable[int]:

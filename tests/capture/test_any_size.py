@@ -14,11 +14,11 @@ from torch import nn
 from autopar.capture.any_size import Capture, capture
 from autopar.capture.program import capture_program
 from autopar.cost_model.work.program_costs import program_works
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
-from autopar.planning.fixed import choose_labels
+from autopar.planning.fixed import choose_labels, program_for
 
 X = {"x": torch.zeros(4, 10, 6)}
 
@@ -86,12 +86,53 @@ def test_what_the_sequence_does_not_explain_leaves_the_batch() -> None:
         captured.at(batch=9, sequence=8)
 
 
-def test_a_batch_of_one_is_captured_again() -> None:
-    model, inputs = tiny_models.llama(2)
-    captured = capture(model, inputs)
-    assert differences(captured.at(batch=1), capture_program(model, inputs, batch=1)) == []
-    with pytest.raises(CaptureError, match="one element"):
+@pytest.mark.parametrize("captured_at", (1, 2, 4))
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_one_sequence(name: str, captured_at: int) -> None:
+    """No axis shows the batch of one sequence. What is known of larger batches holds for it."""
+    captured = alone(capture(*getattr(tiny_models, name)(captured_at)))
+    one, larger = captured.at(batch=1), captured.at(batch=5)
+    assert captured.has_one_sequence
+    assert one.batch == 1 and not one.batch_axes and larger.batch_axes
+    assert (one.mixes_batch, one.loss_reduction, one.ignored) == (None, "sum", {"labels": -100})
+    assert (larger.mixes_batch, larger.loss_reduction, larger.ignored) == (None, "sum", {"labels": -100})
+
+
+def test_sequences_that_depend_on_each_other() -> None:
+    captured = capture(OneLayer(lambda y: (y * y.flip(0)).sum()), X)
+    assert captured.has_one_sequence
+    assert captured.at(batch=1).mixes_batch == captured.at(batch=4).mixes_batch is not None
+
+
+@pytest.mark.parametrize(
+    ("finish", "says"),
+    [
+        (lambda y: y.squeeze(0).square().sum(), "another shape"),
+        (lambda y: (y / 2 ** y.shape[0]).sum(), "the number"),
+    ],
+    ids=["squeezed", "unexplained"],
+)
+def test_one_sequence_that_is_not_known(finish: Any, says: str) -> None:
+    """It may run alone after a capture of its own. In micro-batches it is refused."""
+    captured = capture(OneLayer(finish), X)
+    assert not captured.has_one_sequence
+    with pytest.raises(CaptureError, match=says):
         alone(captured).at(batch=1)
+    assert program_for(captured, Degrees(micro_batch=1)).batch == 1
+    with pytest.raises(
+        PlanError, match=f"accumulate = 2 may change the loss: a capture of one.*{says}.*larger micro_b"
+    ):
+        program_for(captured, Degrees(micro_batch=1, accumulate=2))
+
+
+def test_one_sequence_of_one_token_is_not_known() -> None:
+    captured = capture(*tiny_models.llama(2, sequence=1))
+    assert not captured.has_one_sequence
+    with pytest.raises(CaptureError, match="not known at batch 1"):
+        alone(captured).at(batch=1)
+    longer = capture(*tiny_models.llama(2, sequence=8))
+    with pytest.raises(CaptureError, match="one element"):
+        longer.at(batch=2, sequence=1)
 
 
 def test_a_sequence_beyond_those_captured_is_refused() -> None:

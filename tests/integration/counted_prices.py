@@ -56,7 +56,9 @@ class CountingLinks(Links):
 
 def priced_collectives(program: Program, analysis: Analysis, plan: Plan, rank: int) -> dict[Key, tuple[float, float]]:
     """Calls, and bytes that one rank sends, by kind and group, of a step of a pipeline rank."""
-    works = program_works(program, analysis, plan.blocks, plan.mesh, regather=plan.regather)
+    works = program_works(
+        program, analysis, plan.blocks, plan.mesh, regather=plan.regather, loss_chunks=plan.degrees.loss_chunks
+    )
     cluster = ClusterSpec.preset("4xh100")
     question = Question(cluster=cluster, degrees=plan.degrees, engine=engine_named("autopar"), cuts=plan.cuts)
     machine = cluster_machine(cluster, question.engine, mechanisms(), precision="bf16")

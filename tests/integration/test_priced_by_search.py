@@ -21,7 +21,7 @@ from autopar.cost_model.dry_run.ledger import Key as LedgerKey
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
 from autopar.cost_model.dry_run.traffic import parts_of_step
-from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, padded_elements, zero_step
+from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, padded_elements, stage_passes, zero_step
 from autopar.ir.stages import Stage
 
 DATA_DIMS = ("dp", "dp_shard", "dp_replicate")
@@ -53,7 +53,27 @@ class Rank:
         for key, more in self.end_of_recomputation().items():
             calls, size = found.get(key, (0, 0.0))
             found[key] = (calls + more.calls, size + more.sent_bytes)
+        for key, less in self.gathered_in_both_parts().items():
+            found[key] = (found[key][0] - less.calls, found[key][1] - less.sent_bytes)
         return found
+
+    def gathered_in_both_parts(self) -> Mapping[LedgerKey, CollectiveTotal]:
+        """Hidden states of the loss in chunks are priced once; both parts of a backward pass gather them."""
+        setting, ledger = self.setting, Ledger()
+        for stage in setting.own_stages:
+            run = self.runs[stage.index]
+            if setting.plan.degrees.loss_chunks > 1 and setting.splits_backward(stage):
+                orders = stage_passes(setting.plan.degrees, stage.index)
+                in_parts = sum(action.kind == "I" for order in orders for action in order)
+                whole, parts = (
+                    one.get(("tp", "all_gather"), CollectiveTotal()) for one in (run.backward, run.backward_in_parts)
+                )
+                assert parts.bytes >= whole.bytes
+                more = CollectiveTotal(
+                    parts.calls - whole.calls, parts.bytes - whole.bytes, parts.sent_bytes - whole.sent_bytes
+                )
+                ledger.add("tp", "all_gather", more, in_parts)
+        return ledger.take()
 
     def end_of_recomputation(self) -> Mapping[LedgerKey, CollectiveTotal]:
         """The whole forward pass is priced again; torch's checkpoint stops before a block's last collective."""

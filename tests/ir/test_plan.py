@@ -42,6 +42,16 @@ def test_round_trip(tmp_path: Path) -> None:
     assert a_plan(batch=16) != plan
 
 
+def test_a_plan_file_from_before_loss_chunks_is_read() -> None:
+    data = json.loads(a_plan().to_json())
+    del data["degrees"]["loss_chunks"]
+    assert Plan.from_dict(data) == a_plan()
+    chunked = a_plan(degrees=Degrees(loss_chunks=8))
+    assert Plan.from_dict(json.loads(chunked.to_json())).degrees.loss_chunks == 8
+    with pytest.raises(PlanError, match="loss_chunks"):
+        degrees_from({"loss_chunks": 0})
+
+
 def test_degrees() -> None:
     degrees = degrees_from({"tp": 2, "dp": 4, "zero": 2, "sequence_parallel": True, "micro_batch": None})
     assert (degrees.tp, degrees.dp_shard, degrees.dp, degrees.world_size) == (2, 4, 4, 8)

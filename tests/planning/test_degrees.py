@@ -19,6 +19,7 @@ from autopar.planning.degrees import nearest_divisors, nearest_multiples, resolv
         ({"tp": 2, "accumulate": 2}, None, 16, (2, 2, 4, 2)),
         ({"tp": 2, "micro_batch": 1}, None, 16, (2, 2, 1, 8)),
         ({"tp": 2, "micro_batch": 1, "accumulate": 3}, None, None, (2, 2, 1, 3)),
+        ({"tp": 4, "micro_batch": 1}, None, 3, (4, 1, 1, 3)),  # single sequences over all ranks
     ],
 )
 def test_the_missing_one_is_derived(

@@ -107,8 +107,6 @@ def why_not_listed(one: Published) -> str | None:
     rounds = max(1, micro_batches // v["pp"])
     if virtual > 1 and (v["pp"] == 1 or micro_batches % rounds):
         return "torch's interleaved schedule does not run so many micro-batches"
-    if micro_batches > 1 and v["micro_batch"] * dp == 1:
-        return "a global micro-batch of one sequence, whose batch cannot be told from a broadcast dimension"
     shard = v["shard"] / v["cp"]
     if dp > 1 and v["zero"] > 0 and (shard <= 1 or shard % 1 or dp % shard):
         return "state is sharded over a part of data-parallel ranks that does not divide them"

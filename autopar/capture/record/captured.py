@@ -1,7 +1,7 @@
 """A captured model, and its program at any batch size. `autopar.capture.any_size` makes it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.capture.forms import Sizes
 from autopar.capture.record.read import OtherGraph, program_at
@@ -10,6 +10,7 @@ from autopar.capture.shared_axes import with_note_on_axes
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
 
+UNSEEN = "a capture of one sequence does not show whether sequences depend on each other"
 Again = Callable[[int], Program]
 
 
@@ -45,10 +46,17 @@ class Capture:
         else:
             sizes = Sizes(batch=batch, sequence=self.record.sizes.sequence if own else sequence)
             try:
-                return with_note_on_axes(program_at(self.record, sizes), [block.axes for block in self.record.blocks])
+                found = program_at(self.record, sizes)
+                return found if batch == 1 else with_note_on_axes(found, [b.axes for b in self.record.blocks])
             except OtherGraph as error:
                 why = str(error)
         if self.again is None or not own:
             where = f"batch {batch}" + (f" and sequence {sequence}" if sequence is not None else "")
             raise CaptureError(f"the program is not known at {where}, because {why}; capture the model at these sizes")
-        return self.again(batch)
+        found = self.again(batch)
+        return found if batch > 1 else replace(found, mixes_batch=f"{UNSEEN}, because {why}")
+
+    @property
+    def has_one_sequence(self) -> bool:
+        """Whether the record gives the program at one sequence, so that micro-batches of one are known to be right."""
+        return self.record is not None and self.record.not_one_sequence is None

@@ -15,7 +15,6 @@ from autopar._torch.private import overloads_of
 from autopar.capture.analysis import analyse, described
 from autopar.capture.forms import Form, Sizes
 from autopar.capture.layers.blocks import block_text, signature_of
-from autopar.capture.micro_batches import loss_over_micro_batches
 from autopar.capture.record.schema import (
     BlockRecord,
     ConstantsRecord,
@@ -28,6 +27,7 @@ from autopar.capture.record.schema import (
     Size,
     StateRecord,
 )
+from autopar.capture.targets import judged
 from autopar.errors import CaptureError
 from autopar.ir.program import (
     Block,
@@ -84,9 +84,11 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         fixed=record.fixed,
         decisions=tuple(Decision(**dict(decision)) for decision in record.decisions),
     )
-    analysis = analyse(program)
-    reduction, mixes = loss_over_micro_batches(program, analysis)
-    return replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
+    if sizes.batch > 1:
+        return judged(program)
+    ignored = None if record.ignored is None else dict(record.ignored)
+    verdicts: dict[str, Any] = {"loss_reduction": record.loss_reduction, "mixes_batch": record.mixes_batch}
+    return replace(described(program, analyse(program)), ignored=ignored, **verdicts)
 
 
 def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
@@ -94,8 +96,10 @@ def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
 
     If the model's code takes the same path at two sequence lengths, it is assumed to take this path between them too.
     """
-    if 1 in (sizes.batch, sizes.sequence):
+    if 1 in (sizes.sequence, record.sizes.batch, record.small.batch):
         raise OtherGraph("a dimension of one element looks like a broadcast dimension")
+    if sizes.batch == 1 and record.not_one_sequence is not None:
+        raise OtherGraph(record.not_one_sequence)
     captured, small = record.sizes.sequence, record.small.sequence
     if sizes.sequence == captured:
         return
@@ -107,6 +111,42 @@ def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
         raise OtherGraph(
             f"only sequences of {small} and {captured} were captured, and the code may branch outside of them"
         )
+
+
+def with_one_sequence(record: ProgramRecord) -> ProgramRecord:
+    """The record with the reason why its program is not known at one sequence, if there is one.
+
+    An operator such as `squeeze` may drop a batch dimension of one, which the record keeps. So all operators run on
+    tensors without data.
+    """
+    try:
+        _check_shapes(program_at(record, Sizes(batch=1, sequence=record.sizes.sequence)))
+    except OtherGraph as error:
+        return record.model_copy(update={"not_one_sequence": str(error)})
+    return record
+
+
+def _check_shapes(program: Program) -> None:
+    """Raise `OtherGraph` if an operator does not give the recorded shape."""
+    for block in program.blocks:
+        for node in block.graph.nodes:
+            if node.op == "call_function" and _shape_on_meta(node) != node.meta["info"].shape:
+                raise OtherGraph(f"{node.name} ({node.target}) would give another shape there")
+
+
+def _shape_on_meta(node: fx.Node) -> tuple[int, ...] | None:
+    """The shape of an operator's result for operands of the recorded shapes. None if it is not known."""
+
+    def empty(operand: fx.Node) -> Any:
+        info = operand.meta.get("info")
+        return 1.0 if info is None else torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
+    try:
+        with torch.no_grad():
+            return tuple(node.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})}).shape)  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
 
 
 class _Reader:
@@ -170,7 +210,12 @@ class _Reader:
         return node
 
     def check_no_op(self, node: fx.Node) -> None:
-        """Raise `OtherGraph` if the operator keeps its operand's shape at these sizes only: capture would drop it."""
+        """Raise `OtherGraph` if the operator keeps its operand's shape at these sizes only: capture would drop it.
+
+        At one sequence there is no capture to be equal to, and an operator that changes nothing does no harm.
+        """
+        if self.sizes.batch == 1:
+            return
         source = node.all_input_nodes[0]
         if source.meta["info"].shape == node.meta["info"].shape and self.forms[source] != self.forms[node]:
             raise OtherGraph(f"{node.name} would not change the shape there")

@@ -131,8 +131,10 @@ class ProgramRecord(StrictModel):
     """A `Program` at any batch size, and at any sequence length between its two captured lengths.
 
     `sizes` and `small` are the captured sizes. `sequence_is_fixed` means that attention has a mask that is not causal
-    at the larger length. Such a mask might be causal at another length. `notes` has the notes that do not depend on
-    sizes.
+    at the larger length. Such a mask might be causal at another length. `loss_reduction`, `mixes_batch` and `ignored`
+    are the verdicts at the captured sizes. They hold at a batch of one sequence too, where no axis shows them.
+    `not_one_sequence` says why the record does not give the program at one sequence; None if it does. `notes` has the
+    notes that do not depend on sizes.
     """
 
     sizes: SizesRecord
@@ -147,6 +149,10 @@ class ProgramRecord(StrictModel):
     constants: ConstantsRecord
     loss: str
     denominator: str | None
+    loss_reduction: Literal["sum", "mean"]
+    mixes_batch: str | None
+    ignored: dict[str, int] | None
+    not_one_sequence: str | None = None
     outputs: dict[str, str]
     updates: dict[str, str]
     decisions: tuple[DecisionRecord, ...]

@@ -18,7 +18,7 @@ from autopar.planning.fixed import capture_for, label_plan
 from autopar.runtime.parameters.materialise import parameter_source
 
 RANKS, BATCH, VOCABULARY = 4, 4, 50
-LLAMA, GPT2, MIXTRAL, T5 = "llama3-8b", "gpt2", "mixtral-8x7b", "t5-large"
+LLAMA, GPT2, MIXTRAL, T5, GEMMA2 = "llama3-8b", "gpt2", "mixtral-8x7b", "t5-large", "gemma2-9b"
 UNEVEN, GROUPED = "integration_models:padded", "integration_models:grouped"
 
 
@@ -74,12 +74,22 @@ CASES = (
     case(GROUPED, tp=4, tp_dims=(2, 2)),
     case(UNEVEN, tp=4),
     case(UNEVEN, tp=2, dp=2, zero=3),
+    case(LLAMA, tp=4, sequence_parallel=False, loss_chunks=4),
+    case(LLAMA, tp=4, sequence_parallel=True, loss_chunks=4),
+    case(LLAMA, tp=4, sequence_parallel=True, loss_chunks=2, regather=False),
+    case(LLAMA, dp=4, zero=3, accumulate=2, recompute="full", loss_chunks=8),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, sequence_parallel=True, loss_chunks=4),
+    case(GPT2, tp=2, dp=2, zero=3, accumulate=2, loss_chunks=4),
+    case(GPT2, pp=2, tp=2, micro_batches=4, schedule="dualpipev", loss_chunks=2),
+    case(GEMMA2, tp=2, dp=2, zero=1, loss_chunks=4),
     case(MIXTRAL, tp=2, dp=2, zero=3),
     case(MIXTRAL, dp=4, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
     case(MIXTRAL, pp=2, dp=2, zero=2, micro_batches=2),
     case(T5, pp=2, tp=2, micro_batches=2),
 )
 SHORT = (
+    case(LLAMA, tp=4, sequence_parallel=True, loss_chunks=4),
+    case(LLAMA, dp=4, zero=3, accumulate=2, recompute="full", loss_chunks=8),
     case(LLAMA, tp=4, sequence_parallel=True),
     case(LLAMA, tp=2, dp=2, zero=1, accumulate=2),
     case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="full", regather=False),

@@ -101,6 +101,15 @@ def test_a_batch_that_cannot_be_split_in_time() -> None:
     assert set(candidates(constraints).micro_batches.tolist()) == {1}
 
 
+@pytest.mark.parametrize("singly", (True, False))
+def test_micro_batches_of_one_sequence(singly: bool) -> None:
+    constraints = Constraints(
+        num_devices=2, global_batch=4, most_stages=4, tensor_degrees=(1, 2), accumulates_singly=singly
+    )
+    found = candidates(constraints)
+    assert bool(np.any((found.micro_batch * found.dp == 1) & (found.micro_batches > 1))) is singly
+
+
 def test_no_legal_candidate() -> None:
     constraints = Constraints(num_devices=8, global_batch=3, most_stages=1, tensor_degrees=(1,))
     assert len(candidates(constraints)) == 0

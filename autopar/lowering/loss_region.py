@@ -1,0 +1,184 @@
+"""The region of a block that may run in chunks of tokens: the head's product, then the sum of cross-entropies.
+
+    linear -> pointwise operators of one operand (casts, scales, a soft cap) -> views -> sum of cross-entropies
+
+A region has no conversion inside, and nothing else reads its values. `loss_region` finds it in the captured block under
+labels, for the generated code and for its price. `autopar.lowering.loss_chunks` runs it.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch.operators import aten
+from autopar.capture.analysis import Analysis
+from autopar.capture.nodes import closure, output_nodes
+from autopar.ir.plan import BlockLabels
+from autopar.ir.program import Block, Program
+from autopar.ir.sharding import Mesh, Type, same
+from autopar.ir.stages import needed_results
+from autopar.rules.variants import Variant, by_label, variants
+
+LINEAR = aten.linear.default
+LOSS = aten.cross_entropy_loss.default
+CASTS = (aten.to.dtype,)
+VIEWS = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+NO_LOSS = "the model has no cross-entropy"
+_SUM = 2  # the reduction of the loss
+_Types = tuple[Type, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRegion:
+    """The captured operators of a region by name: the product, the operators behind it in their order, the loss."""
+
+    linear: str
+    between: tuple[str, ...]
+    loss: str
+
+    @property
+    def inside(self) -> frozenset[str]:
+        """The values that exist in chunks only."""
+        return frozenset((self.linear, *self.between))
+
+
+def region_of_block(
+    analysis: Analysis, block: Block, index: int, labels: BlockLabels, mesh: Mesh, keep: Collection[str]
+) -> LossRegion | str:
+    """`loss_region` of a block under labels; `keep` names the outputs that are needed."""
+    needed = set(closure([node for node in output_nodes(block.graph) if node.name in keep]))
+    nodes = {node.name: node for node in block.graph.nodes if node.op == "call_function" and node in needed}
+    if not any(node.target is LOSS for node in nodes.values()):
+        return NO_LOSS
+    chosen = {
+        name: [
+            by_label(variants(analysis.bounds[index][name], degree), label)
+            for label, degree in zip(labels.labels[node.meta["key"]], mesh.degrees, strict=True)
+        ]
+        for name, node in nodes.items()
+    }
+    return region_of(nodes, keep, chosen)
+
+
+def why_whole(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> str | None:
+    """Why the logits of a program exist whole, whatever the number of chunks. None if they can run in chunks."""
+    kept = needed_results(program)
+    found = [region_of_block(analysis, block, i, labels[i], mesh, kept[i]) for i, block in enumerate(program.blocks)]
+    reasons = [one for one in found if isinstance(one, str)]
+    if len(reasons) < len(found):
+        return None
+    return next((reason for reason in reasons if reason != NO_LOSS), NO_LOSS)
+
+
+def region_of(
+    nodes: Mapping[str, fx.Node], outputs: Collection[str], chosen: Mapping[str, Sequence[Variant]]
+) -> LossRegion | str:
+    """`loss_region` under the chosen variants of every operator, one for each mesh dimension."""
+
+    def used(name: str, k: int) -> _Types:
+        return tuple(variant.operands[k] for variant in chosen[name])
+
+    return loss_region(nodes, outputs, lambda name: tuple(variant.output for variant in chosen[name]), used)
+
+
+def loss_region(
+    nodes: Mapping[str, fx.Node],
+    outputs: Collection[str],
+    made: Callable[[str], _Types],
+    used: Callable[[str, int], _Types],
+) -> LossRegion | str:
+    """The region of a block, or the reason why it has none.
+
+    Args:
+        nodes: The block's operators that are needed, by name.
+        outputs: The names of the results that leave the block.
+        made: The types in which an operator makes its result.
+        used: The types in which an operator takes its operand at a position.
+    """
+    losses = [node for node in nodes.values() if node.target is LOSS]
+    if not losses:
+        return NO_LOSS
+    problem = ""
+    for loss in losses:
+        found = _region(loss, nodes, outputs, made, used)
+        if isinstance(found, LossRegion):
+            return found
+        problem = problem or found
+    return problem
+
+
+def _region(
+    loss: fx.Node,
+    nodes: Mapping[str, fx.Node],
+    outputs: Collection[str],
+    made: Callable[[str], _Types],
+    used: Callable[[str, int], _Types],
+) -> LossRegion | str:
+    weight, reduction, _, smoothing = (_argument(loss, k) for k in (2, 3, 4, 5))
+    logits, target = loss.args[0], loss.args[1]
+    assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
+    if reduction != _SUM:
+        return "its cross-entropy is no sum over tokens"
+    if weight is not None or smoothing:
+        return f"its cross-entropy has {'weights of classes' if weight is not None else 'label smoothing'}"
+    if target.meta["info"].dtype.is_floating_point or len(logits.meta["info"].shape) != 2:
+        return "its targets are no classes of tokens"
+    between: list[str] = []
+    reader, value = loss, logits
+    while True:
+        others = [user for user in value.users if user.name in nodes and user is not reader]
+        if others or value.name in outputs:
+            return f"{_called(value)} is needed {'by ' + _called(others[0]) if others else 'as a result'} too"
+        if value.op != "call_function":
+            return f"{_called(reader)} reads a value of another block"
+        pairs = zip(made(value.name), used(reader.name, 0), strict=True)
+        if not all(same(a, b, True) for a, b in pairs):
+            return f"{_called(value)} is converted before {_called(reader)} reads it"
+        if value.target is LINEAR:
+            if any(t.kind == "P" for t in made(value.name)):
+                return f"{_called(value)} is a partial sum"
+            return LossRegion(linear=value.name, between=tuple(reversed(between)), loss=loss.name)
+        if not (is_chain(value) or _merges_tokens(value)):
+            return f"{_called(value)} is no operator on single elements"
+        between.append(value.name)
+        reader, source = value, value.args[0]
+        assert isinstance(source, fx.Node)
+        value = source
+
+
+def is_chain(node: fx.Node) -> bool:
+    """Whether an operator computes each element of its first operand alone, with numbers as its other arguments."""
+    tags = getattr(node.target, "tags", ())
+    pointwise = torch.Tag.pointwise in tags or node.target in CASTS
+    alone = len(node.all_input_nodes) == 1 and isinstance(node.args[0], fx.Node)
+    return pointwise and alone and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _merges_tokens(node: fx.Node) -> bool:
+    """Whether a view keeps the last dimension, so that it only numbers tokens in another way."""
+    if node.target not in VIEWS:
+        return False
+    before = node.all_input_nodes[0].meta["info"].shape
+    return bool(before) and before[-1] == node.meta["info"].shape[-1]
+
+
+def steps_of(chain: Iterable[fx.Node]) -> Iterator[tuple[Any, ...]]:
+    """The operators of a chain with their numbers, as `autopar.lowering.loss_chunks` takes them. Views are left out."""
+    for node in chain:
+        if node.target not in VIEWS:
+            yield (node.target, *node.args[1:], *([dict(node.kwargs)] if node.kwargs else []))
+
+
+def _argument(loss: fx.Node, position: int) -> Any:
+    """An argument of the loss. Capture writes the first ones by position, and leaves out defaults."""
+    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    defaults = (None, None, None, 1, -100, 0.0)
+    given = loss.args[position] if position < len(loss.args) else loss.kwargs.get(names[position])
+    return defaults[position] if given is None else given
+
+
+def _called(node: fx.Node) -> str:
+    return str(node.meta.get("key", node.name))

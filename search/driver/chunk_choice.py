@@ -1,0 +1,210 @@
+"""The choice of `Degrees.loss_chunks`: logits and loss in chunks of tokens, so that the logits never exist whole.
+
+Candidates are searched with whole logits. In chunks, the product of the head is computed once more, and a chunk's
+kernels are smaller. A plan in chunks is therefore better only if the free memory makes it fit, or makes it recompute
+fewer blocks. So only candidates that recompute or do not fit are screened again, with the block costs of chunks, and
+only if their pipeline alone is faster than the best plan. Their exact prices come in the order of their bounds, until
+no bound is below the best. At last the number of chunks is lowered while that makes the plan better.
+
+The proof is about plans with whole logits and plans with the largest number of chunks. Plans with other numbers are not
+searched, because these numbers change their seconds little.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.memory.formula import logit_bytes
+from autopar.cost_model.pricing import family_at, shape_of_works
+from autopar.cost_model.work.program_costs import ProgramWorks
+from autopar.errors import AutoparError
+from autopar.ir.arrays import Floats
+from autopar.search.bounds.lower_bounds import Screened, layouts_of, screen
+from autopar.search.driver.branch_and_bound import ROUNDING, best_first
+from autopar.search.driver.search import Searched, added_seconds
+from autopar.search.pricing.batch import Together
+from autopar.search.pricing.exact import AS_IT_IS, Priced
+
+TOKENS_OF_A_CHUNK = 1024  # of one sequence; fewer rows make the head's product slow
+FEWEST, MOST = 4, 64  # chunks that a search tries first
+# the block costs of a tensor degree with the loss in so many chunks; raises AutoparError as `Works` does
+WorksInChunks = Callable[[int, int], ProgramWorks]
+
+
+def chunks_of(sequence: int | None) -> int:
+    """The number of chunks that a search tries for sequences of so many tokens: a power of two.
+
+    >>> [chunks_of(tokens) for tokens in (None, 512, 8192, 12_000, 1_000_000)]
+    [4, 4, 8, 8, 64]
+    """
+    most = max(FEWEST, min(MOST, (sequence or 0) // TOKENS_OF_A_CHUNK))
+    return 1 << (most.bit_length() - 1)
+
+
+def with_chunks(
+    found: Searched,
+    works_in_chunks: WorksInChunks,
+    chunks: int,
+    *,
+    most_exact: int,
+    should_continue: Callable[[], bool] = lambda: True,
+) -> Searched:
+    """The search's result with the best plan whose loss runs in chunks, if it is better, and with a bound of both.
+
+    `chunks` is the largest number of chunks.
+    """
+    choice = _InChunks(found, works_in_chunks, chunks)
+    if not np.any(np.isfinite(choice.bounds)):
+        return found
+    proof = best_first(
+        choice.bounds,
+        found.classes,
+        choice.value,
+        most=most_exact if should_continue() else 0,
+        should_continue=should_continue,
+        prefetch=lambda likely: choice.price(likely),
+        added=choice.added,
+    )
+    own, best = found.proof, choice.best()
+    least = np.inf if best is None else found.goal.value(best)  # in fewer chunks perhaps better than the bound
+    bound = min(own.bound, proof.bound, least)
+    both = replace(own, bound=bound, is_proven=own.is_proven and proof.is_proven)
+    return replace(found, chunked=best, proof=both)
+
+
+class _InChunks:
+    """Candidates that may beat the best plan if their loss runs in chunks."""
+
+    def __init__(self, found: Searched, works_in_chunks: WorksInChunks, chunks: int) -> None:
+        self.found, self.goal, self.works_in_chunks, self.chunks = found, found.goal, works_in_chunks, chunks
+        self.least = np.inf if found.best is None else found.goal.value(found.best) * (1 - ROUNDING)
+        self.works: dict[int, ProgramWorks] = {}
+        self.refused = set(found.refused)
+        self.together = Together(found.candidates, self.works, self.goal)
+        self.columns = {name: np.full(len(found.candidates), np.inf) for name in Screened.__slots__}
+        self.bounds = np.full(len(found.candidates), np.inf)
+        self._screen()
+
+    def _screen(self) -> None:
+        """Bounds in chunks. A bound that is not below the least value is infinite."""
+        mine, tensor = self._can_gain(), self.found.candidates.tp
+        degrees = sorted({int(tp) for tp in tensor[mine]} - self.refused)
+        own = [tp for tp in degrees if tp in self.found.labelled]
+        for tp in own:
+            self._put(np.flatnonzero(mine & (tensor == tp)), tp)
+        first = min((tp for tp in self.found.labelled if tp > 1), default=None)
+        for tp in degrees:
+            index = np.flatnonzero(mine & (tensor == tp))
+            if tp in own or first is None:
+                continue
+            self._put(index, first)  # as in the search, until a bound asks for the labels of this degree
+            if np.any(np.isfinite(self.bounds[index])):
+                self._put(index, tp)
+        self.screened_values = self.bounds.copy()
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise bounds by the exact prices of the search: in chunks, no pipeline of a class is faster."""
+        classes = self.found.classes
+        for index, one in self.found.exact.items():
+            alike = np.flatnonzero((classes == classes[index]) & np.isfinite(self.bounds))
+            if len(alike) and one.pipelines:
+                values = np.maximum(self.bounds[alike], self._raised(int(alike[0]), one, alike))
+                self.bounds[alike] = np.where(values < self.least, values, np.inf)
+
+    def _can_gain(self) -> NDArray[np.bool_]:
+        """Candidates that recompute or do not fit, but could fit without logits.
+
+        Their pipeline alone must be faster than the best plan.
+        """
+        c, screened = self.found.candidates, self.found.screened
+        if self.goal.is_memory:
+            return np.ones(len(c), dtype=bool)
+        gains = screened.share > 0
+        for index, one in self.found.exact.items():
+            gains[index] |= not one.fits or one.degrees.recompute != "none"
+        gains &= self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least
+        needed = np.minimum(screened.without_bytes, screened.recomputed_bytes)
+        for tp in {int(tp) for tp in c.tp[gains]}:
+            mine = np.flatnonzero(gains & (c.tp == tp))
+            freed = self._logits_of_a_sequence(tp, mine[:1]) * c.micro_batch[mine]
+            capacity = max(part.on.capacity_bytes for part in self.goal.parts.values())
+            gains[mine] = needed[mine] - freed <= capacity
+        return gains
+
+    def _logits_of_a_sequence(self, tp: int, index: NDArray[np.intp]) -> float:
+        """Bytes of the logits of one sequence of a candidate of a tensor degree."""
+        every = self.found.together.works
+        works = every.get(tp) or every[min((other for other in every if other > 1), default=min(every))]
+        one = self.found.candidates.at(index)
+        layouts = layouts_of(one, sequence_parallel=works.sequence_parallel)
+        part = next(iter(self.goal.parts.values()))
+        family = family_at(works, layouts, part.on.machine.mechanisms)
+        return float(np.max(logit_bytes(family, shape_of_works(works)))) / float(one.micro_batch[0])
+
+    def _put(self, index: NDArray[np.intp], tp: int) -> None:
+        """Screen candidates with the block costs of a tensor degree."""
+        self.bounds[index] = np.inf
+        if not self._can_price(tp):
+            return
+        c = self.found.candidates
+        for count, part in self.goal.parts.items():
+            at = index[c.num_devices[index] == count]
+            if len(at):
+                screened = screen(self.works[tp], c.at(at), part.on)
+                for name, column in self.columns.items():
+                    column[at] = getattr(screened, name)
+                values = self.goal.bounds(c.at(at), screened)
+                self.bounds[at] = np.where(values < self.least, values, np.inf)
+
+    def _can_price(self, tp: int) -> bool:
+        """Whether a tensor degree has labels, and the model a loss that runs in chunks."""
+        if tp not in self.works and tp not in self.refused:
+            try:
+                self.works[tp] = self.works_in_chunks(tp, self.chunks)
+            except AutoparError:
+                self.refused.add(tp)
+        return tp in self.works and self.works[tp].is_chunked
+
+    def price(self, wanted: Sequence[int]) -> None:
+        """Price candidates."""
+        self.together.price([(index, AS_IT_IS) for index in wanted if np.isfinite(self.bounds[index])])
+
+    def value(self, index: int) -> float:
+        one = self.together.priced(index)
+        return self.goal.value(one) if one.fits else np.inf
+
+    def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
+        """The value that an exact price adds to the bounds of other candidates of its class."""
+        values = self._raised(index, self.together.priced(index), alike)
+        return np.asarray(np.maximum(values - self.bounds[alike], 0.0))
+
+    def _raised(self, index: int, one: Priced, alike: NDArray[np.int64]) -> Floats:
+        """Bounds of candidates whose pipelines are that of `index`, raised by a priced pipeline of this class."""
+        screened = Screened(**self.columns)
+        values = self.screened_values[alike]
+        worth = values / np.maximum(screened.seconds[alike], 1e-300)  # of a second
+        return np.asarray(values + added_seconds(screened, index, one, alike) * worth)
+
+    def best(self) -> Priced | None:
+        """The best fitting plan in chunks, with the number of chunks that makes it best. None if there is none."""
+        fitting = [(self.goal.value(one), index) for (index, _), one in self.together.found.items() if one.fits]
+        if not fitting:
+            return None
+        tried = list(self._with_fewer(min(fitting)[1]))
+        value, chunks, one = min(tried, key=lambda each: each[:2])
+        return replace(one, degrees=replace(one.degrees, loss_chunks=chunks)) if value < self.least else None
+
+    def _with_fewer(self, index: int) -> Iterator[tuple[float, int, Priced]]:
+        """A candidate in fewer and fewer chunks while it fits, with its value and the number of chunks."""
+        chunks, one = self.chunks, self.together.priced(index)
+        tp = int(self.found.candidates.tp[index])
+        while one.fits:
+            yield self.goal.value(one), chunks, one
+            chunks //= 2
+            if chunks == 1:
+                return
+            works = {tp: self.works_in_chunks(tp, chunks)}
+            one = Together(self.found.candidates, works, self.goal).priced(index)
