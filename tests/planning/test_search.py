@@ -94,11 +94,15 @@ def test_where_nothing_fits_the_closest_plan_is_told() -> None:
 
 
 def test_recomputation_only_where_memory_forces_it() -> None:
-    roomy = searched(small(80e9), fix={"tp": 1, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4})
+    fix = {"tp": 1, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4}
+    roomy = searched(small(80e9), fix=fix)
     assert roomy.best is not None
-    assert roomy.best.degrees["recompute"] == "none"
+    assert roomy.best.degrees["recompute"] == "none" and "loss_chunks" not in roomy.best.degrees
     needed = roomy.best.needed_bytes
-    tight = searched(small((needed - 0.5e6) / 0.96), fix={"tp": 1, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4})
+    either = searched(small((needed - 0.5e6) / 0.96), fix=fix)
+    assert either.best is not None
+    assert either.best.degrees["recompute"] == "none" and either.best.degrees["loss_chunks"] > 1
+    tight = searched(small((needed - 0.5e6) / 0.96), fix=fix | {"loss_chunks": 1})
     assert tight.best is not None
     assert tight.best.degrees["recompute"] == "full"
     assert tight.best.degrees["recompute_blocks"] < LAYERS
