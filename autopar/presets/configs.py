@@ -1,8 +1,8 @@
 """A transformers ``config.json``: read within bounds, and shrunk consistently. Plain dictionaries; no torch.
 
 **The scaling rule** (`scaled_config`). ``layers`` replaces every layer count. Lists with one entry per layer, and lists
-of layers, are cut or repeated. At most half of the layers are leading dense ones. ``hidden`` (a multiple of 16) replaces
-the residual width, and everything that depends on it follows so that it stays divisible by 2, 4 and 8:
+of layers, are cut or repeated. At most half of the layers are leading dense ones. ``hidden`` (a multiple of 16)
+replaces the residual width, and everything that depends on it follows so that it stays divisible by 2, 4 and 8:
 
 - heads: 8, each of hidden / 8; key/value heads: as many as heads if they were, 1 if it was 1, else half the heads (4);
 - feed-forward widths keep their ratio to hidden, rounded to a multiple of 16;

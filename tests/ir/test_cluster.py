@@ -56,8 +56,14 @@ def test_import_is_light() -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_hosts", "per_host", "backend"),
-    [("4xcpu", 1, 4, "gloo"), ("8xh100", 1, 8, "nccl"), ("64xA100-80GB", 8, 8, "nccl"), ("144xgb200", 2, 72, "nccl"),
-     ("2048xh800", 256, 8, "nccl"), ("16xH20", 2, 8, "nccl")],
+    [
+        ("4xcpu", 1, 4, "gloo"),
+        ("8xh100", 1, 8, "nccl"),
+        ("64xA100-80GB", 8, 8, "nccl"),
+        ("144xgb200", 2, 72, "nccl"),
+        ("2048xh800", 256, 8, "nccl"),
+        ("16xH20", 2, 8, "nccl"),
+    ],
 )
 def test_preset(text: str, num_hosts: int, per_host: int, backend: str) -> None:
     cluster = ClusterSpec.preset(text)

@@ -65,8 +65,8 @@ def test_latent_attention(hidden: int) -> None:
 
 @pytest.mark.parametrize(
     ("experts", "groups", "chosen", "expected"),
-    [(256, 8, 4, (8, 4, 2)), (384, 1, 1, (8, 1, 1)), (160, 8, 3, (8, 4, 2)), (12, 3, 1, (8, 2, 1)), (4, 4, 1, (4, 2, 1)),
-     (1, 1, 1, (1, 1, 1))],
+    [(256, 8, 4, (8, 4, 2)), (384, 1, 1, (8, 1, 1)), (160, 8, 3, (8, 4, 2)), (12, 3, 1, (8, 2, 1)),
+     (4, 4, 1, (4, 2, 1)), (1, 1, 1, (1, 1, 1))],
 )  # fmt: skip
 def test_groups_of_experts(experts: int, groups: int, chosen: int, expected: tuple[int, int, int]) -> None:
     scaled = scaled_config(LATENT | {"n_routed_experts": experts, "n_group": groups, "topk_group": chosen}, hidden=64)
