@@ -24,12 +24,12 @@ _Source = Annotated[str, Field(min_length=8)]
 
 
 class PublishedCount(StrictModel):
-    """A published number of parameters. `not_built` has the parts of it that the config builds no parameters for."""
+    """A published number of parameters. `not_built` has the parts of it that have no parameter in the model."""
 
     value: _Count
     is_rounded: bool
     source: _Source
-    not_built: dict[str, int] = Field(default_factory=dict)
+    not_built: dict[str, _Count] = Field(default_factory=dict)
 
 
 class ModelPreset(NamedModel):
