@@ -40,6 +40,7 @@ from autopar.runtime.verify.error_metrics import (
     measured,
     worst,
 )
+from autopar.runtime.verify.float64_program import casts_lower
 from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, constants_of, reference_steps
@@ -149,7 +150,7 @@ def verify(
     count = decided.degrees.num_micro_batches
     if not draws and (count == 1 or decided.degrees.per_micro_batch):
         micro_batches = split_micro_batches(program, data[0], count)
-        captured, captured_notes = against_model(model, source, micro_batches, reference)
+        captured, captured_notes = against_model(model, program, source, micro_batches, reference)
     on_progress(f"the same steps on {world_size} ranks")
     with nullcontext(ranks) if ranks is not None else Ranks(world_size) as world:
         describe = partial(rank_name, decided.degrees)
@@ -267,16 +268,19 @@ def noise_of(program: Program, source: Source, data: Sequence[Batch], degrees: D
 
 
 def against_model(
-    model: ResolvedModel, source: Source, micro_batches: Sequence[Batch], reference: Steps
+    model: ResolvedModel, program: Program, source: Source, micro_batches: Sequence[Batch], reference: Steps
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """The promoted reference against the unmodified model, once: mean loss and gradients, and notes.
 
-    The unmodified model runs in its own dtype, and the noise is measured on it. If a tensor cannot be judged there, or
-    differs, the model runs in float64 for this tensor, unless the model fails in float64. At a kink of a function, such
-    as a sample that lies exactly on a pixel, two dtypes have different gradients.
+    The unmodified model runs in its own dtype, and the noise is measured on it. A float64 model may compute norms and
+    rotary tables in float32, as `program` shows. The promoted reference does not, so the tolerance is float32's then.
+    If a tensor cannot be judged there, or differs, the model runs in float64 for this tensor, unless the model fails in
+    float64. At a kink of a function, such as a sample that lies exactly on a pixel, two dtypes have different
+    gradients.
     """
     own = next(model.model.parameters()).dtype
-    tolerance = TOLERANCES[str(own).removeprefix("torch.")]
+    coarsest = torch.float32 if own is torch.float64 and casts_lower(program) else own
+    tolerance = TOLERANCES[str(coarsest).removeprefix("torch.")]
     errors_in = partial(_errors_of_model, model, source, micro_batches, reference, tolerance)
     losses, gradients = errors_in(in_float64=False)
     notes: tuple[str, ...] = ()

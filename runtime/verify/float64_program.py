@@ -28,6 +28,13 @@ def promoted(program: Program, dtype: torch.dtype = torch.float64) -> Program:
     return replace(program, blocks=blocks, constants=constants, parameters=parameters, inputs=inputs, buffers=buffers)
 
 
+def casts_lower(program: Program) -> bool:
+    """Whether a program computes values of a lower precision than float64."""
+    graphs = [program.constants.graph, *(block.graph for block in program.blocks)]
+    infos = (node.meta.get("info") for graph in graphs for node in graph.nodes)
+    return any(info is not None and info.dtype in LOWER for info in infos)
+
+
 def _higher(value: Any, dtype: torch.dtype) -> Any:
     return dtype if value in LOWER else value
 

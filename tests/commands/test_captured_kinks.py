@@ -29,7 +29,8 @@ class AtAKink(nn.Module):
 def test_other_gradients_at_a_kink_are_no_difference(planted: float) -> None:
     torch.manual_seed(0)
     model, x = AtAKink(), torch.randn(4, 6)
-    run = run_program(in_dtype(capture_program(model, {"x": x}), "float64"), model, {"x": x})
+    program = in_dtype(capture_program(model, {"x": x}), "float64")
+    run = run_program(program, model, {"x": x})
     assert run.gradients["offset"].norm() > 0
     model(x).backward()
     assert model.offset.grad is not None and model.offset.grad.norm() == 0
@@ -38,7 +39,7 @@ def test_other_gradients_at_a_kink_are_no_difference(planted: float) -> None:
     values = dict(model.named_parameters())
     resolved = ResolvedModel(name="kink", kind="factory", model=model, example_inputs={"x": x})
     quantities, notes = against_model(
-        resolved, values.__getitem__, [{"x": x}], Steps(losses=[run.loss], gradients=gradients)
+        resolved, program, values.__getitem__, [{"x": x}], Steps(losses=[run.loss], gradients=gradients)
     )
     assert all(quantity.passed for quantity in quantities) == (planted == 1.0)
     assert any("in float64" in note for note in notes)

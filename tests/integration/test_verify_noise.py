@@ -31,7 +31,7 @@ def test_a_capture_of_another_model_differs_there() -> None:
     reference = reference_steps(program, source, [batch], Degrees())
 
     def outcomes() -> list[str]:
-        return [q.outcome for q in against_model(model, source, [batch], reference)[0]]
+        return [q.outcome for q in against_model(model, program, source, [batch], reference)[0]]
 
     assert outcomes() == ["equal", "equal"]
     other = {name: value * (0.9 if name == "up.weight" else 1) for name, value in reference.gradients.items()}
