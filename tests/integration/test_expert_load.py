@@ -3,11 +3,8 @@
 from typing import Any
 
 import pytest
-import torch
 from suites import long
 
-import autopar
-from autopar.errors import RuntimeInputError
 from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(150)
@@ -27,10 +24,6 @@ def test_the_load_is_that_of_the_model(wish: dict[str, Any], four_ranks: Ranks) 
         assert counted == expected
 
 
-def test_a_model_without_experts_has_no_load() -> None:
-    batch = (torch.randn(4, 8), torch.arange(4))
-    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
-    loss_fn = torch.nn.functional.cross_entropy
-    parallel = autopar.parallelize(model, "1xcpu", example_inputs=batch, loss_fn=loss_fn)
-    with pytest.raises(RuntimeInputError, match="no block of this model sorts tokens by expert"):
-        parallel.expert_load(batch)
+def test_a_model_without_experts_has_no_load(two_ranks: Ranks) -> None:
+    for message in two_ranks.run("expert_ranks:load_without_experts", 2):
+        assert "no block of this model sorts tokens by expert" in message

@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from autopar.api import parallelize
+from autopar.errors import RuntimeInputError
 
 EXPERTS, CHOICES, LENGTH = 6, 2, 8
 SIZES: dict[str, Any] = {
@@ -39,3 +40,16 @@ def loads(rank: int, wish: Mapping[str, Any], world_size: int) -> list[dict[str,
     batch = {"input_ids": ids[: 2 * dp], "labels": ids[: 2 * dp]}
     counted = parallel.expert_load(parallel.local_batch(batch))
     return [{path: counts.tolist() for path, counts in counted.items()}, chosen(model, batch)]
+
+
+def load_without_experts(rank: int, world_size: int) -> str:
+    """The message for a model that has no experts."""
+    batch = (torch.randn(4, 8), torch.arange(4))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
+    loss_fn = torch.nn.functional.cross_entropy
+    parallel = parallelize(model, f"{world_size}xcpu", example_inputs=batch, plan={"tp": 2}, loss_fn=loss_fn)
+    try:
+        parallel.expert_load(batch)
+    except RuntimeInputError as error:
+        return str(error)
+    return "no error"
