@@ -93,12 +93,14 @@ def _beyond_columns(kind: str, config: Mapping[str, Any], sequence: int | None) 
         return f"its activation, {config['hidden_act']}, is neither GPT-NeoX-20B's nor Pythia's, and no column names it"
     if kind == "falcon" and not config.get("new_decoder_architecture") and not config.get("multi_query"):
         return "a first Falcon with a key head for every head is no family"
+    if config.get("first_k_dense_replace"):
+        return "its first layers are dense, and a row of a config has one kind of layer"
     if kind == "falcon" and config.get("alibi"):
         return "positions as a bias of the scores, which no column says"
     return ""
 
 
 def decoders() -> list[str]:
-    """The presets that are decoders of text alone."""
-    others = {"bert", "clip", "roberta", "t5", "vit", "whisper"}
-    return [name for name, preset in model_presets().items() if preset.config["model_type"] not in others]
+    """The presets whose blocks are of one stored family."""
+    presets = {name: preset.config for name, preset in model_presets().items()}
+    return [n for n, c in presets.items() if c["model_type"] in _DECODERS and not c.get("first_k_dense_replace")]
