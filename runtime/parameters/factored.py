@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import private
@@ -89,20 +87,9 @@ class FactoredTensor(ShownTensor, DTensor):
         memo[id(self)] = made
         return made  # type: ignore[no-any-return]
 
-    # methods of a split tensor that torch.distributed.checkpoint calls
-
-    def _chunks(self) -> FlatShards:
+    def flat_shards(self) -> FlatShards:
         shape = tuple(self.model_shape)
         return FlatShards.of([FlatRows(tensor=stored(self), shape=shape)], shape)
-
-    def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
-        return self._chunks().__create_write_items__(name, obj)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks().__create_chunk_list__()
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._chunks().__get_tensor_shard__(index)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,8 +19,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import private
@@ -92,25 +90,13 @@ class JoinedTensor(ShownTensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.model_name!r}, shape={tuple(self.joint.shape)}, parts={list(self.parts)})"
 
-    # methods of a split tensor that torch.distributed.checkpoint calls
-
     def flat_shards(self) -> FlatShards:
-        """This rank's chunks of the model's tensor."""
         sizes = [tuple(cut.shape) for cut in self.joint.cut(torch.empty(self.joint.shape, device="meta"))]
         rows = [
             FlatRows(tensor=stored(part), shape=size, dim=self.joint.dim, start=start)
             for part, size, start in zip(self.parts, sizes, self.joint.bounds, strict=False)
         ]
         return FlatShards.of(rows, tuple(self.joint.shape))
-
-    def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
-        return self.flat_shards().__create_write_items__(name, obj)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self.flat_shards().__create_chunk_list__()
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.flat_shards().__get_tensor_shard__(index)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

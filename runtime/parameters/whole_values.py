@@ -1,12 +1,16 @@
 """Tensors that show the model's shape, and the functions of torch that run on their whole values."""
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
+from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.operator_kinds import changed_operands, target_of, tensors_in, writes
 
 
@@ -19,17 +23,32 @@ class ShownTensor(torch.Tensor):
     __slots__ = ()
     model_name: str
 
+    @abstractmethod
     def gathered(self) -> torch.Tensor:
         """A copy of the whole value in the model's shape: a replicated DTensor if the storage is a DTensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, whole: torch.Tensor) -> None:
         """Change the stored values to the values of `whole`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def full_tensor(self) -> torch.Tensor:
         """The whole value in the model's shape, as a tensor without a layout. Collective."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def flat_shards(self) -> FlatShards:
+        """This rank's chunks of the model's tensor."""
+
+    # methods of a split tensor that torch.distributed.checkpoint calls
+
+    def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
+        return self.flat_shards().__create_write_items__(name, obj)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self.flat_shards().__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.flat_shards().__get_tensor_shard__(index)
 
 
 def refuse_compiling() -> None:
