@@ -4,15 +4,17 @@
 of layers, are cut or repeated. At most half of the layers are leading dense ones. ``hidden`` (a multiple of 16)
 replaces the residual width, and everything that depends on it follows so that it stays divisible by 2, 4 and 8:
 
-- heads: 8, each of hidden / 8; key/value heads: as many as heads if they were, 1 if it was 1, else half the heads (4);
-- feed-forward widths keep their ratio to hidden, rounded to a multiple of 16;
-- vocabulary: 512, or the model's own if smaller;
-- latent attention: ranks as feed-forward widths; of the sizes that a head has, the largest becomes hidden / 8 and the
-  others keep their ratio to it, even;
-- experts: at most 8, of which at most 2 work on a token, in groups of at least 2, of which the same share is chosen;
-- sliding windows, chunks of attention and steps of its temperature: at most 8 tokens, so that they matter in short
-  sequences;
-- images: 4 × 4 patches of 4 × 4 pixels; audio: 32 positions of the encoder.
+- There are 8 heads of hidden / 8. A model with as many key/value heads as heads keeps that. One key/value head stays
+  one. Any other number becomes half of the heads.
+- Feed-forward widths keep their ratio to hidden. They are rounded to a multiple of 16.
+- The vocabulary is 512, or the model's own if it is smaller.
+- The ranks of latent attention scale as feed-forward widths do. Of the sizes of a head, the largest becomes hidden / 8.
+  The others keep their ratio to it and stay even.
+- There are at most 8 experts, and at most 2 work on a token. A group has at least 2 experts. The share of groups that a
+  token chooses stays.
+- Sliding windows, chunks of attention and steps of its temperature have at most 8 tokens. So they matter in short
+  sequences.
+- Images have 4 × 4 patches of 4 × 4 pixels. The encoder of audio has 32 positions.
 
 When hidden is a multiple of 48 all of these are divisible by 3 as well: 24 heads, 12 key/value heads, feed-forward
 multiples of 48, vocabulary 768. A config of several towers (``text_config``, ``vision_config``) has each of them

@@ -1,10 +1,8 @@
 """Every family once over real ranks: tensor and sequence parallelism beside ZeRO 3, on one world that stays."""
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from script import script
 from suites import thinned
 
 pytest.importorskip("transformers")
@@ -13,17 +11,6 @@ import zoo
 
 MESH = "tp=2 × dp=2, ZeRO 3, sequence"
 DIFFERENT_IN_KIND = ("llama", "t5", "mixtral", "resnet", "phi3_grouped")  # the others run in one process
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    return script("tools/equivalence.py")
-
-
-@pytest.fixture(scope="module")
-def open_worlds(tool: ModuleType) -> Iterator[object]:
-    with tool.worlds() as found:
-        yield found
 
 
 @pytest.mark.timeout(300)

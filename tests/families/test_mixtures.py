@@ -1,12 +1,10 @@
 """Mixtures of experts of transformers: tokens are parallel in each of them, and all meshes equal one device."""
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from types import ModuleType
 
 import pytest
-from script import script
 from suites import thinned
 
 pytest.importorskip("transformers")
@@ -62,17 +60,6 @@ def test_a_balance_loss_is_exact_over_ranks_and_refused_over_micro_batches() -> 
     case = case_of(mixtures.example("mixtral", output_router_logits=True))
     assert case.program.mixes_batch is not None
     check(case, labelled(case, Mesh.of(dp=2, tp=2)), Mesh.of(dp=2, tp=2))
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    return script("tools/equivalence.py")
-
-
-@pytest.fixture(scope="module")
-def open_worlds(tool: ModuleType) -> Iterator[object]:
-    with tool.worlds() as found:
-        yield found
 
 
 @pytest.mark.timeout(300)
