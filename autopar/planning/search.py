@@ -197,12 +197,16 @@ def search_captured(
         part, works = goal.part(best), works_of_best(best.degrees.tp)
         final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
         check_result(found, decided, works, constraints)
+    made = result_of(
+        found, program, works_of, works_of_best, labels.hold, top=asked.top, global_batch=asked.global_batch
+    )
     result = replace(
-        result_of(found, program, works_of, works_of_best, labels.hold, top=asked.top, global_batch=asked.global_batch),
+        made,
         model=name,
         plan=decided,
         closest=nearest,
         beyond=None if more is None else contender_of(more, best, cluster),
+        assumptions=made.assumptions if more is None else (*made.assumptions, *more.assumptions),
         seconds=time.monotonic() - started,
     )
     if best is not None and decided is not None and asked.report:

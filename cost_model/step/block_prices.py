@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.cost_model.step.block_time import BlockSeconds, computing_seconds
 from autopar.cost_model.step.context import Basis, Passes
+from autopar.cost_model.step.experts import count_seconds, exchange_seconds, has_experts
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
@@ -54,10 +55,10 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     seconds = _of_variants(basis, family, layouts, role, in_float8=basis.machine.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context = _context(basis, family, layouts, role)
-    experts = _all_to_all(basis, layouts) if role.startswith("moe_layer") else np.zeros(1)
+    experts, counts = _experts(basis, family, layouts, role)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
-    forward, backward = forward + context + experts, backward + 2 * context + experts
+    forward, backward = forward + context + experts + counts, backward + 2 * context + experts
     parts = {
         "products": seconds.products,
         "attention": seconds.attention,
@@ -66,6 +67,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         "tensor collectives": tensor,
         "context collectives": 3 * context + 0.0 * forward,
         "expert collectives": 2 * experts + 0.0 * forward,
+        "expert counts": counts + 0.0 * forward,
     }
     hidden = {"tensor collectives": behind, "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1)}
     return BlockPrices(
@@ -164,10 +166,9 @@ def _context(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> 
     return np.where(layouts.cp > 1, CONTEXT_EXPOSED * spent, 0.0)
 
 
-def _all_to_all(basis: Basis, layouts: Layouts) -> Floats:
-    """Seconds of sending tokens to their experts and back in one pass: two all-to-alls over the expert ranks."""
-    shape = basis.shape
-    tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
-    moved = shape.element_bytes * tokens * shape.experts_per_token * shape.hidden
-    spent = basis.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
-    return np.where(layouts.ep > 1, 2 * spent, 0.0)
+def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
+    """Seconds of sending tokens to their experts and back in one pass, and of waiting for their counts before it."""
+    if not has_experts(role):
+        return np.zeros(1), np.zeros(1)
+    one = exchange_seconds(basis, layouts)
+    return 2 * one, count_seconds(basis, family, layouts, role, one)

@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.cost_model.estimate import formula_only
 from autopar.cost_model.pricing import Question
+from autopar.cost_model.step.experts import expert_assumptions
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -49,6 +50,11 @@ class Found:
             cluster=cluster, degrees=self.best.degrees, engine=on.machine.engine, cp=beyond.cp, ep=beyond.ep
         )
         return formula_only(question, on.machine.precision)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """The assumptions of the plan's price beyond the search's own."""
+        return expert_assumptions(self.machinery.machine, self.beyond.ep)
 
 
 def search_beyond(

@@ -90,6 +90,8 @@ class _Terms:
             "memory-bound", "memory-bound kernels of a block, both passes", "cost_model/step/block_time.py"
         )
         yield self._each_block("host", "seconds in which a block waits for the host", "cost_model/step/block_time.py")
+        waits = "seconds in which a block waits for the counts of its experts' rows"
+        yield self._each_block("expert counts", waits, "cost_model/step/experts.py")
         yield self._recomputation()
         sent = "a block's exposed collectives: bytes over bandwidth plus latency, minus hidden seconds"
         for part in ("tensor collectives", "context collectives", "expert collectives"):
