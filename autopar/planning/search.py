@@ -35,7 +35,7 @@ from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.check import check_result
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
-from autopar.search.driver.priced_only import contender_of, search_beyond
+from autopar.search.driver.priced_only import search_beyond, with_beyond
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
@@ -197,18 +197,14 @@ def search_captured(
         part, works = goal.part(best), works_of_best(best.degrees.tp)
         final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
         check_result(found, decided, works, constraints)
-    made = result_of(
-        found, program, works_of, works_of_best, labels.hold, top=asked.top, global_batch=asked.global_batch
-    )
     result = replace(
-        made,
+        result_of(found, program, works_of, works_of_best, labels.hold, top=asked.top, global_batch=asked.global_batch),
         model=name,
         plan=decided,
         closest=nearest,
-        beyond=None if more is None else contender_of(more, best, cluster),
-        assumptions=made.assumptions if more is None else (*made.assumptions, *more.assumptions),
         seconds=time.monotonic() - started,
     )
+    result = result if more is None else with_beyond(result, more, best, cluster)
     if best is not None and decided is not None and asked.report:
         on_progress("asking what if")
         base = Base(

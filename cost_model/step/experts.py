@@ -116,4 +116,5 @@ def expert_assumptions(machine: Machine, ep: int) -> tuple[str, ...]:
 
 
 def _is_expert_product(one: Any) -> bool:
-    return one.kind == "matmul" and one.name.startswith(EXPERT_PRODUCTS)
+    found: bool = one.kind == "matmul" and one.name.startswith(EXPERT_PRODUCTS)
+    return found
