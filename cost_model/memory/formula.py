@@ -1,17 +1,21 @@
 """Peak memory of one rank for many layouts at once: state, gathered weights, activations in flight, logits, reserve.
 
-    state        16 to 28 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
-                 master weights and moments, 2 the gradients too, 3 all of it
-    gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched; with stages all
-                 of a rank's weights and gradients, which stay whole for a step (torchtitan, FSDP under pipelines)
-    activations  what the backward pass needs of every block of every micro-batch in flight; under full recomputation
-                 the blocks' inputs, and one block's values while it is computed again
-    in flight    min(n, p) under 1F1B on the first rank, p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
-                 section 2.2; Korthikanti et al. 2022, section 4.2.3)
-    logits       of the last rank: 16 bits, and their float32 copy and its gradient
-    reserve      the framework's own memory on the device
+    part           bytes
+    state          16 to 28 for each trained parameter, divided by ZeRO
+    gathered       the whole weights of two blocks, under ZeRO 3
+    activations    the saved tensors of all micro-batches in flight
+    logits         the logits of the last rank, their float32 copy and its gradient
+    reserve        the framework's own memory on the device
 
-The fullest is the first or the last pipeline rank.
+State is by Rajbhandari et al. 2020, "ZeRO", section 3.1. ZeRO 1 divides master weights and moments. ZeRO 2 divides the
+gradients too. ZeRO 3 divides all state, and gathers one block for computing and one ahead of it. With stages, a rank's
+weights and gradients stay whole for a step (torchtitan, FSDP under pipelines).
+
+Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. The first
+rank has min(n, p) micro-batches in flight under 1F1B, and p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
+section 2.2; Korthikanti et al. 2022, section 4.2.3).
+
+The fullest rank is the first or the last pipeline rank.
 """
 
 from dataclasses import dataclass
@@ -44,7 +48,7 @@ class MemoryBasis:
     shape: Shape
     engine: Engine
     reserve_bytes: float  # the framework's own memory on the device
-    cache: float  # what the allocator keeps beyond the tensors, as a part of them
+    cache: float  # memory that the allocator keeps beyond the tensors, as a fraction of the tensors
     fused: bool  # attention is one kernel, which saves no scores
 
 

@@ -33,6 +33,7 @@ from autopar.capture.export.loss_arguments import (
     names_of_loss,
     num_of_loss,
 )
+from autopar.capture.export.module_conversions import converted_alike
 from autopar.capture.export.own_changes import assigned_in_place, unchanged
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.flat_graph import Flat
@@ -81,7 +82,8 @@ class _Outputs(nn.Module):
         given = [(name, "input", tensor, value) for name, tensor, value in inputs]
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
         notes: list[str] = []
-        with DataReads(self.model, given, self._traced.reading) as reads, assigned_in_place(self.model, notes):
+        reading = DataReads(self.model, given, self._traced.reading)
+        with reading as reads, assigned_in_place(self.model, notes), converted_alike(self.model):
             found = self._outputs(*args, **kwargs)
         self._traced.decided[:] = [decision for decision, _ in reads.decided]
         self._traced.notes[:] = [*reads.notes, *notes]
