@@ -148,7 +148,7 @@ def module_conversions(convert: Callable[..., Any]) -> Iterator[None]:
 
     `function` converts a tensor. ``plain()`` converts the module.
     """
-    original = torch.nn.Module._apply
+    original: Any = torch.nn.Module._apply
 
     def applied(module: torch.nn.Module, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         return convert(module, function, lambda: original(module, function, *given, **named))

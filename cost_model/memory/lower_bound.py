@@ -5,7 +5,8 @@
     one operator     operands and output of the operator that holds most
 
 State has the parameter's dtype. The labels and the ZeRO stage divide it. A frozen parameter has neither gradient nor
-moments. The parameter operands of the operator are part of the state and are counted once. Activations kept for the backward pass come on top, so a plan that this bound refuses cannot run.
+moments. The parameter operands of the operator are part of the state and are counted once. Saved activations come on
+top, so a plan that this bound refuses cannot run.
 """
 
 from collections.abc import Sequence

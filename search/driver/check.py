@@ -9,7 +9,8 @@
     proof        the bound is at most the best price
     plan         the returned plan is the priced plan
 
-No degree may be forbidden, and no priced candidate that fits may be better than the best. A failed check is an error of the search, not of its user.
+No degree may be forbidden, and no priced candidate that fits may be better than the best. A failed check is an error
+of the search, not of its user.
 """
 
 from collections.abc import Iterator
