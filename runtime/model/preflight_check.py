@@ -14,14 +14,14 @@ A rank also says here whether it is unsure of the indices in its batch (`autopar
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar._torch import private
-from autopar.errors import RuntimeInputError
+from autopar.errors import Problem, RuntimeInputError
 from autopar.ir.program import InputInfo
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
@@ -64,6 +64,27 @@ class PreflightCheck:
         if text:
             raise RuntimeInputError(text)
         return [r[3] for r in rows], any(r[2] == UNSURE for r in rows)
+
+    def agree(self, values: Mapping[str, object]) -> None:
+        """Raise `RuntimeInputError` on all ranks if their values differ. Collective."""
+        text = ", ".join(f"{name} {value}" for name, value in values.items())
+        rows = self.exchange([2 * READING, 0, FITS, _number(text)])
+        groups = list(_groups([tuple(row[:1] + row[3:4]) for row in rows]).values())
+        if len(groups) > 1:
+            others = disagreement([row[:3] for row in rows], (), lambda rank: rank) or (
+                f"{_ranks(_joined(groups[1:]))} read other data than {_ranks(groups[0])}; here {text}; pass equal "
+                "arguments, and load the same state on every rank"
+            )
+            raise RuntimeInputError(others)
+
+    def all_or_none(self, message: str, problems: Sequence[Problem]) -> None:
+        """Raise `RuntimeInputError` on all ranks if one has problems. Collective."""
+        rows = self.exchange([2 * READING, 0, UNFIT if problems else FITS, 0])
+        if problems:
+            raise RuntimeInputError(message, problems)
+        bad = [rank for rank, row in enumerate(rows) if row[2] == UNFIT]
+        if bad:
+            raise RuntimeInputError(f"{message} on {_ranks(bad)}; the error of that rank says why")
 
     def in_lockstep(self, loader: Any) -> Iterator[Any]:
         """The items of a loader as long as every rank has one. Raises `RuntimeInputError` on all ranks if one ends or
@@ -176,7 +197,11 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 
 def _shape_hash(value: torch.Tensor, info: InputInfo) -> int:
     rows = tuple(size for d, size in enumerate(value.shape) if d != info.batch_dim)
-    return int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:7], "big")
+    return _number(repr(rows))
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:
