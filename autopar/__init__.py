@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
     from autopar.runtime.model.module import ParallelModel
+    from autopar.runtime.model.run import Run
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
 
@@ -31,6 +32,7 @@ _HOMES = {
     "Estimate": "autopar.cost_model.estimate",
     "Plan": "autopar.ir.plan",
     "ParallelModel": "autopar.runtime.model.module",
+    "Run": "autopar.runtime.model.run",
     "SearchResult": "autopar.search.result.result",
     "prove_rule": "autopar.testing.rule_proof",
     "register_rule": "autopar.rules.registry",
@@ -42,6 +44,7 @@ __all__ = [
     "Estimate",
     "ParallelModel",
     "Plan",
+    "Run",
     "SearchResult",
     "__version__",
     "capture_program",

@@ -409,7 +409,7 @@ class ParallelModel(RunningModel):
         Example:
             >>> parallel.trace("step.json", batch)
         """
-        step, grads = self._step, [(p, p.grad) for _, p in self.stored_parameters()]
+        step, trained, grads = self._step, self.num_trained, [(p, p.grad) for _, p in self.stored_parameters()]
         buffers = [(held, held.clone()) for held in map(self.buffer, self.program.updates)]
 
         def one_step() -> None:
@@ -423,7 +423,7 @@ class ParallelModel(RunningModel):
             }
             trace_step(path, one_step, self.rank_mesh, self.plan.degrees, self.device, sizes=sizes)
         finally:
-            self._step = step
+            self._step, self.num_trained = step, trained
             for parameter, grad in grads:
                 parameter.grad = grad
             for held, before in buffers:

@@ -27,8 +27,15 @@ from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
 from autopar.runtime.model.inputs import Batch, batch_error
 
-_KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate")
-READING, ENDED, FAILED, STEP, EVALUATION = range(len(_KINDS))
+_KINDS = (
+    "reading data",
+    "at the end of its data",
+    "failing",
+    "in forward_backward",
+    "in evaluate",
+    "logging metrics",
+)
+READING, ENDED, FAILED, STEP, EVALUATION, LOGGING = range(len(_KINDS))
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
 FITS, UNFIT, UNSURE = range(3)  # what a rank knows of its own batch; unsure of its indices

@@ -26,7 +26,7 @@ from autopar.runtime.model.inputs import (
 )
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast
 from autopar.runtime.model.pipeline import Pipeline
-from autopar.runtime.model.preflight_check import EVALUATION, PreflightCheck
+from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
@@ -56,6 +56,7 @@ class RunningModel(ShardedModel):
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
         self._step = 0
+        self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
         self._waits = False  # whether gradients of earlier calls wait for their sums
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
@@ -80,6 +81,21 @@ class RunningModel(ShardedModel):
             True
         """
         return self._shapes.base.code_modules(outputs=outputs)
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Give the integers of all ranks, sent over gloo on the host. Collective.
+
+        Args:
+            row: This rank's integers, at most 4 + 2 × inputs.
+
+        Returns:
+            The rows of all ranks, padded with zeros.
+
+        Example:
+            >>> parallel.exchange([7])[0][0]
+            7
+        """
+        return self._preflight.exchange(row)
 
     def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
         """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
@@ -160,6 +176,10 @@ class RunningModel(ShardedModel):
         compiled.decisions.check(pieces, compiled.constants(), self._preflight.exchange)
         if own.sequences:
             self._fillers = first_rows(self.program, own)
+        if kind == STEP:
+            samples = sum(counts) * self.plan.degrees.dp // self.plan.degrees.world_size
+            tokens = samples * (compiled.program.sequence or 0)
+            self.num_trained = (self.num_trained[0] + samples, self.num_trained[1] + tokens)
         read = self._inputs_read(compiled)
         return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
 
