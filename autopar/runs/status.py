@@ -1,4 +1,4 @@
-"""What a run directory says of its run: figures of the last steps beside the plan's prediction, and whether it lives."""
+"""What a run directory says: figures of the last steps beside the plan's prediction, and whether the run lives."""
 
 import math
 import os

@@ -139,7 +139,7 @@ class StreamParts(Parts):
             resumed: Iterator[Any] = iter(self.source)
             return resumed
         seed_draws(number_of(self.seed, self.epoch, 0, 0))
-        stream = iter(self.source)
+        stream: Iterator[Any] = iter(self.source)
         skipped = sum(1 for _ in islice(stream, self.offset))
         if skipped < self.offset:
             raise RuntimeInputError(

@@ -241,8 +241,8 @@ class Run:
         before = read_info(self.path) if is_run(self.path) else None
         if before is not None and before.model != plan.model:
             raise InputError(
-                f"{self.path} holds a run of the model {short_repr(before.model)}, this one is {short_repr(plan.model)}; "
-                "name another directory"
+                f"{self.path} holds a run of the model {short_repr(before.model)}, this one is "
+                f"{short_repr(plan.model)}; name another directory"
             )
         names = Prediction.__dataclass_fields__
         device = self._parallel.device
