@@ -83,7 +83,8 @@ PROGRAM = """
 import sys, time, torch, autopar
 model = torch.nn.Sequential(torch.nn.Linear(8, 4))
 batch = (torch.randn(4, 8), torch.arange(4))
-parallel = autopar.parallelize(model, "1xcpu", example_inputs=batch, plan={"dp": 1}, loss_fn=torch.nn.functional.cross_entropy)
+loss_fn = torch.nn.functional.cross_entropy
+parallel = autopar.parallelize(model, "1xcpu", example_inputs=batch, plan={"dp": 1}, loss_fn=loss_fn)
 first, last = map(int, sys.argv[2:])
 with autopar.Run(sys.argv[1], parallel) as run:
     for step in range(first, last):

@@ -16,13 +16,11 @@ PREDICTED = Prediction(step_s=2.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9,
 
 def test_the_figures_of_a_run(tmp_path: Path) -> None:
     """Rates are medians; the time left is that of this start's steps, with what lies between them."""
-    lines = [
-        line(s, 5.0 - 0.1 * s, step_s=4.0, tokens_per_s=500.0, tokens=2000, time_s=NOW_S - 300 + 5 * s)
-        for s in range(10)
-    ]
+    rates = {"step_s": 4.0, "tokens_per_s": 500.0, "tokens": 2000}
+    lines = [line(step, 5.0 - 0.1 * step, **rates, time_s=NOW_S - 300 + 5 * step) for step in range(10)]
     lines[3] = line(3, 9.0, skipped=True, step_s=0.1, time_s=NOW_S - 285)
-    lines[9] = line(9, 4.1, step_s=400.0, tokens_per_s=5.0, tokens=2000, time_s=NOW_S - 255, peak_bytes=10**9, peak_rank=2,
-                    gradient_norm=0.5)  # fmt: skip
+    odd = {"step_s": 400.0, "tokens_per_s": 5.0, "gradient_norm": 0.5, "peak_bytes": 10**9, "peak_rank": 2}
+    lines[9] = line(9, 4.1, **rates | odd, time_s=NOW_S - 255)
     folder = write(tmp_path, [start(), line(7), start(), *lines], total_steps=21, predicted=PREDICTED)
     lock = take_lock(folder)
     found = run_status(folder, now_s=NOW_S)
