@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from autopar.planning.fixed import coverage
     from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
+    from autopar.runtime.data.loader import ParallelLoader
     from autopar.runtime.model.module import ParallelModel
-    from autopar.runtime.model.run import Run
+    from autopar.runtime.recording.run import Run
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
 
@@ -31,8 +32,9 @@ _HOMES = {
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
     "Plan": "autopar.ir.plan",
+    "ParallelLoader": "autopar.runtime.data.loader",
     "ParallelModel": "autopar.runtime.model.module",
-    "Run": "autopar.runtime.model.run",
+    "Run": "autopar.runtime.recording.run",
     "SearchResult": "autopar.search.result.result",
     "prove_rule": "autopar.testing.rule_proof",
     "register_rule": "autopar.rules.registry",
@@ -42,6 +44,7 @@ __all__ = [
     "AutoparError",
     "ClusterSpec",
     "Estimate",
+    "ParallelLoader",
     "ParallelModel",
     "Plan",
     "Run",

@@ -109,6 +109,11 @@ class ParallelLoader:
         Returns:
             The epoch, the samples of it that were read, and the values that decide the order. Of a dataset with a
             state, this state too.
+
+        Example:
+            >>> loader = parallel.loader(torch.utils.data.TensorDataset(*batch))
+            >>> loader.state_dict()["offset"]
+            0
         """
         options = self._options
         position = {"epoch": self._epoch, "offset": self._offset, "length": self._length}
@@ -128,6 +133,12 @@ class ParallelLoader:
 
         Raises:
             RuntimeInputError: The position is of another dataset, seed or order. The message lists every difference.
+
+        Example:
+            >>> loader = parallel.loader(torch.utils.data.TensorDataset(*batch))
+            >>> loader.load_state_dict(loader.state_dict() | {"epoch": 3})
+            >>> loader.epoch
+            3
         """
         problems = list(self._problems_of(state))
         if problems:

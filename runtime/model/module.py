@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, default_collate
 
 from autopar.errors import RuntimeInputError
 from autopar.runtime.data.loader import LoaderOptions, ParallelLoader
+from autopar.runtime.data.make import make_loader
 from autopar.runtime.data.parts import Collate
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
@@ -20,7 +21,6 @@ from autopar.runtime.model.autograd_step import with_backward
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
-from autopar.runtime.model.loading import make_loader
 from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
@@ -298,9 +298,10 @@ class ParallelModel(RunningModel):
             options,
             global_batch,
             degrees=self.plan.degrees,
+            micro_batch=self._shapes.base.micro_batch,
             index=self.rank_mesh.dims["dp"].coordinate,
-            shapes=self._shapes,
-            preflight=self._preflight,
+            ranks=self._preflight,
+            refusal=self._refusal_of,
         )
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:

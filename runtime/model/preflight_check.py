@@ -135,7 +135,7 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
             count = rows[kinds[ENDED][0]][1]
             return (
                 f"{_ranks(kinds[ENDED])} ran out of data after {count} batches, {_ranks(kinds[READING])} did not; give "
-                "every rank the same number of batches: use a sampler that pads or drops the last ones"
+                "every rank the same number of batches: parallel.loader(dataset) does"
             )
         places = "; ".join(f"{_ranks(r)} {_KINDS[k]}" for k, r in kinds.items())
         return f"ranks call different methods: {places}; make the same calls in the same order on every rank"
@@ -177,7 +177,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
             why = "differ only in tp or pp" if batched else "share this input, which has no batch"
             return (
                 f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; pass the "
-                "same data on these ranks (seed and shard the sampler by the data-parallel rank)"
+                "same data on these ranks: parallel.loader(dataset) does"
             )
     return ""
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
@@ -182,6 +182,24 @@ class RunningModel(ShardedModel):
             self.num_trained = (self.num_trained[0] + samples, self.num_trained[1] + tokens)
         read = self._inputs_read(compiled)
         return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+
+    def _refusal_of(self, counts: Sequence[int], micro_batches: int) -> str:
+        """Why a step cannot run these numbers of sequences of the data-parallel ranks; empty if it can."""
+        shapes = self._shapes
+        try:
+            sequences_to_run(
+                counts,
+                shapes.base.micro_batch * micro_batches,
+                micro_batches,
+                pads=shapes.base.ignored is not None,
+                captures=shapes.can_capture,
+                wants_outputs=False,
+                per_micro_batch=self.plan.degrees.per_micro_batch,
+            )
+        except RuntimeInputError:
+            of = f" of {micro_batches}" if micro_batches > 1 else ""
+            return f"the model cannot ignore samples, nor do all ranks have the same multiple{of} of them"
+        return ""
 
     def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
         """The inputs that this rank's stages read, for the loss's denominator too."""

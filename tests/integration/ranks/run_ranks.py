@@ -13,7 +13,7 @@ from shared_captures import captured_by_first_rank
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.runtime.model import run as run_module
+from autopar.runtime.recording import run as run_module
 
 SECRET = "s3cret-of-the-environment"
 

@@ -1,17 +1,22 @@
-"""What a loader of `ParallelModel` needs to know of the plan: its batch, and the short batches that a step can run."""
+"""From a dataset and a plan to a loader. Arguments are checked on all ranks before any rank reads."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from autopar.errors import Problem, RuntimeInputError
+from autopar.errors import Problem
 from autopar.ir.degrees import Degrees
 from autopar.runtime.data.loader import LoaderOptions, ParallelLoader, is_stream
 from autopar.runtime.data.parts import Split
-from autopar.runtime.model.inputs import sequences_to_run
-from autopar.runtime.model.preflight_check import PreflightCheck
-from autopar.runtime.model.shape_cache import ShapeCache
 
 MAX_SEED = 2**63 - 1
+
+
+class Ranks(Protocol):
+    """What ranks tell each other of their data. Collective: `autopar.runtime.model.preflight_check`."""
+
+    def agree(self, values: Mapping[str, object]) -> None: ...
+    def all_or_none(self, message: str, problems: Sequence[Problem]) -> None: ...
+    def in_lockstep(self, loader: Iterable[Any]) -> Iterator[Any]: ...
 
 
 def make_loader(
@@ -20,24 +25,28 @@ def make_loader(
     global_batch: int | None,
     *,
     degrees: Degrees,
+    micro_batch: int,
     index: int,
-    shapes: ShapeCache,
-    preflight: PreflightCheck,
+    ranks: Ranks,
+    refusal: Callable[[Sequence[int], int], str],
 ) -> ParallelLoader:
-    """The loader of data-parallel rank `index`. Collective. Raises `RuntimeInputError` on all ranks."""
-    planned = degrees.dp * shapes.base.micro_batch * degrees.num_micro_batches
-    micro_batches = degrees.num_micro_batches if global_batch in (None, planned) else 1
+    """The loader of data-parallel rank `index`.
+
+    `refusal` says why numbers of sequences of the ranks cannot run in a number of micro-batches, or is empty. Raises
+    `RuntimeInputError` on all ranks.
+    """
+    planned = degrees.dp * micro_batch * degrees.num_micro_batches
     wanted = planned if global_batch is None else global_batch
-    problems = list(_problems(source, options, wanted, degrees.dp))
-    preflight.all_or_none("the data cannot be read", problems)
+    ranks.all_or_none("the data cannot be read", list(_problems(source, options, wanted, degrees.dp)))
     split = Split(global_batch=wanted, index=index, count=degrees.dp, drop_last=options.drop_last)
+    micro_batches = degrees.num_micro_batches if wanted == planned else 1
     return ParallelLoader(
         source,
         split,
         options,
-        agree=preflight.agree,
-        lockstep=preflight.in_lockstep,
-        short=_short(split, micro_batches, degrees, shapes),
+        agree=ranks.agree,
+        lockstep=ranks.in_lockstep,
+        short=lambda size: refusal(split.counts(size), micro_batches),
     )
 
 
@@ -47,6 +56,8 @@ def _problems(source: Any, options: LoaderOptions, global_batch: Any, dp: int) -
         yield Problem(path="global_batch", value=global_batch, rule=rule)
     if not _is_count(options.num_workers) or options.num_workers < 0:
         yield Problem(path="num_workers", value=options.num_workers, rule="must be a whole number of at least 0")
+    if options.prefetch_factor is not None and not options.num_workers:
+        yield Problem(path="prefetch_factor", rule="needs num_workers of at least 1", value=options.prefetch_factor)
     if not _is_count(options.seed) or not 0 <= options.seed <= MAX_SEED:
         yield Problem(path="seed", value=options.seed, rule=f"must be a whole number from 0 to {MAX_SEED}")
     if not is_stream(source):
@@ -62,28 +73,6 @@ def _problems(source: Any, options: LoaderOptions, global_batch: Any, dp: int) -
     if options.shuffle:
         rule = "cannot be true for a dataset without an index; shuffle in the dataset, by its own seed"
         yield Problem(path="shuffle", value=True, rule=rule)
-
-
-def _short(split: Split, micro_batches: int, degrees: Degrees, shapes: ShapeCache) -> Callable[[int], str]:
-    """Why a step cannot run a short global batch, by its size; an empty text if it can."""
-
-    def reason(size: int) -> str:
-        try:
-            sequences_to_run(
-                split.counts(size),
-                shapes.base.micro_batch * micro_batches,
-                micro_batches,
-                pads=shapes.base.ignored is not None,
-                captures=shapes.can_capture,
-                wants_outputs=False,
-                per_micro_batch=degrees.per_micro_batch,
-            )
-        except RuntimeInputError:
-            of = f" of {micro_batches}" if micro_batches > 1 else ""
-            return f"the model cannot ignore samples, nor do all ranks have the same multiple{of} of them"
-        return ""
-
-    return reason
 
 
 def _is_count(value: Any) -> bool:
