@@ -42,7 +42,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What runs. `started_at` is the time of the first start, `restarted_at` that of the last, in UTC."""
+    """What runs. `started_at` and `restarted_at` are the times of the first and the last start, in UTC."""
 
     kind: str = KIND
     version: int = VERSION

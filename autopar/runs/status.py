@@ -1,4 +1,4 @@
-"""What a run directory says: figures of the last steps beside the plan's prediction, and whether the run lives."""
+"""The status of a run: figures of the last steps beside the plan's prediction, and whether the run lives."""
 
 import math
 import os
@@ -15,8 +15,8 @@ from autopar.files.lock import LOCK, STALE_S, is_alive, read_holder
 from autopar.files.strict_text import read_text
 from autopar.runs.record import CHECKPOINTS, END, START, Line, Metrics, Prediction, RunInfo, read_info, read_metrics
 
-RECENT = 20  # lines of which rates are the median
-PACED = 200  # lines over which the time to the end is measured
+RECENT = 20  # rates are medians of so many lines
+PACED = 200  # the pace is measured over so many lines
 MAX_POINTS = 240  # of a curve
 _BARS = "▁▂▃▄▅▆▇█"
 _STEP = re.compile(r"step-(\d{1,18})(?:\.\d{1,9})?")
@@ -34,9 +34,9 @@ class Checkpoint:
 class RunStatus:
     """A run at one moment. Rates are medians of the last lines, and None if they are not known.
 
-    `state` is ``running``, ``done``, ``failed``, ``killed`` (its process has ended without saying so) or ``not
-    started``. `step_s` includes everything between two lines: reading data, saving, evaluations. `left_s` is the time
-    to the last of `total_steps`, at the pace of the last lines of this start.
+    `state` is ``running``, ``done``, ``failed``, ``killed`` or ``not started``. The process of a killed run has ended
+    without a last line. `step_s` includes all work between two lines, such as reading data and saving. `left_s` is the
+    time until `total_steps` are done, at the pace of the last lines of this start.
     """
 
     path: str

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from torch.utils.data import DataLoader
+
 from autopar.errors import Problem
 from autopar.ir.degrees import Degrees
 from autopar.runtime.data.loader import LoaderOptions, ParallelLoader, is_stream
@@ -60,6 +62,10 @@ def _problems(source: Any, options: LoaderOptions, global_batch: Any, dp: int) -
         yield Problem(path="prefetch_factor", rule="needs num_workers of at least 1", value=options.prefetch_factor)
     if not _is_count(options.seed) or not 0 <= options.seed <= MAX_SEED:
         yield Problem(path="seed", value=options.seed, rule=f"must be a whole number from 0 to {MAX_SEED}")
+    if isinstance(source, DataLoader):
+        rule = "must be a dataset, not a loader; pass loader.dataset, or iterate over parallel.batches(loader)"
+        yield Problem(path="dataset", value=type(source).__name__, rule=rule)
+        return
     if not is_stream(source):
         if not len(source):
             yield Problem(path="dataset", rule="has no samples")

@@ -24,7 +24,7 @@ Part = tuple[Any, int, Any]  # this rank's batch, the samples of the global batc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How global batches are cut: `global_batch` samples each, of which rank `index` of `count` reads its part.
+    """How global batches of `global_batch` samples are cut. Rank `index` of `count` reads its part of each.
 
     An epoch ends with a short batch, or before it with `drop_last`.
     """
@@ -167,7 +167,7 @@ def state_of(source: Any) -> Any:
 
 
 def is_stateful(source: Any) -> bool:
-    """Whether a dataset says where it is, as those of `datasets` and of `torchdata` do."""
+    """Whether a dataset says where it is, as iterables of `datasets` and of `torchdata` do."""
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 

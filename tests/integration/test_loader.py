@@ -55,6 +55,7 @@ def test_every_refusal_is_one_error_on_all_ranks(four_ranks: Ranks) -> None:
         "options": "global_batch: must be a whole number above 0 that the 2 data-parallel ranks divide; got 3",
         "a generator": "is an iterator, which can be read only once",
         "nothing": "dataset: has no samples",
+        "a loader": "dataset: must be a dataset, not a loader; pass loader.dataset",
         "a shorter stream": "rank 1 ran out of data after 3 batches, ranks 0, 2, 3 did not",
     }
     for name, text in expected.items():

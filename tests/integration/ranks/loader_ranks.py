@@ -11,7 +11,7 @@ import torch.distributed as dist
 from data_models import VOCABULARY, rows, tokens
 from data_ranks import LENGTH, made
 from shared_captures import captured_by_first_rank
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from autopar.errors import AutoparError
 from autopar.runtime.data.order import SampleOrder
@@ -141,6 +141,7 @@ def refusals(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, s
         "options": (RowStream(), {"global_batch": 3, "shuffle": True, "seed": -1}),
         "a generator": ((sample for sample in [1, 2]), {}),
         "nothing": ([], {}),
+        "a loader": (DataLoader(Rows()), {}),
         "a file": (Rows(fails_at=6 if rank >= world_size - parallel.plan.degrees.tp else None), {}),
         "a shorter stream": (RowStream(5 if odd else 11), {"global_batch": 2}),
     }
