@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
@@ -284,6 +284,22 @@ def takes_device(operator: Any) -> bool:
 def fake_tensors() -> AbstractContextManager[Any]:
     """A context whose tensors have shapes, strides, dtypes, storages and autograd, but no elements."""
     return FakeTensorMode()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory and nothing else: no parameter, no DTensor, no sparse tensor."""
+    return type(tensor) in (torch.Tensor, FakeTensor) and tensor.layout is torch.strided
+
+
+def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """A context in which writing to a tensor does not count as a change of values that autograd has saved."""
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    return context
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of changes in place that autograd knows of; of a DTensor those of its local part."""
+    return int(getattr(tensor, "_local_tensor", tensor)._version)
 
 
 def group_name_of(arguments: dict[str, Any]) -> str | None:

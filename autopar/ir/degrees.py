@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from autopar.errors import PlanError, Problem, did_you_mean
+from autopar.ir.offload import NO_OFFLOAD, OFFLOADS, PARAMETERS, parts_of_offload
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh
@@ -30,6 +31,8 @@ class Degrees:
 
     The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist whole
     (`autopar.lowering.loss_chunks`).
+
+    `offload` says what is in host memory instead of device memory (`autopar.ir.offload`).
     """
 
     pp: int = 1
@@ -50,6 +53,7 @@ class Degrees:
     cut_at: tuple[str, ...] | None = None
     order: str = ORDERS[0]
     loss_chunks: int = 1
+    offload: str = NO_OFFLOAD
 
     @property
     def dp(self) -> int:
@@ -84,6 +88,20 @@ class Degrees:
         blocks = self.recompute_blocks
         return blocks[stage] if isinstance(blocks, tuple) else blocks
 
+    def offloads(self, part: str) -> bool:
+        """Whether a part is on the host: one of `OPTIMIZER`, `PARAMETERS` and `ACTIVATIONS` (`autopar.ir.offload`)."""
+        return part in parts_of_offload(self.offload)
+
+    @property
+    def fsdp_stage(self) -> int:
+        """The ZeRO stage that FSDP2 runs; 0 if it runs none.
+
+        Of one data-parallel rank FSDP2 holds the parameters only if they are on the host.
+        """
+        if self.dp > 1:
+            return self.zero
+        return 3 if self.offloads(PARAMETERS) else 0
+
     @property
     def splits_backward(self) -> bool:
         """Whether the pipeline runs backward passes in two parts, one for inputs and one for weights."""
@@ -116,6 +134,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULE_NAMES,
     "recompute": ("none", "full"),
     "order": ORDERS,
+    "offload": OFFLOADS,
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopar.errors import InputError, PlanError, Problem
 from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.offload import offload_problems
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 
@@ -52,7 +53,7 @@ def resolve_degrees(
         more, local_batch = _local_of_global(global_batch, asked.dp, local_batch)
         problems += more
     resolved, more = _split_in_time(asked, local_batch, given)
-    problems += more
+    problems += more + offload_problems(resolved)
     if resolved.pp > 1 and not problems:
         problems = schedule_problems(resolved.schedule, resolved.pp, resolved.virtual_stages, resolved.micro_batches)
     if problems:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.offload import NO_OFFLOAD, OFFLOADS
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 from autopar.planning.degrees import nearest_divisors, resolve_degrees
@@ -77,6 +78,9 @@ class PlanOptions:
     )
     loss_chunks: int | None = _option(
         "Chunks of tokens in which the logits and the loss are computed, one after the other. 1 is off.", "1"
+    )
+    offload: str | None = _option(
+        f"What is in host memory instead of device memory: {', '.join(OFFLOADS)}.", NO_OFFLOAD
     )
     global_batch: int | None = _option(
         "Sequences of one optimizer step: dp × micro-batch × micro-batches × accumulate. A number that is not given "

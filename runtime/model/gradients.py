@@ -15,11 +15,14 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order."""
+def sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order.
+
+    The group sends from `device`. Tensors may lie on the host.
+    """
     for indices in buckets((t.numel() * t.element_size(), t.dtype) for t in tensors):
         bucket = [tensors[i] for i in indices]
-        flat = torch.cat([t.reshape(-1) for t in bucket])
+        flat = torch.cat([t.reshape(-1) for t in bucket]).to(device)
         dist.all_reduce(flat, group=group)
         for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(piece.view_as(tensor))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar.errors import PlanError, RuntimeInputError
+from autopar.ir.offload import offloaded_calls
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
@@ -137,10 +138,15 @@ class RunningModel(ShardedModel):
             streams=self.streams,
             when=when,
             recomputed=frozenset() if outputs else self._recomputed(compiled),
+            offloaded=frozenset() if outputs else self._offloaded(compiled),
+            copies=self.copies,
         )
 
     def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
         return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
+
+    def _offloaded(self, compiled: CompiledProgram) -> frozenset[int]:
+        return offloaded_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _prepared(
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
@@ -174,6 +180,8 @@ class RunningModel(ShardedModel):
             checked = padded_micro_batches(*given, compiled.indices.legal)
             compiled.indices.check(checked, compiled.constants(), self._preflight.exchange)
         compiled.decisions.check(pieces, compiled.constants(), self._preflight.exchange)
+        if self._on_host is not None:
+            self._on_host.send_values()
         if own.sequences:
             self._fillers = first_rows(self.program, own)
         if kind == STEP:

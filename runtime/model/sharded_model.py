@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import IncompatibleKeys
-from autopar.errors import RuntimeInputError
+from autopar.errors import PlanError, RuntimeInputError
+from autopar.ir.offload import OPTIMIZER, offload_problems
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
@@ -21,6 +22,7 @@ from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
+from autopar.runtime.model.host_memory import HostCopies, HostParameters
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
@@ -56,6 +58,8 @@ class ShardedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.program, self.plan, self.rank_mesh, self.device, self.streams = program, plan, mesh, device, streams
+        if problems := offload_problems(plan.degrees):
+            raise PlanError("the plan cannot run", problems)
         self._hold_buffers(buffers)
         self.base = compile_program(program, plan, self.buffer, mesh, streams, device)
         self.analysis, self.types = self.base.analysis, self.base.types
@@ -70,8 +74,12 @@ class ShardedModel(nn.Module):
         for stage in stages:
             if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
                 self.stages[str(stage.index)] = self._stage_module(stage, source)
+        self.copies = HostCopies(device)
+        self._on_host: HostParameters | None = None
         for name, parameter in self.stored_parameters():
             show_parameter(parameter, name, self.placements[name])
+        if plan.degrees.offloads(OPTIMIZER):
+            self._on_host = HostParameters(dict(self._computed()), self.placements, self.copies)
         self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))
         self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
@@ -179,6 +187,13 @@ class ShardedModel(nn.Module):
             found = module.owner_of() | found
         return found
 
+    def _computed(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters as blocks compute with them: the stored ones, or the device's copies of them."""
+        owners = self._owner_of()
+        for name in self.program.every_parameter:
+            if name in owners:  # otherwise another stage's
+                yield name, getattr(owners[name], attribute(name))
+
     def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over this rank's parameters as they are stored.
 
@@ -192,10 +207,8 @@ class ShardedModel(nn.Module):
             >>> [name for name, _ in parallel.stored_parameters()]
             ['0.weight', '0.bias', '2.weight', '2.bias']
         """
-        owners = self._owner_of()
-        for name in self.program.every_parameter:
-            if name in owners:  # otherwise another stage's
-                yield name, getattr(owners[name], attribute(name))
+        for name, parameter in self._computed():
+            yield name, parameter if self._on_host is None else self._on_host.of(name, parameter)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -346,13 +359,13 @@ class ShardedModel(nn.Module):
         for name, dim in self.rank_mesh.dims.items():
             by_zero = owned_by(name) == "batch" and self.plan.degrees.zero > 0
             if dim.degree > 1:
-                own = [p for n, p in self.stored_parameters() if name in self.placements[n].deferred]
+                own = [p for n, p in self._computed() if name in self.placements[n].deferred]
                 yield dim, [p for p in own if not (by_zero and zero.is_zero_sharded(p))]
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
         late = [p for _, parameters in self._deferred() for p in parameters]
-        named = dict(self.stored_parameters())
+        named = dict(self._computed())
         late += [named[name] for name in self.ties.names if name in named]
         # a hook gets the gradient of one call
         late += [part for p in self.parameters() if has_hooks(p) for part in parts_of(p)]
@@ -363,10 +376,12 @@ class ShardedModel(nn.Module):
 
     def _sum_deferred(self) -> None:
         for dim, parameters in self._deferred():
-            sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
+            sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group, self.device)
 
     def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""
+        if self._on_host is not None:
+            self._on_host.take_gradients()
         in_stages = self.plan.degrees.pp > 1
         parameters = list(self.parameters())
         complete_gradients(self.program, dict(self.stored_parameters()))

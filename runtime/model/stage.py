@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
+from autopar.ir.offload import values_that_stay
 from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import Stage, owners
 from autopar.ir.storage import Storage
+from autopar.lowering.saved_on_host import saved_on_host
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.host_memory import HostCopies
 from autopar.runtime.model.zero import is_gathered, own_memory
 from autopar.runtime.parameters.placement import local_value
 from autopar.runtime.parameters.relayout import relayout
@@ -41,12 +44,13 @@ def attribute(name: str) -> str:
     return name.replace(".", "__")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Execution:
     """How a stage runs one micro-batch.
 
     `functions` run the distinct blocks; `partly` runs one block for some of its results. `state` are the buffers that
     the forward pass changes. `when` is (step, micro-batch). `recomputed` are the calls that the backward pass repeats.
+    `offloaded` are the calls whose saved tensors wait on the host.
     """
 
     compiled: CompiledProgram
@@ -56,7 +60,14 @@ class Execution:
     state: Mapping[str, torch.Tensor]
     streams: Streams
     when: tuple[int, int]
+    copies: HostCopies
     recomputed: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
+
+    @cached_property
+    def stays(self) -> frozenset[str]:
+        """The values that stay on the device although offloaded calls save them."""
+        return values_that_stay(self.compiled.program, self.offloaded)
 
 
 class StageModule(nn.Module):
@@ -136,6 +147,8 @@ class StageModule(nn.Module):
             return function(*filled)
 
         outer: Callable[..., Any] = _recomputing(inner) if index in run.recomputed else inner
+        if index in run.offloaded:
+            outer = _offloading(outer, run, call)
         for segment in self._segments_of(call):
             outer = _within(segment, outer)
         return lambda *arguments: outer({}, *arguments)
@@ -166,6 +179,18 @@ def _recomputing(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` whose inner values the backward pass computes again. Random streams restart with every call, so that torch
     has no state of generators to keep."""
     return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+
+
+def _offloading(run: Callable[..., Any], execution: Execution, call: CallSite) -> Callable[..., Any]:
+    """`run` whose saved tensors wait on the host for the backward pass."""
+
+    def outer(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        given = zip(call.arguments, arguments, strict=True)
+        stays = [value for name, value in given if name in execution.stays]
+        with saved_on_host(execution.copies, (*own.values(), *stays)):
+            return run(own, *arguments)
+
+    return outer
 
 
 def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:

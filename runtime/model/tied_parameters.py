@@ -41,7 +41,7 @@ class TiedParameters:
         self.names = tuple(name for name, stages in stages_of.items() if len(stages) > 1)
         shared = dict.fromkeys(ranks for ranks in self._ranks_of.values() if len(ranks) > 1)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {r: group_of_stages(mesh, r) for r in sorted(shared)}
-        self._own_rank = mesh.stage_rank
+        self._own_rank, self._device = mesh.stage_rank, torch.device(mesh.device_type)
 
     def num_ranks(self, name: str) -> int:
         """How many ranks of one pipeline hold a parameter."""
@@ -75,7 +75,7 @@ class TiedParameters:
                     found = local_gradient(parameter)
                     assert found is not None
                     gradients.append(found)
-            sum_over(gradients, group)
+            sum_over(gradients, group, self._device)
 
     def _twins(self, modules: Mapping[int, StageModule]) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:
         every = (self._copies(name, modules) for name in self.names)

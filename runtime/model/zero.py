@@ -10,6 +10,9 @@
 Parameters that several segments share (tied weights) belong to the root, which is gathered once per micro-batch: of S
 such elements stage 3 sends 2nS instead of 3nS. Pipeline schedules that split the backward pass gather parameters and
 sum gradients once a step, whatever the stage (`autopar.runtime.model.pipeline`): they hold both whole meanwhile.
+
+If a plan keeps parameters on the host, FSDP2 holds them for one data-parallel rank too, as in stage 3 and on a mesh of
+one rank. Then each gather is a copy to the device, and each sum a copy to the host.
 """
 
 import warnings
@@ -18,11 +21,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar._torch import private
 from autopar.ir.degrees import Degrees
+from autopar.ir.offload import PARAMETERS
 from autopar.runtime.distributed.mesh import RankMesh
 
 _Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
@@ -42,7 +46,7 @@ def mesh_of(degrees: Degrees, mesh: RankMesh, zero_dim: int | None) -> DeviceMes
     FSDP2 adds the data-parallel dimensions to the parameters that it shards (`zero_dim`). The others get them here: the
     operators of torch want all parameters on one mesh.
     """
-    if zero_dim is not None or degrees.zero == 0 or degrees.dp == 1:
+    if zero_dim is not None or degrees.fsdp_stage == 0:
         return mesh.tensor_mesh
     tensor_dims = mesh.tensor_mesh.mesh_dim_names if mesh.tensor_mesh is not None else ()
     return mesh.device_mesh[(*_names(degrees), *(tensor_dims or ()))]
@@ -50,7 +54,7 @@ def mesh_of(degrees: Degrees, mesh: RankMesh, zero_dim: int | None) -> DeviceMes
 
 def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
     """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
-    if degrees.zero == 0 or degrees.dp == 1:
+    if degrees.fsdp_stage == 0:
         return
     whole = {p for p in module.parameters() if dims.get(p, 0) is None}
     if not root and all(p in whole for p in module.parameters()):
@@ -61,13 +65,21 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
         module,
         mesh=mesh.device_mesh[_names(degrees)],
         # backward passes in two parts both need the stage's parameters
-        reshard_after_forward=degrees.zero == 3 and not root and not degrees.splits_backward,
+        reshard_after_forward=degrees.fsdp_stage == 3 and not root and not degrees.splits_backward,
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
+        offload_policy=_place(degrees, mesh),
         ignored_params=whole,
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
     module.set_force_sum_reduction_for_comms(True)  # else float32 and bfloat16 use an operator that gloo lacks
+
+
+def _place(degrees: Degrees, mesh: RankMesh) -> OffloadPolicy:
+    """Where FSDP2 keeps the shards. A build without a device has no pinned memory."""
+    if not degrees.offloads(PARAMETERS):
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
 
 def _names(degrees: Degrees) -> tuple[str, ...]:
@@ -92,8 +104,8 @@ def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
     forward passes, and the next backward pass prefetches a segment that nobody needs.
     """
     for module in _sharded(model):
-        module.set_reshard_after_backward(degrees.zero == 3 or last, recurse=False)
-        module.set_requires_gradient_sync(degrees.zero >= 2 or last, recurse=False)
+        module.set_reshard_after_backward(degrees.fsdp_stage == 3 or last, recurse=False)
+        module.set_requires_gradient_sync(degrees.fsdp_stage >= 2 or last, recurse=False)
 
 
 def hold_gradients(model: nn.Module) -> None:
