@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.errors import PlanError, Problem, did_you_mean
 from autopar.ir.offload import NO_OFFLOAD, OFFLOADS, PARAMETERS, parts_of_offload
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh
@@ -32,7 +33,8 @@ class Degrees:
     The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist whole
     (`autopar.lowering.loss_chunks`).
 
-    `offload` says what is in host memory instead of device memory (`autopar.ir.offload`).
+    `offload` says what is in host memory instead of device memory (`autopar.ir.offload`). `optimizer` names the
+    optimizer whose state the memory counts (`autopar.ir.optimizers`). Another one may train.
     """
 
     pp: int = 1
@@ -54,6 +56,7 @@ class Degrees:
     order: str = ORDERS[0]
     loss_chunks: int = 1
     offload: str = NO_OFFLOAD
+    optimizer: str = DEFAULT_OPTIMIZER
 
     @property
     def dp(self) -> int:
@@ -164,6 +167,8 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             rule = "" if isinstance(value, bool) else "must be true or false"
         elif name == "cut_at":
             values[name], rule = _paths(value)
+        elif name == "optimizer":
+            rule = "" if isinstance(value, str) and value else "must be a name such as adamw"
         elif name in _CHOICES:
             rule = "" if value in _CHOICES[name] else f"must be one of {', '.join(_CHOICES[name])}"
         elif value is None and name in ("micro_batch", "recompute_blocks"):

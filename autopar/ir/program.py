@@ -203,3 +203,10 @@ class Program:
 
     def uses_of_block(self, index: int) -> tuple[CallSite, ...]:
         return tuple(call for call in self.calls if call.block == index)
+
+
+def hidden_parameters(program: Program) -> frozenset[str]:
+    """The parameters that repeated blocks take: no embedding and no head. All parameters if no block repeats."""
+    repeated = [call for call in program.calls if len(program.uses_of_block(call.block)) > 1]
+    taken = {a for call in repeated or program.calls for a in call.arguments if isinstance(a, str)}
+    return frozenset(name for name in program.parameters if name in taken)

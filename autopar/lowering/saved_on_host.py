@@ -80,7 +80,7 @@ class _Block:
     def _can_move(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of what it shows, and lies on the device: seeds of attention lie on the host."""
         is_plain = private.is_plain(tensor) and not (tensor.is_conj() or tensor.is_neg())
-        return is_plain and tensor.device == self.copies.device
+        return is_plain and tensor.device.type == self.copies.device.type
 
 
 @contextmanager

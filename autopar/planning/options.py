@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.offload import NO_OFFLOAD, OFFLOADS
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 from autopar.planning.degrees import nearest_divisors, resolve_degrees
@@ -81,6 +82,12 @@ class PlanOptions:
     )
     offload: str | None = _option(
         f"What is in host memory instead of device memory: {', '.join(OFFLOADS)}.", NO_OFFLOAD
+    )
+    optimizer: str | None = _option(
+        f"The optimizer whose state the memory counts: {', '.join(OPTIMIZERS)}. Another name counts as "
+        f"{DEFAULT_OPTIMIZER}.",
+        DEFAULT_OPTIMIZER,
+        is_searched=False,
     )
     global_batch: int | None = _option(
         "Sequences of one optimizer step: dp × micro-batch × micro-batches × accumulate. A number that is not given "

@@ -2,11 +2,12 @@
 
     parameters    shards between steps, padded as ZeRO pads them; a copy in every stage that takes a tied one
     gradients     after the step, in the layout of the parameters
-    optimizer     Adam's two moments in the parameter's dtype, and its count of steps, 4 bytes a parameter
+    optimizer     the state of the plan's optimizer (`autopar.ir.optimizers`)
     gathered      the most parameters that ZeRO holds whole at once, by the order of gathers (zero_traffic)
     whole         gradients that wait whole for their sum: of every group where ZeRO 1 accumulates or the schedule
                   splits the backward pass, else of the largest group
     buffers       the operand of the largest gather or reduce-scatter, which is a copy
+    host          what the plan keeps in host memory instead: it is in no category of the device
     saved         what autograd keeps for backward of the micro-batches that are live at once under the schedule
     workspace     the most that lives besides in one micro-batch: temporaries of the loss, values recomputed in backward
 
@@ -15,7 +16,7 @@ either. "Live at once" follows the action list: a micro-batch from its forward p
 pass (`autopar.ir.schedules.registry`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -25,17 +26,16 @@ from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
 from autopar.cost_model.dry_run.traffic import local_gradient_elements, trained
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, padded_elements, zero_step
+from autopar.ir.offload import OPTIMIZER, PARAMETERS
+from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, hidden_parameters
 from autopar.ir.schedules.registry import actions
-
-_NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
-_STEP_BYTES = 4  # torch.optim counts steps in a float32 of each parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank by category."""
+    """Bytes of one rank by category. All are on the device but `host_bytes`."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -45,6 +45,7 @@ class RankMemory:
     buffer_bytes: int
     saved_bytes: int
     workspace_bytes: int
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -62,30 +63,90 @@ def rank_memory(program: Program, analysis: Analysis, plan: Plan, rank: int = 0,
 
 def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
     """The memory of a rank, from one micro-batch of each of its stages."""
-    degrees, infos = setting.plan.degrees, setting.program.parameters
+    degrees = setting.plan.degrees
     gathered = whole = largest = 0
     for stage in setting.own_stages:
         groups = groups_of(setting, stage, runs[stage.index])
-        gathered += zero_step(setting, stage, groups, Ledger())
+        gathered += zero_step(setting, stage, groups, Ledger()).most_bytes
         waits = [group.gradient_bytes for group in groups] or [0]
         splits = degrees.splits_backward
-        accumulates = degrees.zero == 1 and degrees.num_micro_batches > 1
+        accumulates = degrees.fsdp_stage == 1 and degrees.num_micro_batches > 1
         whole += sum(waits) if splits or accumulates else max(waits)
         largest = max(largest, *(group.shard_bytes * degrees.dp_shard for group in groups), *waits)
-    own = trained(setting, runs)
-    optimizer = sum(
-        _NUM_MOMENTS * local_gradient_elements(setting, name) * infos[name].dtype.itemsize + _STEP_BYTES for name in own
-    )
+        if degrees.offloads(PARAMETERS):  # a shard on its way to the host or from it
+            whole += max([group.shard_bytes for group in groups] or [0])
+    state = optimizer_bytes(setting, runs)
+    own = [name for name in trained(setting, runs) if name in setting.program.parameters]
+    in_shards = [name for name in own if is_sharded(setting, name)]
+    parameters, gradients, host = _parameter_bytes(setting), gradient_bytes(setting, runs), 0
+    if degrees.offloads(PARAMETERS):
+        held, summed = _sharded_bytes(setting), gradients - _sum_of_stored(setting, set(own) - set(in_shards))
+        parameters, gradients = parameters - held, gradients - summed
+        in_place = sum(state[name] for name in _of_model(setting, set(own) - set(in_shards)))
+        host, optimizer = held + summed + sum(state.values()) - in_place, in_place
+    elif degrees.offloads(OPTIMIZER):
+        elements = trainable_bytes(setting)
+        host, optimizer = elements + gradient_elements_bytes(setting, own) + sum(state.values()), 0
+    else:
+        optimizer = sum(state.values())
     return RankMemory(
-        parameter_bytes=_parameter_bytes(setting),
-        gradient_bytes=gradient_bytes(setting, runs),
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
         optimizer_bytes=optimizer,
         gathered_bytes=gathered,
         whole_gradient_bytes=whole,
         buffer_bytes=largest,
-        saved_bytes=_saved_peak(setting, runs),
+        saved_bytes=_saved_peak(setting, runs, lambda run: (run.saved_bytes, run.kept_bytes)),
         workspace_bytes=max(run.peak_bytes - run.saved_bytes for run in runs.values()),
+        host_bytes=host + _saved_peak(setting, runs, lambda run: (run.moved_bytes, run.moved_bytes)),
     )
+
+
+def optimizer_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> dict[str, int]:
+    """Bytes of the optimizer's state on a rank, by parameter of the model."""
+    infos, kind = setting.program.parameters, optimizer_named(setting.plan.degrees.optimizer)
+    hidden = hidden_parameters(setting.program)
+    found: dict[str, int] = {}
+    for whole, names in _of_model(setting, trained(setting, runs)).items():
+        first = infos[names[0]]
+        part = OwnPart(
+            shape=first.shape if first.part is None else tuple(first.part.shape),
+            num_elements=sum(local_gradient_elements(setting, name) for name in names),
+            element_bytes=first.dtype.itemsize,
+            is_hidden=names[0] in hidden,
+        )
+        found[whole] = kind.state_bytes(part)
+    return found
+
+
+def _of_model(setting: RankView, names: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters of the program by the model's names: the pieces of an unequal packing are one parameter."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(setting.program.parameters[name].whole_name, []).append(name)
+    return found
+
+
+def _sharded_bytes(setting: RankView) -> int:
+    """Bytes of the parameters that FSDP2 holds, on one rank."""
+    every = (name for stage in setting.own_stages for name in stage.parameters)
+    return sum(_stored_bytes(setting, name) for name in every if is_sharded(setting, name))
+
+
+def _sum_of_stored(setting: RankView, names: Iterable[str]) -> int:
+    return sum(_stored_bytes(setting, name) for name in names)
+
+
+def trainable_bytes(setting: RankView) -> int:
+    """Bytes of the parameters that an optimizer on the host updates: this rank's parts, without padding."""
+    infos = setting.program.parameters
+    held = dict.fromkeys(name for stage in setting.own_stages for name in stage.parameters)
+    return gradient_elements_bytes(setting, [name for name in held if infos[name].requires_grad])
+
+
+def gradient_elements_bytes(setting: RankView, names: Iterable[str]) -> int:
+    infos = setting.program.parameters
+    return sum(local_gradient_elements(setting, name) * infos[name].dtype.itemsize for name in names)
 
 
 def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
@@ -117,22 +178,27 @@ def _parameter_bytes(setting: RankView) -> int:
     return stored + sum(info.num_elements * info.dtype.itemsize for info in unused)
 
 
-def _saved_peak(setting: RankView, runs: Mapping[int, StageRun]) -> int:
-    """The most bytes that are kept for backward at once, over the order of this rank's passes."""
+def _saved_peak(
+    setting: RankView, runs: Mapping[int, StageRun], sizes: Callable[[StageRun], tuple[int, int]]
+) -> int:
+    """The most bytes that are kept for backward at once, over the order of this rank's passes.
+
+    `sizes` gives the bytes that one micro-batch of a stage keeps, and that stay between both parts of a backward pass.
+    """
     degrees = setting.plan.degrees
     if degrees.pp == 1:
-        return sum(run.saved_bytes for run in runs.values())
+        return sum(sizes(run)[0] for run in runs.values())
     order = actions(degrees.schedule, degrees.pp, degrees.virtual_stages, degrees.micro_batches)
     live, most = 0, 0
     for action in order[setting.coordinates["pp"]]:
-        stage, run = setting.stages[action.stage], runs[action.stage]
+        stage, (saved, kept) = setting.stages[action.stage], sizes(runs[action.stage])
         if action.kind == "F":
-            live += run.saved_bytes
+            live += saved
         elif action.kind == "B":
-            live -= run.saved_bytes
+            live -= saved
         elif setting.splits_backward(stage):
-            live -= run.kept_bytes if action.kind == "W" else run.saved_bytes - run.kept_bytes
+            live -= kept if action.kind == "W" else saved - kept
         elif (action.kind == "W") == (stage.index == 0):  # in one: the first stage last, others first
-            live -= run.saved_bytes
+            live -= saved
         most = max(most, live)
     return most

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.capture.analysis import Analysis
+from autopar.ir.offload import offloaded_calls
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
@@ -73,6 +74,11 @@ class RankView:
     @cached_property
     def recomputed(self) -> frozenset[int]:
         return recomputed_calls(self.program, self.plan.degrees, self.stages)
+
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """The calls whose saved tensors wait on the host."""
+        return offloaded_calls(self.program, self.plan.degrees, self.stages)
 
     def splits_backward(self, stage: Stage) -> bool:
         """Whether a stage runs backward passes in two parts: for its received values and for its weights."""

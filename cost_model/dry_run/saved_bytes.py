@@ -26,13 +26,14 @@ class SavedBytes:
     def __init__(self, outside: Sequence[Any]) -> None:
         self._outside = {private.storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
         self._holders, self._sizes = Counter[int](), dict[int, int]()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def bytes(self) -> int:
         """Bytes of the saved storages, each counted once."""
         return sum(self._sizes[at] for at, holders in self._holders.items() if holders)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What is saved instead of a tensor."""
         at = private.storage_id(tensor)
         if at in self._outside:
             return tensor
@@ -40,7 +41,8 @@ class SavedBytes:
         return _Kept(tensor, self._holders)
 
     @staticmethod
-    def _unpack(kept: Any) -> torch.Tensor:
+    def unpack(kept: Any) -> torch.Tensor:
+        """The tensor of what `pack` gave."""
         found: torch.Tensor = kept.tensor if isinstance(kept, _Kept) else kept
         return found
 

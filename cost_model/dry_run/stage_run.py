@@ -19,9 +19,11 @@ from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
+from autopar.ir.offload import values_that_stay
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged
 from autopar.lowering.local_graph import local_graph
+from autopar.lowering.saved_on_host import saved_on_host
 
 _Values = dict[str, Any]
 
@@ -34,6 +36,9 @@ class StageRun:
     and constants do not count. `kept_bytes` is the part of them that stays between the two parts of a backward pass.
     `peak_bytes` is the most memory of the tensors that the micro-batch makes. Only the gradient of the parameter that
     was just computed counts. `gradients` names the parameters with a gradient. `flows` are the calls with a gradient.
+
+    Saved tensors that wait on the host are not among `saved_bytes`. `moved_bytes` of them go there in the forward pass.
+    `fetched_bytes` come back in the backward pass.
     """
 
     forward: Mapping[Key, CollectiveTotal]
@@ -44,6 +49,8 @@ class StageRun:
     peak_bytes: int
     gradients: frozenset[str]
     flows: frozenset[int]
+    moved_bytes: int = 0
+    fetched_bytes: int = 0
 
 
 def run_stage(setting: RankView, stage: Stage, device: str = "cpu") -> StageRun:
@@ -62,6 +69,7 @@ def run_stage(setting: RankView, stage: Stage, device: str = "cpu") -> StageRun:
         backward_in_parts=parts.backward,
         kept_bytes=parts.kept_bytes,
         peak_bytes=max(whole.peak_bytes, parts.peak_bytes),
+        fetched_bytes=parts.fetched_bytes,
     )
 
 
@@ -76,6 +84,23 @@ def run_denominator(setting: RankView, device: str = "cpu") -> Mapping[Key, Coll
         return _Run(setting, device).denominator()
 
 
+class _CountedCopies:
+    """Copies to the host and back that move nothing."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.bytes_to_host = self.bytes_to_device = 0
+
+    def to_host(self, value: torch.Tensor) -> tuple[int, torch.dtype]:
+        self.bytes_to_host += value.numel() * value.element_size()
+        return value.numel(), value.dtype
+
+    def to_device(self, host: tuple[int, torch.dtype]) -> torch.Tensor:
+        size, dtype = host
+        self.bytes_to_device += size * dtype.itemsize
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+
 class _Run:
     """The blocks of one rank, and the ledger of their collectives."""
 
@@ -86,6 +111,7 @@ class _Run:
         self.kept = needed_results(self.program)
         self.modules: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = {}
         self.infos = value_infos(self.program)
+        self.stays = values_that_stay(self.program, setting.offloaded)
 
     def empty(self, shape: Sequence[int], dtype: Any, *, flows: bool = False) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=flows)
@@ -171,7 +197,9 @@ class _Run:
                 leaf.register_post_accumulate_grad_hook(partial(_note, own, name))
         given = self.given()
         outside = [*leaves.values(), *given.values()]
+        self.copies = _CountedCopies(self.device)
         with private.LiveStorages(outside) as live, SavedBytes(outside) as saved:
+            self.saved = saved
             received = {name: self.received(name) for name in stage.receives}
             found = self.forward(stage, {**taken, **given, **received})
             forward, saved_bytes = self.ledger.take(), saved.bytes()
@@ -194,6 +222,8 @@ class _Run:
             peak_bytes=live.peak_bytes,
             gradients=frozenset(own),
             flows=flows,
+            moved_bytes=self.copies.bytes_to_host,
+            fetched_bytes=self.copies.bytes_to_device,
         )
 
     def backward(self, leaving: list[torch.Tensor]) -> None:
@@ -238,9 +268,16 @@ class _Run:
         else:
             pairs = zip(self.program.blocks[call.block].outputs, call.results, strict=True)
             module = self.module(call.block, [o for o, r in pairs if r in again])
-        if index not in self.setting.recomputed:
-            return module
-        return partial(self.checkpointed, module, call)
+        run: Callable[..., Any] = module
+        if index in self.setting.recomputed:
+            run = partial(self.checkpointed, module, call)
+        return partial(self.offloading, run, call) if index in self.setting.offloaded else run
+
+    def offloading(self, run: Callable[..., Any], call: CallSite, *arguments: Any) -> Any:
+        """A call whose saved tensors wait on the host."""
+        stays = [value for name, value in zip(call.arguments, arguments, strict=True) if name in self.stays]
+        with saved_on_host(self.copies, stays, self.saved.pack, self.saved.unpack):
+            return run(*arguments)
 
     def checkpointed(self, module: fx.GraphModule, call: CallSite, *arguments: Any) -> Any:
         """A call whose inner values the backward pass computes again. Its own parameters do not count as saved."""

@@ -28,7 +28,7 @@ class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
 
     Bytes of one rank: the operand of a gather is its padded shard. The operand of a reduce-scatter is the padded whole
-    of the parameters with a gradient.
+    of the parameters with a gradient. `own_gradient_bytes` is this rank's part of their sums, without padding.
     """
 
     call: int
@@ -36,12 +36,13 @@ class ParameterGroup:
     shard_bytes: int
     gradient_bytes: int
     flows: bool
+    own_gradient_bytes: int = 0
 
 
 def shards(setting: RankView) -> bool:
-    """Whether ZeRO holds parameters in shards; all stages but 0 do, between steps."""
+    """Whether FSDP2 holds parameters in shards between steps."""
     degrees = setting.plan.degrees
-    return degrees.zero > 0 and degrees.dp > 1
+    return degrees.fsdp_stage > 0
 
 
 def is_sharded(setting: RankView, name: str) -> bool:
@@ -85,6 +86,11 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
                 names=tuple(names),
                 shard_bytes=sum(sizes.values()) // setting.plan.degrees.dp_shard,
                 gradient_bytes=sum(sizes[n] for n in names if n in run.gradients),
+                own_gradient_bytes=sum(
+                    shard_elements(setting, n) * setting.program.parameters[n].dtype.itemsize
+                    for n in names
+                    if n in run.gradients
+                ),
                 flows=at == ROOT or stage.calls[at] in run.flows,
             )
         )
@@ -103,6 +109,16 @@ def stage_passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:
         yield own
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroStep:
+    """Bytes of one stage in one step: the most parameters that are gathered at once, and what gathers and sums move
+    between host and device if shards are on the host."""
+
+    most_bytes: int = 0
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+
+
 @dataclass(slots=True)
 class _Hooks:
     """State of FSDP2 in one stage, and its traffic."""
@@ -114,6 +130,8 @@ class _Hooks:
     ahead: set[int] = field(default_factory=set)  # gathered ahead of time, not yet used
     order: list[int] = field(default_factory=list)
     most_bytes: int = 0
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
 
     def _send(self, kind: Collective, operand_bytes: int) -> None:
         name = "dp" if self.degrees.dp_replicate == 1 else "dp_shard"
@@ -123,8 +141,11 @@ class _Hooks:
     def gather(self, at: int, *, ahead: bool = False) -> None:
         if at not in self.gathered and at not in self.ahead:
             self._send("all_gather", self.groups[at].shard_bytes)
+            self.to_device_bytes += self.groups[at].shard_bytes * (self.degrees.dp_shard > 1)
             self.ahead.add(at)
         if not ahead and at in self.ahead:
+            # one rank gathers nothing, and copies when the values are used
+            self.to_device_bytes += self.groups[at].shard_bytes * (self.degrees.dp_shard == 1)
             self.ahead.remove(at)
             self.gathered.add(at)
         held = sum(self.groups[g].shard_bytes for g in self.gathered | self.ahead) * self.degrees.dp_shard
@@ -134,6 +155,7 @@ class _Hooks:
         operand = self.groups[at].gradient_bytes
         if operand:
             self._send("reduce_scatter", operand)
+            self.to_host_bytes += self.groups[at].own_gradient_bytes
             if self.degrees.dp_replicate > 1:
                 part = collective("all_reduce", self.degrees.dp_replicate, operand // self.degrees.dp_shard)
                 self.ledger.add("dp_replicate", "all_reduce", part)
@@ -169,23 +191,25 @@ class _Hooks:
             self.reduce(at)
 
 
-def zero_step(setting: RankView, stage: Stage, groups: Sequence[ParameterGroup], ledger: Ledger) -> int:
-    """Write down what ZeRO sends for a stage in one step; returns the most bytes of parameters gathered at once."""
+def zero_step(setting: RankView, stage: Stage, groups: Sequence[ParameterGroup], ledger: Ledger) -> ZeroStep:
+    """Write down what ZeRO sends for a stage in one step."""
     degrees = setting.plan.degrees
     if not groups:
-        return 0
+        return ZeroStep()
     hooks = _Hooks(groups, degrees, ledger)
-    splits = degrees.splits_backward
+    splits, stage_of_zero = degrees.splits_backward, degrees.fsdp_stage
     runs = list(stage_passes(degrees, stage.index))
     for number, order in enumerate(runs):
         last = max(k for k, action in enumerate(order) if action.kind != "F")
         for k, action in enumerate(order):
             is_last = k == last and number == len(runs) - 1
             if action.kind == "F":
-                hooks.forward(keeps=degrees.zero < 3 or splits)
+                hooks.forward(keeps=stage_of_zero < 3 or splits)
             elif not splits:
-                hooks.backward(reshards=degrees.zero == 3 or is_last, reduces=degrees.zero >= 2 or is_last)
+                hooks.backward(reshards=stage_of_zero == 3 or is_last, reduces=stage_of_zero >= 2 or is_last)
     if splits:  # gradients stay whole until the step's end
         for at in range(len(groups)):
             hooks.reduce(at)
-    return hooks.most_bytes
+    return ZeroStep(
+        most_bytes=hooks.most_bytes, to_device_bytes=hooks.to_device_bytes, to_host_bytes=hooks.to_host_bytes
+    )

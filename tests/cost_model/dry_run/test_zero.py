@@ -38,7 +38,7 @@ def groups(degrees: Degrees, shared: int = 0) -> list[ParameterGroup]:
 def sent(degrees: Degrees, shared: int = 0) -> tuple[dict[tuple[str, str], CollectiveTotal], int]:
     ledger = Ledger()
     setting: object = _Setting(_Plan(degrees))
-    most = zero_step(setting, _Stage(), groups(degrees, shared), ledger)  # type: ignore[arg-type]
+    most = zero_step(setting, _Stage(), groups(degrees, shared), ledger).most_bytes  # type: ignore[arg-type]
     return ledger.take(), most
 
 

@@ -1,0 +1,99 @@
+"""Functions that ranks run in test_offload: steps of training with parts on the host, and the bytes that move."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from priced_models import Case, captured
+from torch.overrides import TorchFunctionMode
+
+from autopar.ir.plan import Plan
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.verify import this_ranks_part
+
+STEPS = 3
+
+
+def made(one: Case, plan: Plan) -> tuple[ParallelModel, list[Any]]:
+    """The model of a case in float64, and this rank's part of every batch."""
+    program, source = captured(one.spec, one.layers)
+    model = ParallelModel(program, plan, source, torch.device("cpu"))
+    data = random_batches(program, plan.degrees, STEPS, 0)
+    at = model.rank_mesh.dims["dp"].coordinate
+    return model, [this_ranks_part(program, batch, plan.degrees, at) for batch in data]
+
+
+def trained(
+    rank: int, one: Case, plan: Plan, offload: str, optimizer: str = "AdamW", clip: float | None = 0.5
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of some steps, and whole weights after them."""
+    model, parts = made(one, replace(plan, degrees=replace(plan.degrees, offload=offload)))
+    own = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    losses = []
+    for part in parts:
+        losses.append(float(model.forward_backward(part)))
+        if clip is not None:
+            model.clip_grad_norm_(clip)
+        own.step()
+        own.zero_grad()
+    evaluated = float(model.evaluate(first_micro_batch(model, parts[0]))["loss"])
+    return [*losses, evaluated], whole(model)
+
+
+def first_micro_batch(model: ParallelModel, part: Any) -> Any:
+    """The first sequences of a rank's part of a batch."""
+    degrees = model.plan.degrees
+    return {
+        name: value[: len(value) // degrees.num_micro_batches] if value.dim() else value for name, value in part.items()
+    }
+
+
+def whole(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """Whole weights by name. Collective."""
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+class _MovesOfFsdp(TorchFunctionMode):
+    """Bytes that FSDP2 moves with `Tensor.to`, which copies nothing between equal devices: shards, then gradients."""
+
+    def __init__(self) -> None:
+        self.to_device = self.to_host = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and len(args) == 2 and isinstance(args[1], torch.device):
+            size = args[0].numel() * args[0].element_size()
+            if set(kwargs or {}) == {"non_blocking"}:
+                # shards are flat and always asked for without blocking; gradients never are without pinned memory
+                if (kwargs or {})["non_blocking"]:
+                    self.to_device += size
+                else:
+                    self.to_host += size
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting(model: ParallelModel) -> Iterator[dict[str, int]]:
+    """The bytes that move in this context."""
+    found: dict[str, int] = {}
+    down, up = model.copies.bytes_to_host, model.copies.bytes_to_device
+    with _MovesOfFsdp() as fsdp:
+        yield found
+    found["to_host_bytes"] = model.copies.bytes_to_host - down
+    found["to_device_bytes"] = model.copies.bytes_to_device - up
+    found["fsdp_to_host_bytes"], found["fsdp_to_device_bytes"] = fsdp.to_host, fsdp.to_device
+
+
+def moved(rank: int, one: Case, plan: Plan) -> dict[str, int]:
+    """The bytes that one step moves between device and host."""
+    model, parts = made(one, plan)
+    model.forward_backward(parts[0])
+    model.zero_grad()
+    with counting(model) as found:
+        model.forward_backward(parts[1])
+    return found

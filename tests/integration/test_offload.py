@@ -1,0 +1,61 @@
+"""Offload on gloo ranks: equal bits with the plan on the device, and the bytes that were priced."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import offload_ranks
+import pytest
+import torch
+from priced_models import GPT2, LLAMA, RANKS, Case, case, planned_case
+from suites import thinned
+
+from autopar.capture.analysis import analyse
+from autopar.cost_model.dry_run.host_moves import HostMoves, host_moves
+from autopar.cost_model.dry_run.rank_view import RankView
+from autopar.cost_model.dry_run.stage_run import run_stages
+from autopar.ir.offload import OFFLOADS
+from autopar.runtime.distributed.launch import Ranks
+
+pytestmark = pytest.mark.timeout(240)
+PLANS = (
+    case(LLAMA, tp=4, sequence_parallel=True),
+    case(LLAMA, tp=2, dp=2, zero=1, accumulate=2),
+    case(LLAMA, tp=2, dp=2, zero=2, accumulate=2, sequence_parallel=True),
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="full"),
+    case(LLAMA, dp=4, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
+    case(LLAMA, dp_replicate=2, dp_shard=2, zero=3, accumulate=2),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, sequence_parallel=True),
+    case(GPT2, pp=2, dp=2, zero=2, micro_batches=4),
+    case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble"),
+    case(GPT2, tp=2, dp=2, zero=3, accumulate=2),
+)
+CASES = [(plan, offload) for plan in PLANS for offload in OFFLOADS[1:]]
+SHORT = [(plan, offload) for k, plan in enumerate(PLANS) for offload in OFFLOADS[1:] if OFFLOADS.index(offload) % 3 == k % 3]
+
+
+def named(value: object) -> str:
+    return value.name if isinstance(value, Case) else str(value)
+
+
+@pytest.mark.parametrize("one", PLANS, ids=named)
+def test_training_has_equal_bits(one: Case, worlds: Callable[[int], Ranks]) -> None:
+    _, plan = planned_case(one)
+    world = worlds(RANKS)
+    expected = world.run("offload_ranks:trained", one, plan, OFFLOADS[0])
+    for offload in OFFLOADS[1:]:
+        for (losses, weights), (own_losses, own_weights) in zip(
+            expected, world.run("offload_ranks:trained", one, plan, offload), strict=True
+        ):
+            assert losses == own_losses, offload
+            assert weights.keys() == own_weights.keys()
+            assert [name for name, value in weights.items() if not torch.equal(value, own_weights[name])] == []
+
+
+@pytest.mark.parametrize(("one", "offload"), CASES, ids=named)
+def test_moved_bytes_are_the_priced_ones(one: Case, offload: str, worlds: Callable[[int], Ranks]) -> None:
+    program, plan = planned_case(one)
+    plan = replace(plan, degrees=replace(plan.degrees, offload=offload))
+    analysis = analyse(program, plan.mesh)
+    for rank, counted in enumerate(worlds(RANKS).run("offload_ranks:moved", one, plan)):
+        setting = RankView(program, analysis, plan, rank)
+        assert HostMoves(**counted) == host_moves(setting, run_stages(setting)), f"rank {rank}"
