@@ -16,7 +16,7 @@ Nothing here imports torch at module level.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,10 +27,14 @@ from autopar.cost_model.machine.machine import usable_bytes
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
 from autopar.cost_model.step.experts import expert_assumptions
+from autopar.cost_model.step.offload import host_assumption
 from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
+from autopar.ir.explanation import readable_bytes
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER, assumption_of
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.program_costs import ProgramWorks
@@ -123,6 +127,7 @@ def estimate_works(
     not have, or a profile of another device.
     """
     _check(works, question, tokens, grams_co2_per_kwh)
+    question = replace(question, engine=question.engine.keeping(question.degrees.offload))
     constants, cluster, degrees = mechanisms(), question.cluster, question.degrees
     precision = question.precision or default_precision(cluster)
     machine = cluster_machine(cluster, question.engine, constants, precision=precision, profile=question.profile)
@@ -171,8 +176,23 @@ def estimate_works(
             *machine.assumptions,
             *dtype_assumptions(works.dtype, precision, cluster),
             *expert_assumptions(machine, question.ep),
+            *filter(None, (host_assumption(machine), optimizer_assumption(works, degrees))),
         ),
     )
+
+
+def optimizer_assumption(works: ProgramWorks, degrees: Degrees) -> str | None:
+    """What is assumed about the plan's optimizer; None for AdamW."""
+    name = degrees.optimizer
+    if name == DEFAULT_OPTIMIZER or (unknown := assumption_of(name)) is not None:
+        return None if name == DEFAULT_OPTIMIZER else unknown
+    ranks = degrees.tp * (degrees.dp_shard if degrees.fsdp_stage else 1)
+    gathered = works.optimizers.get(name, (0.0, 0.0))[1] * works.num_parameters / degrees.pp * works.element_bytes
+    said = f"the update of optimizer {name} is priced as AdamW's"
+    if not gathered or ranks == 1:
+        return said
+    received = readable_bytes(gathered * (1 - 1 / ranks))
+    return f"{said}; it gathers whole matrices, {received} a rank and step, which no figure contains"
 
 
 def run_cost(
@@ -201,12 +221,6 @@ def formula_only(question: Question, precision: str) -> tuple[str, ...]:
         found.append(f"context parallelism {question.cp}: priced as ring attention, autopar does not run it yet")
     if question.ep > 1:
         found.append(f"expert parallelism {question.ep}: priced as two all-to-alls a pass, autopar does not run it yet")
-    if question.engine.optimizer_place == "host":
-        device = question.cluster.devices[0]
-        found.append(
-            f"optimizer on the host: priced as ZeRO-Offload with the figures of {device.name}'s host, autopar keeps it "
-            "on the device"
-        )
     if question.engine.name != "autopar":
         found.append(f"engine {question.engine.name}: priced with that framework's mechanisms, autopar runs its own")
     if precision == "fp8":

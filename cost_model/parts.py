@@ -24,6 +24,7 @@ OTHER = {
     "bubble": "bubble of the pipeline",
     "gradient accumulation": "adding up gradients of micro-batches",
     "optimizer": "optimizer",
+    "host copies": "copies between device and host",
     "fixed": "fixed costs of a step",
     "stragglers": "waiting for the slowest rank",
 }

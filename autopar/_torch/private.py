@@ -293,7 +293,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """A context in which writing to a tensor does not count as a change of values that autograd has saved."""
-    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
     return context
 
 

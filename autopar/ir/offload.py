@@ -43,6 +43,15 @@ def parts_of_offload(offload: str) -> frozenset[str]:
     return frozenset() if offload == NO_OFFLOAD else frozenset(offload.split("+"))
 
 
+def offload_in_words(offload: str) -> str:
+    """What is on the host, in words.
+
+    >>> offload_in_words("optimizer+activations")
+    'optimizer and activations on the host'
+    """
+    return f"{' and '.join(offload.split('+'))} on the host"
+
+
 def offload_problems(degrees: "Degrees") -> list[Problem]:
     """Why the offload of a plan cannot run, with the plan that can."""
     if degrees.offloads(PARAMETERS) and degrees.zero == 0 and degrees.dp > 1:

@@ -33,24 +33,32 @@ class OwnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """One optimizer: the bytes of state that it holds for a parameter on one rank, and where that is written."""
+    """One optimizer: the bytes of state that it holds for a parameter on one rank, and where that is written.
+
+    `state_bytes` are without the number of steps, which most optimizers of torch count for every parameter.
+    """
 
     name: str
     state_bytes: Callable[[OwnPart], int]
     source: str
+    counts_steps: Callable[[OwnPart], bool] = lambda part: True
     is_whole: Callable[[OwnPart], bool] = lambda part: False  # whether it gathers a parameter's gradient in every step
+
+    def held_bytes(self, part: OwnPart) -> int:
+        """The state of a parameter with its number of steps."""
+        return self.state_bytes(part) + (_STEP_BYTES if self.counts_steps(part) else 0)
 
 
 def _adamw(part: OwnPart) -> int:
-    return 2 * part.num_bytes + _STEP_BYTES
+    return 2 * part.num_bytes
 
 
 def _adafactor(part: OwnPart) -> int:
     """One number for each row and each column, on every rank; a parameter of one dimension keeps its elements."""
     if len(part.shape) < 2:
-        return part.num_bytes + _STEP_BYTES
+        return part.num_bytes
     rows, columns = prod(part.shape[:-1]), prod((*part.shape[:-2], part.shape[-1]))
-    return (rows + columns) * part.element_bytes + _STEP_BYTES
+    return (rows + columns) * part.element_bytes
 
 
 def _adamw8bit(part: OwnPart) -> int:
@@ -58,7 +66,7 @@ def _adamw8bit(part: OwnPart) -> int:
     if part.num_elements < _QUANTISED_FROM or part.num_elements % _QUANTISED_BLOCK:
         return _adamw(part)
     moment = part.num_elements + 4 * (part.num_elements // _QUANTISED_BLOCK) + 4 * _CODE_VALUES
-    return 2 * moment + _STEP_BYTES
+    return 2 * moment
 
 
 def _takes_muon(part: OwnPart) -> bool:
@@ -69,8 +77,18 @@ OPTIMIZERS = {
     one.name: one
     for one in (
         Optimizer(name="adamw", state_bytes=_adamw, source="torch.optim.AdamW; Kingma and Ba 2015: two moments"),
-        Optimizer(name="sgd", state_bytes=lambda part: 0, source="torch.optim.SGD without momentum"),
-        Optimizer(name="sgd-momentum", state_bytes=lambda part: part.num_bytes, source="torch.optim.SGD with momentum"),
+        Optimizer(
+            name="sgd",
+            state_bytes=lambda part: 0,
+            source="torch.optim.SGD without momentum",
+            counts_steps=lambda part: False,
+        ),
+        Optimizer(
+            name="sgd-momentum",
+            state_bytes=lambda part: part.num_bytes,
+            source="torch.optim.SGD with momentum",
+            counts_steps=lambda part: False,
+        ),
         Optimizer(
             name="adafactor",
             state_bytes=_adafactor,
@@ -87,6 +105,7 @@ OPTIMIZERS = {
             state_bytes=lambda part: part.num_bytes if _takes_muon(part) else _adamw(part),
             source="torch.optim.Muon for matrices of repeated blocks, torch.optim.AdamW for all other parameters",
             is_whole=_takes_muon,
+            counts_steps=lambda part: not _takes_muon(part),
         ),
     )
 }

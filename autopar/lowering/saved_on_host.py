@@ -76,7 +76,6 @@ class _Block:
         storage.num_saved += 1
         return _Saved(storage, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
-
     def _can_move(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of what it shows, and lies on the device: seeds of attention lie on the host."""
         is_plain = private.is_plain(tensor) and not (tensor.is_conj() or tensor.is_neg())

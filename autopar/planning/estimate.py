@@ -251,6 +251,7 @@ def _priceable(
     works = program_works(
         program, analysis, labels, found.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
     )
+    works = replace(works, optimizer=degrees.optimizer)
     return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims))
 
 

@@ -15,6 +15,7 @@ from autopar.cost_model.work.program_costs import ProgramWorks, merged_works
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
@@ -42,12 +43,13 @@ class SearchLabels:
         *,
         regather: bool = True,
         loss_chunks: int = 1,
+        optimizer: str = DEFAULT_OPTIMIZER,
         folder: Path | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
         memo: Memo | None = None,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
-        self.on_progress, self.loss_chunks = on_progress, loss_chunks
+        self.on_progress, self.loss_chunks, self.optimizer = on_progress, loss_chunks, optimizer
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.memo = Memo() if memo is None else memo
 
@@ -82,6 +84,10 @@ class SearchLabels:
         return self._from_file(gathers, replace(self.wanted, tp=tp), chunks, lambda: self._chunking(tp, chunks))
 
     def _from_file(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
+        degrees, found, works = self._found(gathers, wanted, chunks, make)
+        return degrees, found, replace(works, optimizer=self.optimizer)
+
+    def _found(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         if self.folder is None:
             return make()
         wanted = replace(wanted, loss_chunks=chunks)

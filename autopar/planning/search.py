@@ -24,6 +24,7 @@ from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planning.fixed import SearchedStages, label_plan, program_for
@@ -35,6 +36,7 @@ from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.check import check_result
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
+from autopar.search.driver.offload_choice import search_offloads
 from autopar.search.driver.priced_only import search_beyond, with_beyond
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, Works, search_degrees
@@ -155,7 +157,8 @@ def search_captured(
     regather, chunks = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks"))  # None: the search decides
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress,
+        loss_chunks=chunks or 1, optimizer=shared_degrees(fix).get("optimizer", DEFAULT_OPTIMIZER),
+        folder=labels_folder, on_progress=on_progress,
     )  # fmt: skip
     works_of = labels.works
 
@@ -172,17 +175,23 @@ def search_captured(
         return time.monotonic() < deadline
 
     constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
-    found = search_degrees(
-        works_of, cluster, constraints, on,
-        most_exact=_MOST_PRICED,
-        trials=asked.trials if cuts is None else 0,
-        seed=asked.seed, place=place, should_continue=should_continue, on_progress=on_progress, goal=goal,
-    )  # fmt: skip
-    _refuse_without_candidates(found, constraints)
     how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
-    found = found if regather is not None else with_kept(found, labels.works_kept, **how)
-    if chunks is None:
-        found = with_chunks(found, labels.works_in_chunks, chunks_of(program.sequence), **how)
+
+    def search(own_goal: Goal, below: float) -> Searched:
+        own = own_goal.parts[cluster.num_devices].on
+        found = search_degrees(
+            works_of, cluster, constraints, own,
+            trials=asked.trials if cuts is None else 0,
+            seed=asked.seed, place=place if own.machine.engine.offload == constraints.first_offloads[0] else None,
+            on_progress=on_progress, goal=own_goal, below=below, **how,
+        )  # fmt: skip
+        _refuse_without_candidates(found, constraints)
+        found = found if regather is not None else with_kept(found, labels.works_kept, **how)
+        return found if chunks is not None else with_chunks(
+            found, labels.works_in_chunks, chunks_of(program.sequence), **how
+        )  # fmt: skip
+
+    found = search_offloads(search, goal, constraints, should_continue, on_progress)
     best = found.best
     works_of_best = _works_of(best, labels)
     more = None if not asked.what_if else search_beyond(
@@ -191,10 +200,13 @@ def search_captured(
     decided, nearest = None, None
     if best is None:
         on_progress("looking for a change with which a plan fits")
-        space = Asked(works_of=works_of, cluster=cluster, constraints=constraints, machinery=machinery)
+        first = constraints.first_offloads[0]
+        space = Asked(
+            works_of=works_of, cluster=cluster, constraints=constraints, machinery=lambda c: machinery(c).keeping(first)
+        )
         nearest = _closest(space, deadline)
     else:
-        part, works = goal.part(best), works_of_best(best.degrees.tp)
+        part, works = found.goal.part(best), works_of_best(best.degrees.tp)
         final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
         check_result(found, decided, works, constraints)
     result = replace(
@@ -208,7 +220,8 @@ def search_captured(
     if best is not None and decided is not None and asked.report:
         on_progress("asking what if")
         base = Base(
-            best=best, part=part, machinery=machinery, works_of=works_of_best,
+            best=best, part=part, machinery=lambda c: machinery(c).keeping(best.degrees.offload),
+            works_of=works_of_best,
             every=(works_of, labels.works_kept) if regather is None else (works_of,),
             constraints=constraints, global_batch=result.global_batch,
         )  # fmt: skip
@@ -305,5 +318,7 @@ def _constraints(
         forbid=forbid,
         cuts=cuts,
     )
+    if not constraints.offloads:
+        raise PlanError("no value of offload is left: fix and forbid exclude each other; leave one of them out")
     _ = constraints.num_stages  # raises PlanError if cuts and recompute_blocks disagree
     return constraints

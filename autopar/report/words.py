@@ -5,6 +5,7 @@ from typing import Any
 
 from autopar.cost_model.parts import MEMORY
 from autopar.ir.explanation import recomputation_in_words
+from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
 from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
@@ -54,8 +55,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
         yield "gathered inputs are saved"
     if d.get("loss_chunks", 1) > 1:
         yield f"logits and loss in {d['loss_chunks']} chunks of tokens"
-    if d.get("offload", "none") not in ("none", None, False):
-        yield f"offloading {d['offload']}"
+    if d.get("offload", NO_OFFLOAD) != NO_OFFLOAD:
+        yield offload_in_words(d["offload"])
 
 
 _BEST_AS = {"time": "runs fastest as", "cost": "costs least as", "energy": "takes least energy as"}

@@ -1,9 +1,9 @@
 """The bytes that one rank moves between its device and its host in one step. Exact, as the memory of a step is.
 
-    optimizer      gradients go to the host once a step; parameters come to the device once before a step
-    parameters     every gather brings a shard to the device, every sum takes a shard of gradients to the host
-                   (`autopar.cost_model.dry_run.zero`)
-    activations    the tensors that offloaded calls save go to the host and come back, in every micro-batch
+optimizer      gradients go to the host once a step; parameters come to the device once before a step
+parameters     every gather brings a shard to the device, every sum takes a shard of gradients to the host
+               (`autopar.cost_model.dry_run.zero`)
+activations    the tensors that offloaded calls save go to the host and come back, in every micro-batch
 """
 
 from collections.abc import Mapping

@@ -115,7 +115,7 @@ def optimizer_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> dict[str
             element_bytes=first.dtype.itemsize,
             is_hidden=names[0] in hidden,
         )
-        found[whole] = kind.state_bytes(part)
+        found[whole] = kind.held_bytes(part)
     return found
 
 
@@ -178,9 +178,7 @@ def _parameter_bytes(setting: RankView) -> int:
     return stored + sum(info.num_elements * info.dtype.itemsize for info in unused)
 
 
-def _saved_peak(
-    setting: RankView, runs: Mapping[int, StageRun], sizes: Callable[[StageRun], tuple[int, int]]
-) -> int:
+def _saved_peak(setting: RankView, runs: Mapping[int, StageRun], sizes: Callable[[StageRun], tuple[int, int]]) -> int:
     """The most bytes that are kept for backward at once, over the order of this rank's passes.
 
     `sizes` gives the bytes that one micro-batch of a stage keeps, and that stay between both parts of a backward pass.

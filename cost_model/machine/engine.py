@@ -61,8 +61,7 @@ class Engine(NamedModel):
     sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
     optimizer_bytes        bytes read and written for one trained parameter between its gradient's sum and the next
                            forward pass: unscaling, norm, clipping, Adam, casts
-    optimizer_place        the place of the optimizer's state and step: the "device", or the "host" (what-if:
-                           `autopar.cost_model.step.offload`)
+    offload                what is in host memory instead of device memory (`autopar.ir.offload`)
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
@@ -91,9 +90,15 @@ class Engine(NamedModel):
     state_bytes: Literal[16, 18, 20, 22, 28]
     sharded_state_bytes: Literal[12, 16, 24]
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
-    optimizer_place: Literal["device", "host"] = "device"
     expert_rows: Literal["counted", "padded"] = "counted"
+    offload: Literal[
+        "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
+    ] = "none"
     sources: dict[str, _Text]
+
+    def keeping(self, offload: str) -> Engine:
+        """This engine with other values on the host."""
+        return self if offload == self.offload else self.model_copy(update={"offload": offload})
 
 
 @functools.cache

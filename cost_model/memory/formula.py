@@ -26,17 +26,18 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Layouts, Shape
-from autopar.cost_model.step.offload import device_state_bytes
+from autopar.cost_model.step.offload import device_state_bytes, fsdp_stage, is_on_host
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
+from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.step.unique_rows import spread
-from autopar.cost_model.work.block_work import BlockWork, Family
+from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
+from autopar.ir.offload import ACTIVATIONS
 
 FLOAT_BYTES = 4
+ADAM_BYTES = 8  # of the state of one trained parameter in the engines' figures: two moments in float32
 GRADIENT_BYTES = 4  # of whole gradients, summed over micro-batches in float32
 GATHERED_BLOCKS = 2
-# softmax output 2, dropout mask 1, dropped output 2, an element of the scores (Korthikanti et al. 2022, equation 1)
-SAVED_SCORE_BYTES = 5
 
 Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of the last pipeline rank
 
@@ -141,11 +142,11 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
     at_last = np.where(has_stages, np.minimum(n, np.maximum(flight - p + 1, 1)), 1)
     per_rank = blocks_per_rank(shape.blocks, layouts, engine)[0]
     kept = kept_bytes(blocks.saved, blocks.inputs, layouts.recompute, engine)
-    working = np.where(layouts.recompute == 2, blocks.saved, 0.0)
+    working = np.where((layouts.recompute == 2) | is_on_host(engine, ACTIVATIONS), blocks.saved, 0.0)
 
     def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
         parts = state_bytes(parameters, shape, layouts, engine)
-        gathered = gathered_bytes(parameters, shape, layouts, per_rank, has_stages=has_stages)
+        gathered = gathered_bytes(parameters, shape, layouts, engine, per_rank, has_stages=has_stages)
         parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": working, "logits": logits}
         held = np.asarray(sum(parts.values()))
         cache = basis.cache * held
@@ -158,58 +159,44 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
 
 
 def gathered_bytes(
-    parameters: RankParameters, shape: Shape, layouts: Layouts, blocks: Floats, *, has_stages: Any
+    parameters: RankParameters, shape: Shape, layouts: Layouts, engine: Engine, blocks: Floats, *, has_stages: Any
 ) -> Floats:
     """Bytes of whole weights under ZeRO 3 on a rank with so many blocks; with stages, of their gradients too."""
-    if not np.any(layouts.zero >= 3):
+    stage = fsdp_stage(layouts, engine)
+    if not np.any(stage >= 3):
         return np.zeros(1)
     some = shape.element_bytes * GATHERED_BLOCKS * parameters.whole / np.maximum(blocks, 1)
     gathered = np.where(has_stages, (shape.element_bytes + GRADIENT_BYTES) * parameters.whole, some)
-    return np.where(layouts.zero >= 3, gathered, 0.0)
+    return np.where(stage >= 3, gathered, 0.0)
 
 
 def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
     """Bytes of a rank's parameters, of their gradients and of the optimizer's state."""
-    if engine.optimizer_place == "host":
-        return device_state_bytes(parameters, shape, layouts)
     divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
     if shape.element_bytes == FLOAT_BYTES:  # no master copy: the optimizer has Adam's moments alone
-        divided = 2 * FLOAT_BYTES
+        divided = ADAM_BYTES
     weights = shape.element_bytes
     each = {"parameters": (weights, 3), "gradients": (engine.state_bytes - divided - weights, 2)}
-    each["optimizer state"] = (divided, 1)
-    return {name: np.asarray(size * parameters.sharded(layouts, stage)) for name, (size, stage) in each.items()}
+    each["optimizer state"] = (divided - ADAM_BYTES + shape.moment_bytes, 1)
+    found = {name: np.asarray(size * parameters.sharded(layouts, stage)) for name, (size, stage) in each.items()}
+    return device_state_bytes(found, parameters, shape, layouts, engine)
 
 
 def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
-    """The bytes that a block saves of a micro-batch, from `saved` (without recomputation) and its `inputs`."""
+    """The bytes of a micro-batch that a block saves on the device.
+
+    They follow from the bytes that it saves without recomputation, and from the bytes of its `inputs`.
+    """
+    if is_on_host(engine, ACTIVATIONS):
+        return 0.0 * (saved + inputs)
+    return kept_anywhere(saved, inputs, recompute, engine)
+
+
+def kept_anywhere(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
+    """As `kept_bytes`, on the device or on the host."""
     partly = saved if engine.selective == "attention" else (saved + inputs) / 2
     selective = np.where(recompute == 1, partly, saved)
     return np.where(recompute == 2, inputs, selective)
-
-
-def activations(
-    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool
-) -> tuple[Floats, Floats]:
-    """Bytes that one mean block keeps of one micro-batch, and bytes of its input."""
-    saved, inputs = np.zeros(1), np.zeros(1)
-    for role, count in shape.counts:
-        if not np.any(count > 0):
-            continue
-        share = count / shape.blocks
-        for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
-            work = family.block(role, variant)
-            one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
-            one = one + (0.0 if fused else _scores(work))
-            saved = saved + share * is_chosen * one
-            inputs = inputs + share * is_chosen * work.input_bytes
-    return saved, inputs
-
-
-def _scores(work: BlockWork[Any]) -> Floats:
-    return np.asarray(
-        sum(SAVED_SCORE_BYTES * one.count * one.m * one.n for one in work.products if one.kind == "attention")
-    )
 
 
 def logit_bytes(family: Family[Any], shape: Shape) -> Floats:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from autopar.cost_model.memory.formula import (
     MemoryBasis,
     StepMemory,
-    activations,
     gathered_bytes,
     kept_bytes,
     logit_bytes,
@@ -25,9 +24,12 @@ from autopar.cost_model.memory.formula import (
 from autopar.cost_model.pipeline.simulator import most_held
 from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, calls_by_role, per_rank
 from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.offload import is_on_host
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
+from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
+from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.schedules.registry import SCHEDULES
 
 
@@ -96,6 +98,7 @@ class HeldByRanks:
     logits: Floats
     cache: float
     reserve_bytes: float
+    on_host: bool = False  # whether blocks save their activations on the host
 
     def first_blocks(self, again: Sequence[int]) -> NDArray[np.float64]:
         """How many blocks of every role are among the first ones of each stage that compute again."""
@@ -109,7 +112,8 @@ class HeldByRanks:
         """Memory of every rank where stages compute so many calls of every role again."""
         pp = self.stages.pp
         working = np.zeros(pp)
-        np.maximum.at(working, self.stages.rank_index, np.where(again > 0, self.saved, 0.0).max(axis=1))
+        works = (again > 0) | (self.on_host & self.is_block & (self.calls > 0))
+        np.maximum.at(working, self.stages.rank_index, np.where(works, self.saved, 0.0).max(axis=1))
         live = _live_bytes(self.stages, self.kept_bytes - again @ self.freed)
         parts = {**self.state, "activations": live, "workspace": working, "logits": self.logits}
         held = sum(parts.values())
@@ -133,24 +137,26 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts
     elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(basis.shape.is_tied) else ends.sum(axis=1))
     parameters = RankParameters(dense=elements, expert=of_ranks @ of_roles(blocks.expert))
     state = _stage_state(parameters, layout, basis)
+    on_host = is_on_host(basis.engine, ACTIVATIONS)
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
     return HeldByRanks(
         stages=stages,
         calls=calls,
         is_block=~is_end,
         saved=saved,
-        freed=saved - inputs,
+        freed=0.0 * saved if on_host else saved - inputs,
         kept_bytes=calls @ kept_bytes(saved, inputs, np.where(layout.recompute == 1, 1, 0), basis.engine),
         state={name: part + nothing for name, part in state.items()},
         logits=np.where(has_last, float(_at(blocks.logits, index)), 0.0),
         cache=basis.cache,
         reserve_bytes=float(basis.reserve_bytes),
+        on_host=on_host,
     )
 
 
 def _stage_state(parameters: RankParameters, layout: Layouts, basis: MemoryBasis) -> dict[str, Floats]:
     """`state_bytes`, and the gathered part of them. With stages, gathered weights stay until the step ends."""
-    gathered = gathered_bytes(parameters, basis.shape, layout, np.ones(1), has_stages=True)
+    gathered = gathered_bytes(parameters, basis.shape, layout, basis.engine, np.ones(1), has_stages=True)
     return state_bytes(parameters, basis.shape, layout, basis.engine) | {"gathered": gathered}
 
 
@@ -170,6 +176,9 @@ def bytes_of_roles(
     parts = _stage_state(parameters, layout, basis)
     state = dict(zip(dense, np.sum([np.broadcast_to(one, len(dense)) for one in parts.values()], axis=0), strict=True))
     state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
+    if is_on_host(basis.engine, ACTIVATIONS):
+        nothing = dict.fromkeys(saved, 0.0)
+        return state, nothing, nothing
     return state, saved, inputs
 
 

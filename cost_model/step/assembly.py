@@ -14,7 +14,7 @@ from autopar.cost_model.step.block_prices import BlockPrices
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles, weighted
 from autopar.cost_model.step.data_parallel import DataPrices, Gathers, with_gathers
 from autopar.cost_model.step.layouts import Layouts
-from autopar.cost_model.step.offload import offloaded
+from autopar.cost_model.step.offload import HostSeconds, host_seconds
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULES
@@ -61,6 +61,7 @@ class Assembled:
     end_gathers: Floats
     optimizer: Floats
     accumulation: Floats
+    host_copies: Floats
     before: Floats  # the step without stragglers
     straggling: Floats
 
@@ -86,10 +87,9 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
         own = pipeline(_of_roles(prices, passes), message)
     data = prices.data(own.blocks)
     sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both + own.again)
-    if basis.machine.engine.optimizer_place == "host":
-        optimizer, adding = offloaded(basis, layouts, data.parameters, own.blocks * mean.backward), np.zeros(1)
-    else:
-        optimizer, adding = _optimizer(basis, layouts, data.parameters), _accumulation(basis, layouts, data.parameters)
+    host = _host_seconds(basis, layouts, prices, data, mean, own)
+    optimizer = _optimizer(basis, layouts, data.parameters) if host.update is None else host.update
+    adding = _accumulation(basis, layouts, data.parameters)
     ends = np.where((layouts.zero >= 3) & (layouts.pp == 1), prices.end_gathers, 0.0) * n
     straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
     return Assembled(
@@ -102,7 +102,16 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
         end_gathers=ends,
         optimizer=optimizer,
         accumulation=adding,
-        before=n * own.busy + own.idle + own.messages + sums + optimizer + adding + ends + mechanisms.step_s,
+        host_copies=host.copies,
+        before=n * own.busy
+        + own.idle
+        + own.messages
+        + sums
+        + optimizer
+        + host.copies
+        + adding
+        + ends
+        + mechanisms.step_s,
         straggling=straggling,
     )
 
@@ -199,6 +208,19 @@ def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) ->
         return np.zeros(1)
     moved = (basis.shape.element_bytes + 2 * basis.machine.engine.gradient_bytes) * parameters.whole
     return np.asarray((layouts.micro_batches - 1) * moved / basis.machine.speeds.bytes_per_s)
+
+
+def _host_seconds(
+    basis: Basis, layouts: Layouts, prices: StepPrices, data: DataPrices, mean: Passes, own: Pipelined
+) -> HostSeconds:
+    """Waiting for the host. What a mean block keeps depends on recomputation."""
+    kept = weighted(
+        [
+            (share, np.where(layouts.recompute == 2, prices.blocks[role].input_bytes, prices.blocks[role].saved_bytes))
+            for role, share in repeated_roles(basis.shape).items()
+        ]
+    )
+    return host_seconds(basis, layouts, data.parameters, mean, own.blocks, kept)
 
 
 def _optimizer(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:

@@ -5,7 +5,7 @@ block sends over data-parallel ranks, its price depends on the distance between 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,12 @@ from autopar.cost_model.step.block_time import BlockSeconds, computing_seconds
 from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.experts import count_seconds, exchange_seconds, has_experts
 from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.offload import is_on_host
+from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
 from autopar.ir.arrays import Floats
+from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.sharding import owned_by
 
 CONTEXT_EXPOSED = 0.1  # exposed part of a ring's keys and values: assumed
@@ -25,7 +28,7 @@ CONTEXT_EXPOSED = 0.1  # exposed part of a ring's keys and values: assumed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrices:
     """Seconds of one block. Selective recomputation adds `selective` to `backward`. Full recomputation adds
-    `forward`."""
+    `forward`. The block saves `saved_bytes` of a micro-batch, of which `input_bytes` are its input."""
 
     forward: Floats
     backward: Floats
@@ -33,6 +36,8 @@ class BlockPrices:
     selective: Floats
     parts: Mapping[str, Floats]  # by name: seconds that computing takes or waits
     hidden: Mapping[str, Floats]  # by name: seconds of collectives that run beside computing
+    saved_bytes: Floats = field(default_factory=lambda: np.zeros(1))
+    input_bytes: Floats = field(default_factory=lambda: np.zeros(1))
 
     def at(self, index: Any, *, with_parts: bool = True) -> "BlockPrices":
         """The prices of an index."""
@@ -47,6 +52,8 @@ class BlockPrices:
             selective=spread(self.selective, index),
             parts=parts,
             hidden=hidden,
+            saved_bytes=spread(np.asarray(self.saved_bytes), index),
+            input_bytes=spread(np.asarray(self.input_bytes), index),
         )
 
 
@@ -77,7 +84,18 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         selective=seconds.attention_forward if basis.machine.engine.selective == "attention" else seconds.forward / 2,
         parts=parts,
         hidden=hidden,
+        **_saved(basis, family, layouts, role),
     )
+
+
+def _saved(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> dict[str, Floats]:
+    """The bytes that go to the host, if the saved tensors do."""
+    engine = basis.machine.engine
+    if not is_on_host(engine, ACTIVATIONS):
+        return {}
+    alone = replace(basis.shape, counts=((role, np.ones(1)),))
+    saved, inputs = activations(family, alone, layouts, engine, fused=basis.fused)
+    return {"saved_bytes": saved, "input_bytes": inputs}
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:

@@ -116,6 +116,7 @@ class Shape:
     experts_per_token: Floats
     is_tied: Floats
     element_bytes: float = 2.0  # of weights and activations
+    moment_bytes: float = 8.0  # of the optimizer's state of one trained parameter in float32; Adam's two moments
     # name, ranks and stride of each mesh dimension, if several dimensions multiply to `tp`
     tensor_dims: tuple[tuple[str, int, int], ...] = ()
 

@@ -1,67 +1,156 @@
-"""The optimizer on the host (Ren et al. 2021, "ZeRO-Offload: Democratizing billion-scale model training").
+"""Seconds and host memory of a plan that keeps values on the host (`autopar.ir.offload`), as the runtime moves them.
 
-    device    weights, and gradients of the blocks whose backward pass runs
-    host      float32 weights and Adam's moments, and a float32 sum of gradients: 16 bytes of a parameter
-    link      every micro-batch's gradients down; updated weights up
-    overlap   gradients go down, and are added up there, beside the backward pass of the next blocks;
-              weights go up beside the update of the next weights (section 4.1): the longer of both counts
+    optimizer      gradients go down once a step, behind the backward pass. The host updates. Values come up before the
+                   next forward pass. Nothing runs beside these three
+    parameters     FSDP2 copies a shard up ahead of its gather: beside computing. It copies the gradients of the first
+                   micro-batch down beside computing, and waits for the copies and sums of the other micro-batches
+    activations    saved tensors go down beside the forward pass. A backward pass waits for its own tensors
 
-The update waits for the last gradient. The paper's one-step delay is not assumed, because it changes the training.
-
-Every rank offloads its ZeRO part of the state. Offloading needs ZeRO 2 or 3, or a single rank, and no pipeline stages.
-Figures are from data sheets. The runtime of autopar keeps the optimizer on the device.
+A copy takes its bytes over the link's rate in one direction. The update is bound by the host's memory: it reads the
+gradient, and reads and writes weight and state (Ren et al. 2021, "ZeRO-Offload: Democratizing billion-scale model
+training", section 4.1; their one-step delay is not assumed, because it changes the training). Figures of a host are
+from data sheets.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.ir.arrays import Floats
+from autopar.ir.device import HostShare
+from autopar.ir.offload import ACTIVATIONS, NO_OFFLOAD, OPTIMIZER, PARAMETERS, parts_of_offload
 
 if TYPE_CHECKING:
-    from autopar.cost_model.step.context import Basis
+    from autopar.cost_model.machine.engine import Engine
+    from autopar.cost_model.machine.machine import Machine
+    from autopar.cost_model.step.context import Basis, Passes
     from autopar.cost_model.step.rank_parameters import RankParameters
 
-HOST_STATE_BYTES = 16  # of a parameter: weight, two moments and the sum of gradients in float32
+FLOAT_BYTES = 4
 BLOCKS_WITH_GRADIENTS = 2  # on the device: gradients of one block are computed while another block's go down
 ADDED_BYTES = 8  # of the sum, read and written; reading the gradient counts extra
-# float32 gradient read; weight and both moments read and written
-UPDATE_BYTES = 4 + 3 * 8
+ASSUMED_LINK_BYTES_PER_S = 16e9  # of a host without figures: PCIe 3.0 x16 (PCI-SIG), and as much for its memory
 
 
-def can_offload(layouts: Layouts) -> Floats:
-    """Whether a layout can offload: its gradients leave the device during the backward pass."""
-    alone = layouts.data_ranks <= 1
-    return np.asarray((layouts.pp == 1) & (layouts.virtual <= 1) & (alone | (layouts.zero >= 2)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSeconds:
+    """Seconds of a step in which the device waits: for copies, and for the update on the host.
 
-
-def host_bytes(parameters: float, layouts: Layouts) -> Floats:
-    """Bytes of host memory for one device's part of the state, as the mean over ranks."""
-    divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
-    return np.asarray(HOST_STATE_BYTES * parameters / (layouts.tp * layouts.pp * divided))
-
-
-def device_state_bytes(parameters: "RankParameters", shape: Shape, layouts: Layouts) -> dict[str, Floats]:
-    """The part of `autopar.cost_model.memory.formula.state_bytes` that stays on the device."""
-    held = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
-    return {
-        "parameters": np.asarray(shape.element_bytes * parameters.sharded(layouts, 3)),
-        "gradients": np.asarray(shape.element_bytes * held * parameters.whole),
-        "optimizer state": np.zeros(1) * parameters.whole,
-    }
-
-
-def offloaded(basis: "Basis", layouts: Layouts, parameters: "RankParameters", backward: Floats) -> Floats:
-    """Seconds of a step in which the device waits for the host.
-
-    `backward` is the seconds of one micro-batch's backward pass.
+    `update` is None if the device updates.
     """
-    host = basis.machine.host
-    assert host is not None, "no figures of the host; `autopar.search.driver.priced_only` asks for them"
-    elements = parameters.sharded(layouts, 1)
-    size = basis.shape.element_bytes
-    down, added = size * elements / host.link_bytes_per_s, (size + ADDED_BYTES) * elements / host.memory_bytes_per_s
-    waiting = layouts.micro_batches * np.maximum(np.maximum(down, added) - backward, 0.0)
-    update = (UPDATE_BYTES + size) * elements / host.memory_bytes_per_s
-    return np.asarray(waiting + np.maximum(update, size * elements / host.link_bytes_per_s))
+
+    copies: Floats
+    update: Floats | None
+
+
+def is_on_host(engine: "Engine", part: str) -> bool:
+    """Whether a part of `autopar.ir.offload` is on the host."""
+    return part in parts_of_offload(engine.offload)
+
+
+def host_of(machine: "Machine") -> HostShare:
+    """The host's figures, or assumed ones (`host_assumption`)."""
+    if machine.host is not None:
+        return machine.host
+    rate = ASSUMED_LINK_BYTES_PER_S
+    return HostShare(link_bytes_per_s=rate, memory_bytes=np.inf, memory_bytes_per_s=rate)
+
+
+def host_assumption(machine: "Machine") -> str | None:
+    """What is assumed of the host of an offloading plan; None if its figures are known or not needed."""
+    if machine.engine.offload == NO_OFFLOAD or machine.host is not None:
+        return None
+    return (
+        f"the host of {machine.device.name} is unknown: its link and memory are assumed to move "
+        f"{ASSUMED_LINK_BYTES_PER_S / 1e9:.0f} GB/s, and to have room for everything"
+    )
+
+
+def can_offload(engine: "Engine", layouts: Layouts) -> Floats:
+    """Whether layouts can run. FSDP2 holds the parameters of one data-parallel rank, or shards of ZeRO 1 to 3."""
+    if is_on_host(engine, PARAMETERS):
+        return np.asarray((layouts.data_ranks <= 1) | (layouts.zero >= 1))
+    return np.asarray(layouts.pp >= 1)
+
+
+def fsdp_stage(layouts: Layouts, engine: "Engine") -> Floats:
+    """The ZeRO stage that FSDP2 runs; one data-parallel rank with its parameters on the host runs stage 3."""
+    if not is_on_host(engine, PARAMETERS):
+        return np.asarray(layouts.zero)
+    return np.where(layouts.data_ranks <= 1, 3, layouts.zero)
+
+
+def state_bytes_on_host(shape: Shape) -> float:
+    """Bytes of a parameter on the host: its float32 value, its gradient, and the optimizer's state."""
+    return 2 * FLOAT_BYTES + shape.moment_bytes
+
+
+def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats | float, layouts: Layouts) -> Floats:
+    """Bytes of host memory for one device, as the mean over ranks.
+
+    `saved` is the bytes that one repeated block saves of one micro-batch. With pipeline stages all micro-batches of a
+    step count as in flight.
+    """
+    found = np.zeros(1)
+    if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
+        divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
+        found = found + state_bytes_on_host(shape) * parameters / (layouts.tp * layouts.pp * divided)
+    if is_on_host(engine, ACTIVATIONS):
+        flight = np.where(layouts.pp > 1, layouts.micro_batches, 1)
+        found = found + flight * shape.blocks / layouts.pp * saved
+    return np.asarray(found)
+
+
+def device_state_bytes(
+    found: Mapping[str, Floats], parameters: "RankParameters", shape: Shape, layouts: Layouts, engine: "Engine"
+) -> dict[str, Floats]:
+    """The part of `autopar.cost_model.memory.formula.state_bytes`, given as `found`, that stays on the device.
+
+    Under ZeRO 1 and 2 the gathered parameters stay whole from the first forward pass to the last backward pass.
+    """
+    here = dict(found)
+    if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
+        here["optimizer state"] = np.zeros(1) * found["optimizer state"]
+    if is_on_host(engine, PARAMETERS):
+        stage = fsdp_stage(layouts, engine)
+        held = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
+        here["parameters"] = np.where(stage >= 3, 0.0, shape.element_bytes * parameters.whole)
+        here["gradients"] = np.where(stage >= 2, shape.element_bytes * held * parameters.whole, found["gradients"])
+    return here
+
+
+def host_seconds(
+    basis: "Basis", layouts: Layouts, parameters: "RankParameters", mean: "Passes", blocks: Floats, kept: Floats
+) -> HostSeconds:
+    """The waiting of every layout.
+
+    `mean` are the passes of a mean block, of which a rank has `blocks`, and of which each keeps `kept` bytes of a
+    micro-batch for its backward pass.
+    """
+    engine, host, n = basis.machine.engine, host_of(basis.machine), layouts.micro_batches
+    if engine.offload == NO_OFFLOAD:
+        return HostSeconds(copies=np.zeros(1), update=None)
+    size, elements = basis.shape.element_bytes, parameters.sharded(layouts, 1)
+    one_way = size * elements / host.link_bytes_per_s
+    forward, backward = blocks * mean.forward, blocks * mean.backward
+    copies, update = np.zeros(1), None
+    if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
+        moved = (size + 2 * (FLOAT_BYTES + basis.shape.moment_bytes)) * elements
+        update = np.asarray(moved / host.memory_bytes_per_s)
+    if is_on_host(engine, OPTIMIZER):
+        copies = copies + 2 * one_way
+    if is_on_host(engine, PARAMETERS):
+        stage = fsdp_stage(layouts, engine)
+        behind_forward, behind_backward = np.maximum(one_way - forward, 0.0), np.maximum(one_way - backward, 0.0)
+        again = n * (behind_forward + behind_backward)
+        up = np.where((stage >= 3) & (layouts.pp == 1), again, behind_forward)
+        added = one_way + (size + ADDED_BYTES) * elements / host.memory_bytes_per_s
+        down = behind_backward + np.where(stage >= 2, (n - 1) * added, 0.0)
+        copies = copies + up + down
+    if is_on_host(engine, ACTIVATIONS):
+        moving = blocks * kept / host.link_bytes_per_s
+        copies = copies + n * (np.maximum(moving - forward, 0.0) + moving)
+    return HostSeconds(copies=np.asarray(copies), update=update)

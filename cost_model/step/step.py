@@ -107,6 +107,7 @@ def _parts(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) 
     parts["embedding, head, loss"] = n * (own.busy - own.blocks * step.mean.both - own.again)
     parts |= {"bubble": own.idle, "messages": own.messages, "data collectives": step.sums + step.end_gathers}
     parts |= {"optimizer": step.optimizer, "gradient accumulation": step.accumulation}
+    parts["host copies"] = step.host_copies + 0.0 * before
     return parts | {"fixed": basis.machine.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}
 
 

@@ -7,15 +7,16 @@ tensor ranks. All variants of a role are therefore the same work.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, evaluate
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Polynomial
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OwnPart, optimizer_named
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program
+from autopar.ir.program import Program, hidden_parameters
 from autopar.ir.sharding import Mesh
 from autopar.ir.stages import main_calls
 
@@ -47,6 +48,15 @@ class ProgramWorks:
     sequence_parallel: bool
     regather: bool = True
     loss_chunks: int = 1
+    # bytes of a trained parameter's state in float32, and the part of the elements whose gradients are gathered for
+    # the update, by optimizer (`autopar.ir.optimizers`)
+    optimizers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    optimizer: str = DEFAULT_OPTIMIZER
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of the chosen optimizer's state of one trained parameter, as the mean over the model."""
+        return self.optimizers.get(optimizer_named(self.optimizer).name, (8.0, 0.0))[0]
 
     @property
     def is_chunked(self) -> bool:
@@ -131,7 +141,26 @@ def merged_works(
         sequence_parallel=_is_split(program, roles, labels, mesh),
         regather=regather,
         loss_chunks=loss_chunks,
+        optimizers=_optimizers(program),
     )
+
+
+def _optimizers(program: Program) -> dict[str, tuple[float, float]]:
+    """The figures of `ProgramWorks.optimizers`."""
+    hidden = hidden_parameters(program)
+    parts = [
+        OwnPart(shape=info.shape, num_elements=info.num_elements, element_bytes=4, is_hidden=name in hidden)
+        for name, info in program.parameters.items()
+        if info.requires_grad
+    ]
+    total = max(1, sum(part.num_elements for part in parts))
+    return {
+        name: (
+            sum(one.state_bytes(part) for part in parts) / total,
+            sum(part.num_elements for part in parts if one.is_whole(part)) / total,
+        )
+        for name, one in OPTIMIZERS.items()
+    }
 
 
 def dtype_of(program: Program) -> str:

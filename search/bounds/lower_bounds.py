@@ -24,30 +24,28 @@ from autopar.cost_model.step.data_parallel import (
 )
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, layouts_from
-from autopar.cost_model.step.offload import can_offload, host_bytes
+from autopar.cost_model.step.offload import can_offload, host_bytes, host_of, is_on_host
+from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.step.step import StepSeconds
 from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
+from autopar.ir.offload import ACTIVATIONS, NO_OFFLOAD
 from autopar.search.bounds.memory import memory_bounds
 from autopar.search.bounds.pipeline import Run, lower_bound
 from autopar.search.bounds.uniform_partition import EvenCuts
 from autopar.search.space.candidates import Candidates
 
-BEHIND_PIPELINE = ("data collectives", "optimizer", "gradient accumulation", "fixed")
+BEHIND_PIPELINE = ("data collectives", "optimizer", "host copies", "gradient accumulation", "fixed")
 _ROUNDING = 1e-9  # of a part of the blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
-    """Parts of a candidate that are priced but not run yet (`autopar.search.driver.priced_only`).
-
-    They are the degrees of context and expert parallelism, and an optimizer on the host. The default is none of them.
-    """
+    """Degrees of context and expert parallelism, which are priced but not run (`autopar.search.driver.priced_only`)."""
 
     cp: int = 1
     ep: int = 1
-    offload: bool = False
 
 
 NO_SHARE = 2.0  # of the blocks: recomputing all of them is not enough
@@ -68,13 +66,26 @@ class Machinery:
         return usable_bytes(self.machine.memory_bytes)
 
     def allows(self, works: ProgramWorks, layouts: Layouts) -> NDArray[np.bool_]:
-        """Whether the expert ranks divide the data-parallel ranks, and the host has room for the optimizer."""
+        """Whether the expert ranks divide the data-parallel ranks, and the host has room for what is kept there."""
         found = np.mod(layouts.data_ranks, self.beyond.ep) == 0
-        if self.beyond.offload:
-            host = self.machine.host
-            room = 0.0 if host is None else host.memory_bytes
-            found = found & can_offload(layouts) & (host_bytes(works.num_parameters, layouts) <= room)
+        engine = self.machine.engine
+        if engine.offload != NO_OFFLOAD:
+            held = host_bytes(engine, shape_of_works(works), works.num_parameters, self._saved(works, layouts), layouts)
+            found = found & can_offload(engine, layouts) & (held <= host_of(self.machine).memory_bytes)
         return np.asarray(found)
+
+    def _saved(self, works: ProgramWorks, layouts: Layouts) -> Floats | float:
+        """Bytes that a mean block saves of a micro-batch, if they go to the host."""
+        engine = self.machine.engine
+        if not is_on_host(engine, ACTIVATIONS):
+            return 0.0
+        family = family_at(works, layouts, self.machine.mechanisms)
+        return activations(family, shape_of_works(works), layouts, engine, fused=engine.attention == "fused")[0]
+
+    def keeping(self, offload: str) -> "Machinery":
+        """The same machinery with other values on the host."""
+        machine = self.machine
+        return replace(self, machine=replace(machine, engine=machine.engine.keeping(offload)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +215,8 @@ def pipeline_seconds(step: StepSeconds) -> Floats:
 
 def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
     """`pipeline_seconds` of a step that is given without its parts."""
-    behind = step.sums + step.end_gathers + step.optimizer + step.accumulation + basis.machine.mechanisms.step_s
+    behind = step.sums + step.end_gathers + step.optimizer + step.host_copies + step.accumulation
+    behind = behind + basis.machine.mechanisms.step_s
     return np.asarray((step.before - behind) * (1 + step.straggling))
 
 

@@ -19,16 +19,18 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.memory.formula import (
-    activations,
     gathered_bytes,
     kept_bytes,
     logit_bytes,
     state_bytes,
 )
 from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.step.offload import is_on_host
 from autopar.cost_model.step.rank_parameters import rank_parameters
+from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
+from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.schedules.interleaved_1f1b import round_size
 from autopar.ir.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from autopar.search.bounds.pipeline import IS_V
@@ -82,11 +84,13 @@ def memory_bounds(
     owned = [_own(schedule, layouts, cuts, is_last) for is_last in (False, True)]
     # a rank without a repeated block recomputes nothing, and may be the fullest
     working = np.where((owned[0][0] > 0) & (owned[1][0] > 0), saved, 0.0)
+    always = working if is_on_host(engine, ACTIVATIONS) else np.zeros(1)  # a block's tensors before they are moved
+    working = working - always
     for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
         parts = _state(family, shape, layouts, engine, blocks, ends)
         parts["logits"] = np.where(ends[1], logit_bytes(family, shape), 0.0)
         states.append(parts)
-        state = reserve_bytes + np.asarray(sum(parts.values()))
+        state = reserve_bytes + np.asarray(sum(parts.values())) + always
         held = np.where(layouts.pp > 1, _held_blocks(schedule, layouts, cuts, blocks, is_last), blocks)
         found.append((state, held * kept[0], held * kept[1]))
     shares = [_share(capacity_bytes, *one, working=working) for one in found]
@@ -159,7 +163,7 @@ def _state(
 ) -> dict[str, Floats]:
     """Parameters, gradients, optimizer state and gathered weights."""
     parameters = rank_parameters(family, shape, layouts, blocks, has_first=ends[0], has_last=ends[1])
-    gathered = gathered_bytes(parameters, shape, layouts, blocks, has_stages=layouts.pp > 1)
+    gathered = gathered_bytes(parameters, shape, layouts, engine, blocks, has_stages=layouts.pp > 1)
     return state_bytes(parameters, shape, layouts, engine) | {"gathered": gathered}
 
 

@@ -2,7 +2,8 @@
 
     per micro-batch   several micro-batches with separate losses, if the samples of a batch depend on each other
     a wish less       the space without one word of --fix or --forbid
-    offload           the optimizer on the host, which autopar prices and does not run yet
+    offload           values on the host, if the user excluded them
+    optimizer         an optimizer with less state
     shorter           half the tokens of a sequence, then a quarter and so on, until a plan fits
     more devices      more hosts of the same kind, at first enough for the state, until a plan fits
 
@@ -20,9 +21,9 @@ from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
-from autopar.search.bounds.lower_bounds import Beyond, Machinery
+from autopar.ir.offload import OFFLOADS
+from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.bounds.memory import PARTS
-from autopar.search.driver.priced_only import machinery_of
 from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part
@@ -72,6 +73,10 @@ def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) ->
     on = asked.machinery(asked.cluster)
     roomy = replace(on, machine=replace(on.machine, memory_bytes=inf))
     least = _searched(asked, roomy, should_continue)
+    offloads = asked.constraints.offloads if on.machine.host is not None else ()
+    for offload in (value for value in offloads[-1:] if value not in asked.constraints.first_offloads):
+        more = _searched(asked, roomy.keeping(offload), should_continue)  # the value that leaves least on the device
+        least = more if least is None or (more is not None and more.needed_bytes < least.needed_bytes) else least
     if least is None:
         return None
     helps = list(_remedies(asked, should_continue))
@@ -86,7 +91,7 @@ def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) ->
 
 def _remedies(asked: Asked, should_continue: Callable[[], bool]) -> Iterator[str]:
     """At most one remedy of each kind, the cheapest kind first."""
-    for find in (_per_micro_batch, _fewer_wishes, _offloaded, _shorter, _more_devices):
+    for find in (_per_micro_batch, _fewer_wishes, _offloaded, _other_optimizer, _shorter, _more_devices):
         found = find(asked, should_continue) if should_continue() else None
         if found is not None:
             yield found
@@ -109,19 +114,49 @@ def _fewer_wishes(asked: Asked, should_continue: Callable[[], bool]) -> str | No
     return None
 
 
-def _offloaded(asked: Asked, _: Callable[[], bool]) -> str | None:
-    def on_host(cluster: ClusterSpec) -> Machinery:
-        return machinery_of(asked.machinery(cluster), Beyond(offload=True))
+def _offloaded(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
+    """Values of `offload` that the search did not try."""
+    tried = asked.constraints.first_offloads
+    if asked.machinery(asked.cluster).machine.host is not None:
+        tried = tuple(dict.fromkeys((*tried, *asked.constraints.offloads)))
+    for offload in (value for value in OFFLOADS if value not in tried):
+        if not should_continue():
+            return None
+        found = _fitting(_keeping(asked, offload))
+        if found is not None:
+            return f"with --offload {offload}: {_words(found)}"
+    return None
 
-    if asked.machinery(asked.cluster).machine.host is None:
-        return None
-    found = _fitting(replace(asked, machinery=on_host))
-    if found is None:
-        return None
-    return (
-        f"with the optimizer on the host: {_words(found)} (ZeRO-Offload; --what-if prices it, autopar cannot "
-        "run it yet)"
-    )
+
+def _keeping(asked: Asked, offload: str) -> Asked:
+    def on_host(cluster: ClusterSpec) -> Machinery:
+        return asked.machinery(cluster).keeping(offload)
+
+    fixed = {word: values for word, values in asked.constraints.fix.items() if word != "offload"}
+    return replace(asked, machinery=on_host, constraints=replace(asked.constraints, fix=fixed))
+
+
+def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
+    """The optimizer with the most state that a plan has room for, of the ones with less state than the plan's own."""
+    works = asked.works_of(1)
+    sizes = {name: size for name, (size, _) in works.optimizers.items() if size < works.moment_bytes}
+    for name in sorted(sizes, key=lambda one: -sizes[one]):
+        if not should_continue():
+            return None
+        found = _fitting(replace(asked, works_of=_with_optimizer(asked.works_of, name)))
+        if found is not None:
+            return (
+                f"with --optimizer {name} ({sizes[name]:.3g} instead of {works.moment_bytes:.3g} bytes of state a "
+                f"parameter): {_words(found)}"
+            )
+    return None
+
+
+def _with_optimizer(works_of: Works, name: str) -> Works:
+    def other(tp: int) -> ProgramWorks:
+        return replace(works_of(tp), optimizer=name)
+
+    return other
 
 
 def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:

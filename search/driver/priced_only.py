@@ -1,4 +1,4 @@
-"""Plans that autopar prices and does not run yet: context and expert parallelism, the optimizer on the host.
+"""Plans that autopar prices and does not run yet: context and expert parallelism.
 
 Only a user's request starts this search. Every combination of the degrees is a search of its own over the space of
 plans (`autopar.search.driver.search`), with the same screening, bounds and exact prices. Context ranks hold shards of
@@ -26,8 +26,6 @@ from autopar.search.result.result import Contender, SearchResult, degrees_in_pla
 from autopar.search.space.candidates import MOST_TENSOR_RANKS
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import divisors
-
-HOST = "host"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,7 +67,7 @@ def search_beyond(
 ) -> Found | None:
     """The best plan on the whole cluster with at least one such feature. None if no such plan fits."""
     part, best, bound = goal.parts[cluster.num_devices], None, np.inf
-    for beyond in combinations(works_of(1), cluster, part.on):
+    for beyond in combinations(works_of(1), cluster):
         if not should_continue():
             return best if best is None else replace(best, bound=0.0)
         on_progress(f"what if: {words_of(beyond)}")
@@ -100,7 +98,7 @@ def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Con
     """The plan that autopar does not run, compared with the best plan that it runs."""
     one, beyond = found.best, found.beyond
     degrees = degrees_in_plain(one.degrees, one.cuts, regather=one.regather)
-    degrees |= {"cp": beyond.cp, "ep": beyond.ep, "offload": beyond.offload}
+    degrees |= {"cp": beyond.cp, "ep": beyond.ep}
     return Contender(
         degrees=degrees,
         step_s=one.seconds,
@@ -115,21 +113,17 @@ def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Con
     )
 
 
-def combinations(works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Iterator[Beyond]:
-    """All allowed combinations of cp, ep and offload except the trivial one, fewest changes first."""
+def combinations(works: ProgramWorks, cluster: ClusterSpec) -> Iterator[Beyond]:
+    """All allowed combinations of cp and ep except the trivial one, fewest changes first."""
     context = [n for n in divisors(cluster.num_devices) if works.sequence % n == 0 and n <= MOST_TENSOR_RANKS]
     experts = [n for n in divisors(cluster.num_devices) if n == 1 or (works.num_experts and works.num_experts % n == 0)]
-    places = [False, True] if on.machine.host is not None else [False]
-    every = [Beyond(cp=cp, ep=ep, offload=offload) for cp, ep, offload in product(context, experts, places)]
-    yield from sorted(every, key=lambda one: (one.offload, (one.cp > 1) + (one.ep > 1), one.cp * one.ep))[1:]
+    every = [Beyond(cp=cp, ep=ep) for cp, ep in product(context, experts)]
+    yield from sorted(every, key=lambda one: ((one.cp > 1) + (one.ep > 1), one.cp * one.ep))[1:]
 
 
 def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
     """The same machinery with the features of `beyond`."""
-    if not beyond.offload:
-        return replace(on, beyond=beyond)
-    engine = on.machine.engine.model_copy(update={"optimizer_place": HOST})
-    return replace(on, beyond=beyond, machine=replace(on.machine, engine=engine))
+    return replace(on, beyond=beyond)
 
 
 def constraints_of(constraints: Constraints, cluster: ClusterSpec, beyond: Beyond) -> Constraints:
@@ -147,6 +141,5 @@ def constraints_of(constraints: Constraints, cluster: ClusterSpec, beyond: Beyon
 
 
 def words_of(beyond: Beyond) -> str:
-    """The degrees above 1, and the optimizer's place if it is the host."""
-    named = [f"{name} {n}" for name, n in (("cp", beyond.cp), ("ep", beyond.ep)) if n > 1]
-    return ", ".join([*named, *(["optimizer on the host"] if beyond.offload else [])])
+    """The degrees above 1."""
+    return ", ".join(f"{name} {n}" for name, n in (("cp", beyond.cp), ("ep", beyond.ep)) if n > 1)

@@ -103,7 +103,8 @@ class Prepared:
         least_memory: bool = False,
     ) -> None:
         self.memo = memo
-        self.works, self.degrees, self.on, self.least_memory = works, degrees, on, least_memory
+        self.works, self.on, self.least_memory = works, on, least_memory
+        self.degrees = lambda index: replace(degrees(index), offload=on.machine.engine.offload)
         self.sharing = on.machine.ranks_per_core
         self.shared = SharedPrices(works, layouts, on)
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))

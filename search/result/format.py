@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.parts import MEMORY
 from autopar.ir.explanation import readable_bytes, readable_seconds, recomputation_in_words
+from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
         parts.append("gathered inputs are saved")
     if degrees.get("loss_chunks", 1) > 1:
         parts.append(f"loss in {degrees['loss_chunks']} chunks")
-    if degrees.get("offload"):
-        parts.append("optimizer on the host")
+    if degrees.get("offload", NO_OFFLOAD) != NO_OFFLOAD:
+        parts.append(offload_in_words(degrees["offload"]))
     return ", ".join(parts)
 
 

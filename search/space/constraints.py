@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.degrees import degrees_from
+from autopar.ir.offload import NO_OFFLOAD, OFFLOADS
 from autopar.search.space.dimensions import BY_WORD, WORDS
 
 EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all blocks
@@ -25,6 +26,8 @@ PINS = (
     "loss_chunks",
     "optimizer",
 )
+# words of `fix` and `forbid` with values that the search tries one after another, each in a search of its own
+IN_TURN = {"offload": OFFLOADS}
 _PRICED_AS = ("recompute", "recompute_blocks", "regather")  # pins that pricing decides if they are not given
 
 Values = Mapping[str, tuple[Any, ...]]  # values by word
@@ -64,6 +67,19 @@ class Constraints:
         """Whether a word may have a value."""
         return (word not in self.fix or value in self.fix[word]) and value not in self.forbid.get(word, ())
 
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """The values of `offload` that a plan may have: the given ones, or else the ones that are not forbidden."""
+        given = self.fix.get("offload", OFFLOADS)
+        return tuple(value for value in OFFLOADS if value in given and self.allows("offload", value))
+
+    @property
+    def first_offloads(self) -> tuple[str, ...]:
+        """The values that are searched whether memory is short or not."""
+        if "offload" in self.fix or NO_OFFLOAD not in self.offloads:
+            return self.offloads
+        return (NO_OFFLOAD,)
+
     def batch_of_rank(self, dp: int) -> int | None:
         """Sequences of one of `dp` data-parallel ranks in a step; None if they do not divide the batch."""
         if self.global_batch is None:
@@ -93,7 +109,7 @@ class Constraints:
     def without_one(self) -> Iterator[tuple[str, "Constraints"]]:
         """The constraints without each dimension of `fix` and `forbid`, behind that dimension as text."""
         for kind, given in (("fix", self.fix), ("forbid", self.forbid)):
-            for word, values in ((word, values) for word, values in given.items() if word in WORDS):
+            for word, values in ((word, values) for word, values in given.items() if word in (*WORDS, *IN_TURN)):
                 fewer: Any = {other: theirs for other, theirs in given.items() if other != word}
                 yield f"{kind} {word} = {', '.join(map(str, values))}", replace(self, **{kind: fewer})
 
@@ -120,8 +136,13 @@ def checked_values(
                 pinned, wrong = _pinned(word, value)
                 problems += wrong
                 checked[-1][word] = (pinned,)
+            elif word in IN_TURN:
+                rule = f"must be one of {', '.join(IN_TURN[word])}"
+                wrong = [value for value in values if value not in IN_TURN[word]]
+                problems += [Problem(path=f"{option} {word}", value=value, rule=rule) for value in wrong]
+                checked[-1][word] = values
             elif word not in WORDS:
-                known = (*WORDS, *PINS) if option == "fix" else WORDS
+                known = (*WORDS, *IN_TURN, *PINS) if option == "fix" else (*WORDS, *IN_TURN)
                 problems.append(Problem(path=f"{option} {word}", rule=f"is unknown; {did_you_mean(word, known)}"))
             else:
                 problems += [p for v in values if (p := BY_WORD[word].problem(f"{option} {word}", v)) is not None]

@@ -126,8 +126,8 @@ def test_every_word_is_priced(field: str, first: Any, other: Any, monkeypatch: p
         for word in (first, other):
             made = engine_named(base).model_copy(update={field: word})
             monkeypatch.setattr(published, "engine_of", lambda row, engine=made: engine)
-            # a step whose optimizer is on the host takes figures of the host, which published runs do not state
-            found.append(memory() if field == "optimizer_place" else predicted())
+            # published runs do not state the figures of their hosts
+            found.append(memory() if field == "offload" else predicted())
         if found[0] != found[1]:
             return
     raise AssertionError(f"{field}: {first} and {other} are priced alike")

@@ -1,0 +1,68 @@
+"""The choice of `Degrees.offload`: what a plan keeps in host memory.
+
+Copies to the host and back take time, so a plan keeps values there only if memory demands it. The search first looks at
+plans without offload, or with the values that the user asked for. Only if no plan fits, it looks at every other allowed
+value, the least movement first. Each value is a search of its own over the whole space, with the same screening, bounds
+and exact prices, for plans better than the best so far. So the proof is about all values that were searched.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.ir.offload import NO_OFFLOAD
+from autopar.search.driver.search import Searched
+from autopar.search.pricing.objective import Goal
+from autopar.search.space.constraints import Constraints
+
+# a search under a goal, for values below a number
+Search = Callable[[Goal, float], Searched]
+
+
+def keeping(goal: Goal, offload: str) -> Goal:
+    """The same objective over machines that keep other values on the host."""
+    parts = {count: replace(part, on=part.on.keeping(offload)) for count, part in goal.parts.items()}
+    return replace(goal, parts=parts)
+
+
+def search_offloads(
+    search: Search,
+    goal: Goal,
+    constraints: Constraints,
+    should_continue: Callable[[], bool] = lambda: True,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Searched:
+    """The best plan over the values of `offload` that the constraints allow.
+
+    Without figures of the hosts, only the values that the user fixed are searched.
+    """
+    first = constraints.first_offloads
+    found = _best_of(search, goal, first, None, should_continue)
+    rest = tuple(value for value in constraints.offloads if value not in first)
+    knows_hosts = all(part.on.machine.host is not None for part in goal.parts.values())
+    if found.best is not None or not rest or not knows_hosts or not len(found.candidates):
+        return found
+    on_progress("no plan fits on the devices alone: searching plans with offload")
+    return _best_of(search, goal, rest, found, should_continue)
+
+
+def _best_of(
+    search: Search, goal: Goal, values: tuple[str, ...], found: Searched | None, should_continue: Callable[[], bool]
+) -> Searched:
+    """The best of several searches and of one before them. The proof holds for all of them."""
+    bound, proven = (np.inf, True) if found is None else (found.proof.bound, found.proof.is_proven)
+    for value in values or (NO_OFFLOAD,):
+        if found is not None and not should_continue():
+            proven = False
+            break
+        best = None if found is None else found.best
+        below = np.inf if best is None or found is None else found.goal.value(best)
+        one = search(keeping(goal, value), below)
+        bound, proven = min(bound, one.proof.bound), proven and one.proof.is_proven
+        if found is None or one.best is not None:
+            found = one
+    assert found is not None
+    best = found.best
+    least = bound if best is None else min(bound, found.goal.value(best))
+    return replace(found, proof=replace(found.proof, bound=least, is_proven=proven))

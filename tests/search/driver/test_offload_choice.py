@@ -1,0 +1,176 @@
+"""Offload in the search: bounds and the best plan against full enumeration, prices by hand, and remedies that run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from deep_models import Deep, machinery
+from search_cases import Case
+
+from autopar.cost_model.step.layouts import Layouts
+from autopar.cost_model.step.offload import can_offload, host_bytes, state_bytes_on_host
+from autopar.errors import InputError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.device import HostShare
+from autopar.ir.offload import OFFLOADS
+from autopar.search.bounds.lower_bounds import Machinery, basis_of, screen
+from autopar.search.driver.infeasible import Asked, closest
+from autopar.search.driver.offload_choice import search_offloads
+from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.pricing.exact import Priced, priced
+from autopar.search.pricing.objective import Goal, Part
+from autopar.search.space.candidates import candidates, tensor_degrees
+from autopar.search.space.constraints import Constraints
+
+HOST = HostShare(link_bytes_per_s=20e9, memory_bytes=1e9, memory_bytes_per_s=40e9)
+FORBID = {"schedule": ("gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev")}
+LLAMA = Deep(preset="llama2-7b", layers=32, tokens=4096)
+
+
+def hosted(on: Machinery, host: HostShare = HOST) -> Machinery:
+    return replace(on, machine=replace(on.machine, host=host))
+
+
+def case_of(memory_bytes: float) -> tuple[Case, Machinery]:
+    case = Case(model="llama", cluster="4xh100", global_batch=4, tokens=256, memory_bytes=memory_bytes)
+    return case, hosted(case.on)
+
+
+def enumerated(case: Case, on: Machinery) -> list[tuple[Priced, float]]:
+    """Every candidate with its exact price and its bound."""
+    every, found = candidates(case.constraints.narrowed(forbid=FORBID)), []
+    for tp in set(every.tp.tolist()):
+        mine = every.at(every.tp == tp)
+        bounds = screen(case.works(tp), mine, on).seconds
+        for i, bound in enumerate(bounds.tolist()):
+            found.append((priced(case.works(tp), mine.degrees(i), on), bound))
+    return found
+
+
+def searched(case: Case, on: Machinery, constraints: Constraints) -> Searched:
+    goal = Goal(objective="time", parts={4: Part(cluster=case.spec, on=on, weight=1.0)})
+
+    def search(own: Goal, below: float) -> Searched:
+        part = own.parts[4].on
+        return search_degrees(case.works, case.spec, constraints, part, most_exact=10_000, goal=own, below=below)
+
+    return search_offloads(search, goal, constraints)
+
+
+@pytest.mark.parametrize("memory_bytes", [80e9, 6e6, 3e6])
+@pytest.mark.parametrize("fix", [{}, {"offload": OFFLOADS}])
+def test_no_plan_is_better_than_the_one_found(memory_bytes: float, fix: dict[str, tuple[str, ...]]) -> None:
+    """By default offload is searched only if no plan fits without it."""
+    case, on = case_of(memory_bytes)
+    found = searched(case, on, case.constraints.narrowed(fix=fix, forbid=FORBID))
+    best: dict[str, float] = {}
+    for offload in OFFLOADS:
+        for one, bound in enumerated(case, on.keeping(offload)):
+            assert one.degrees.offload == offload
+            if one.fits:
+                assert bound <= one.seconds * (1 + 1e-9), one.degrees
+                best[offload] = min(best.get(offload, np.inf), one.seconds)
+    if not fix and "none" in best:
+        best = {"none": best["none"]}
+    assert found.best is not None
+    assert found.goal.value(found.best) == min(best.values())
+    assert found.proof.bound == min(best.values())
+    assert found.proof.is_proven
+    assert best[found.best.degrees.offload] == min(best.values())
+
+
+def test_memory_demands_offload_in_one_of_these_cases() -> None:
+    """So the test above compares plans on the device and plans on the host."""
+    chosen = []
+    for memory_bytes in (80e9, 6e6, 3e6):
+        case, on = case_of(memory_bytes)
+        best = searched(case, on, case.constraints.narrowed(forbid=FORBID)).best
+        chosen.append(None if best is None else best.degrees.offload)
+    assert chosen[0] == "none"
+    assert chosen[-1] not in ("none", None)
+
+
+def test_without_figures_of_the_host_nothing_is_offloaded() -> None:
+    case, on = case_of(3e6)
+    on = replace(on, machine=replace(on.machine, host=None))
+    assert searched(case, on, case.constraints.narrowed(forbid=FORBID)).best is None
+    asked = searched(case, on, case.constraints.narrowed(fix={"offload": OFFLOADS[1:]}, forbid=FORBID))
+    assert asked.best is not None
+
+
+def layouts(**fields: float) -> Layouts:
+    ones = dict.fromkeys(Layouts.__slots__, 1.0) | {"sequence_parallel": 0.0, "zero": 0.0, "recompute": 0.0}
+    return Layouts(**{name: np.array([value]) for name, value in (ones | fields).items()})
+
+
+def one_of(case: Case, on: Machinery, **degrees: int) -> Priced:
+    return next(
+        one
+        for one, _ in enumerated(case, on)
+        if all(getattr(one.degrees, name) == value for name, value in degrees.items())
+    )
+
+
+def test_the_optimizer_on_the_host_by_hand() -> None:
+    case, on = case_of(80e9)
+    works = case.works(1)
+    here = one_of(case, on, dp_shard=4, zero=3, micro_batch=1)
+    there = priced(works, replace(here.degrees, offload="optimizer"), on.keeping("optimizer"))
+    elements, size = works.num_parameters / 4, works.element_bytes
+    assert float(there.memory.parts["optimizer state"].max()) == 0.0
+    assert float(there.memory.parts["parameters"].max()) == float(here.memory.parts["parameters"].max()) > 0
+    copies = 2 * size * elements / HOST.link_bytes_per_s
+    update = (size + 2 * (4 + 8)) * elements / HOST.memory_bytes_per_s
+    assert float(there.step.parts["host copies"].max()) == pytest.approx(copies, rel=1e-6)
+    assert float(there.step.parts["optimizer"].max()) == pytest.approx(update, rel=1e-6)
+    assert float(here.step.parts["host copies"].max()) == 0.0
+    shape = basis_of(works, on).shape
+    held = state_bytes_on_host(shape) * elements
+    assert host_bytes(on.keeping("optimizer").machine.engine, shape, works.num_parameters, 0.0, layouts(
+        dp=4.0, shard=4.0, zero=3.0)) == pytest.approx(held)  # fmt: skip
+    little = hosted(on, replace(HOST, memory_bytes=0.99 * held)).keeping("optimizer")
+    assert there.fits
+    assert not priced(works, there.degrees, little).fits
+
+
+@pytest.mark.parametrize("offload", OFFLOADS[1:])
+def test_less_device_memory_and_more_seconds(offload: str) -> None:
+    case, on = case_of(80e9)
+    here = one_of(case, on, dp_shard=4, zero=3, micro_batch=1)
+    slow = hosted(on, replace(HOST, link_bytes_per_s=1e9)).keeping(offload)
+    there = priced(case.works(1), here.degrees, slow)
+    assert there.needed_bytes < here.needed_bytes
+    assert there.seconds > here.seconds
+
+
+def test_shards_on_the_host_need_shards() -> None:
+    _, on = case_of(80e9)
+    engine = on.keeping("parameters").machine.engine
+    assert can_offload(engine, layouts())[0]
+    assert can_offload(engine, layouts(dp=4.0, shard=4.0, zero=1.0))[0]
+    assert not can_offload(engine, layouts(dp=4.0, shard=4.0, zero=0.0))[0]
+
+
+def test_words_are_checked() -> None:
+    with pytest.raises(InputError, match="fix offload: must be one of none, optimizer"):
+        Constraints(num_devices=1, global_batch=1, most_stages=1, tensor_degrees=(1,)).narrowed({"offload": "disk"})
+
+
+def test_seven_billion_on_24_gb_with_offload_or_with_less_state() -> None:
+    pytest.importorskip("transformers")
+    cluster = ClusterSpec.preset("1xrtx4090")
+    constraints = Constraints(num_devices=1, global_batch=8, most_stages=LLAMA.layers, tensor_degrees=tensor_degrees(1))
+    works_of, on = LLAMA.works_of("1xrtx4090"), machinery(cluster)
+    goal = Goal(objective="time", parts={1: Part(cluster=cluster, on=on, weight=1.0)})
+
+    def search(own: Goal, below: float) -> Searched:
+        return search_degrees(works_of, cluster, constraints, own.parts[1].on, most_exact=100, goal=own, below=below)
+
+    best = search_offloads(search, goal, constraints).best
+    assert best is not None
+    assert best.degrees.offload != "none"
+    without = constraints.narrowed(fix={"offload": "none"})
+    asked = Asked(works_of=works_of, cluster=cluster, constraints=without, machinery=machinery)
+    told = closest(asked)
+    assert told is not None
+    assert "with --offload " in told.remedy
