@@ -17,6 +17,8 @@ from autopar.search.space.constraints import Constraints
 
 CASE = Case(model="llama", cluster="2xh100", global_batch=4, tokens=128, memory_bytes=4e6)
 
+ON_DEVICES = CASE.constraints.narrowed({"offload": "none"})
+
 
 def asked(case: Case = CASE, constraints: Constraints | None = None) -> Asked:
     return Asked(
@@ -39,12 +41,15 @@ def told(one: Closest | None) -> str:
     return one.remedy
 
 
-def test_the_closest_is_the_plan_with_least_memory() -> None:
-    found, every, on = closest(asked()), candidates(CASE.constraints), CASE.on
+@pytest.mark.parametrize("fix", [{"offload": "none"}, {}])
+def test_the_closest_is_the_plan_with_least_memory(fix: dict[str, str]) -> None:
+    constraints, on = CASE.constraints.narrowed(fix), CASE.on
+    found, every = closest(asked(constraints=constraints)), candidates(CASE.constraints)
     assert found is not None
     least = min(
-        priced(CASE.works(int(every.tp[i])), every.degrees(i), on, least_memory=True).needed_bytes
+        priced(CASE.works(int(every.tp[i])), every.degrees(i), on.keeping(offload), least_memory=True).needed_bytes
         for i in range(len(every))
+        for offload in constraints.offloads
     )
     assert found.needed_bytes == pytest.approx(least)
     assert found.missing_bytes == pytest.approx(least - on.capacity_bytes)
@@ -101,7 +106,7 @@ def test_a_loss_of_every_micro_batch_where_the_batch_cannot_be_split() -> None:
 
 
 def test_out_of_time_only_the_closest_is_told() -> None:
-    found = closest(asked(), lambda: False)
+    found = closest(asked(constraints=ON_DEVICES), lambda: False)
     assert found is not None
     assert found.missing_bytes > 0
     assert found.remedy.startswith("nothing that was tried")

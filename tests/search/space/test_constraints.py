@@ -62,8 +62,11 @@ def test_what_fits_only_with_recomputation_does_not_fit_without(captured: Captur
     free = searched(captured, tight, **alone)
     assert free.best is not None
     assert free.best.degrees["recompute"] == "full"
-    kept = searched(captured, tight, **alone, recompute="none")
+    kept = searched(captured, tight, **alone, recompute="none", offload="none")
     assert kept.best is None
+    moved = searched(captured, tight, **alone, recompute="none")
+    assert moved.best is not None
+    assert moved.best.degrees["offload"] != "none"
 
 
 def test_cuts_that_are_asked_for(captured: Capture) -> None:
