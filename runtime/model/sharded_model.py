@@ -1,5 +1,6 @@
 """`ShardedModel`: the parameters, buffers and state that one rank holds, under the model's own names."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.model.host_memory import HostCopies, HostParameters
 from autopar.runtime.model.stage import StageModule, attribute
+from autopar.runtime.model.state_files import keep_state_in_files
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
@@ -333,6 +335,31 @@ class ShardedModel(nn.Module):
             (12, 8)
         """
         return optimizer_state(dict(self.named_parameters()), optimizer, self.placements)
+
+    def keep_state_in_files(self, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> int:
+        """Keep an optimizer's state in a memory-mapped file instead of anonymous memory, with equal bits.
+
+        The file has its disk space when this returns, and no name. The kernel moves its pages between disk and memory.
+
+        Args:
+            optimizer: An optimizer of this model's parameters, which lie on the host.
+            folder: An existing folder on the disk that shall hold the state, such as an NVMe disk of this host.
+
+        Returns:
+            The bytes that this rank's file takes on the disk.
+
+        Raises:
+            InputError: The folder does not exist, or has too little room.
+            RuntimeInputError: The parameters lie on a device; the plan needs offload optimizer or parameters.
+
+        Example:
+            >>> import tempfile
+            >>> optimizer = torch.optim.AdamW(parallel.parameters())
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     parallel.keep_state_in_files(optimizer, folder) > 0
+            True
+        """
+        return keep_state_in_files(optimizer, folder)
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Gather every gradient as a whole tensor on every rank, for verification.

@@ -1,0 +1,73 @@
+"""Functions that ranks run in test_optimizer_state: the bytes and the files of an optimizer's state."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from offload_ranks import made, whole
+from priced_models import Case
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import hidden_parameters
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.state_files import local_tensors
+
+
+def optimizers(model: ParallelModel, name: str) -> list[torch.optim.Optimizer]:
+    """The real optimizers of an entry of `OPTIMIZERS`."""
+    every = list(model.parameters())
+    if name == "muon":
+        hidden = hidden_parameters(model.program)
+        infos = {info.whole_name for n, info in model.program.every_parameter.items() if n in hidden}
+        own = [p for n, p in model.named_parameters() if n in infos and p.dim() == 2]
+        others = [p for p in every if not any(p is one for one in own)]
+        return [torch.optim.Muon(own, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
+    if name == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        torch.compiler.set_stance("force_eager")
+        return [AdamW8bit(every, lr=1e-3)]
+    kinds: dict[str, Any] = {
+        "adamw": lambda: torch.optim.AdamW(every, lr=1e-3),
+        "sgd": lambda: torch.optim.SGD(every, lr=1e-3),
+        "sgd-momentum": lambda: torch.optim.SGD(every, lr=1e-3, momentum=0.9),
+        "adafactor": lambda: torch.optim.Adafactor(every, lr=1e-3),
+    }
+    return [kinds[name]()]
+
+
+def held_state(rank: int, one: Case, plan: Plan, name: str) -> int:
+    """Bytes of the state of an optimizer after a step."""
+    model, parts = made(one, plan)
+    own = optimizers(model, name)
+    model.forward_backward(parts[0])
+    for each in own:
+        each.step()
+    values = [v for each in own for state in each.state.values() for v in state.values()]
+    return sum(num_bytes(tensor) for value in values for tensor in local_tensors(value))
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Of a quantised tensor, the bytes of the tensors that make it up."""
+    inner = getattr(tensor, "tensor_attrs", ())
+    if inner:
+        return sum(num_bytes(getattr(tensor, name)) for name in inner)
+    return tensor.numel() * tensor.element_size()
+
+
+def trained_in_files(
+    rank: int, one: Case, plan: Plan, kind: str, options: dict[str, Any], in_files: bool
+) -> tuple[dict[str, torch.Tensor], int, list[str]]:
+    """Weights after three steps, one of them behind `load_state_dict`; the reserved bytes, and names in the folder."""
+    model, parts = made(one, plan)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+    with tempfile.TemporaryDirectory() as folder:
+        size = model.keep_state_in_files(optimizer, folder) if in_files else 0
+        names = [path.name for path in Path(folder).iterdir()]
+        for part in (*parts, parts[0]):
+            model.forward_backward(part)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())
+        return whole(model), size, names
