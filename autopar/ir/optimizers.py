@@ -41,6 +41,7 @@ class Optimizer:
     name: str
     state_bytes: Callable[[OwnPart], int]
     source: str
+    runs_split: bool = True  # whether it updates parameters that are split over ranks
     counts_steps: Callable[[OwnPart], bool] = lambda part: True
     is_whole: Callable[[OwnPart], bool] = lambda part: False  # whether it gathers a parameter's gradient in every step
 
@@ -99,6 +100,7 @@ OPTIMIZERS = {
             name="adamw8bit",
             state_bytes=_adamw8bit,
             source="torchao.optim.AdamW8bit; Dettmers et al. 2022: moments in 8 bits in blocks of 256 elements",
+            runs_split=False,  # it compiles its step
         ),
         Optimizer(
             name="muon",

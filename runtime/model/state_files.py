@@ -105,8 +105,8 @@ def keep_state_in_files(optimizer: torch.optim.Optimizer, folder: str | os.PathL
     on_device = next((p for group in optimizer.param_groups for p in group["params"] if p.device.type != "cpu"), None)
     if on_device is not None:
         raise RuntimeInputError(
-            f"the optimizer updates parameters on {on_device.device}, so its state lies there; keep it on the host with "
-            "a plan of offload optimizer or parameters"
+            f"the optimizer updates parameters on {on_device.device}, so its state lies there; keep it on the host "
+            "with a plan of offload optimizer or parameters"
         )
     area = _Area(path, needed_bytes(optimizer))
     optimizer.state = _States(area, optimizer.state)

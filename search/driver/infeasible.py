@@ -22,6 +22,7 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
 from autopar.ir.offload import OFFLOADS
+from autopar.ir.optimizers import OPTIMIZERS
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.bounds.memory import PARTS
 from autopar.search.driver.search import Searched, Works, search_degrees
@@ -139,7 +140,9 @@ def _keeping(asked: Asked, offload: str) -> Asked:
 def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
     """The optimizer with the most state that a plan has room for, of the ones with less state than the plan's own."""
     works = asked.works_of(1)
-    sizes = {name: size for name, (size, _) in works.optimizers.items() if size < works.moment_bytes}
+    alone = asked.cluster.num_devices == 1
+    known = {name: size for name, (size, _) in works.optimizers.items() if alone or OPTIMIZERS[name].runs_split}
+    sizes = {name: size for name, size in known.items() if size < works.moment_bytes}
     for name in sorted(sizes, key=lambda one: -sizes[one]):
         if not should_continue():
             return None

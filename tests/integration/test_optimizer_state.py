@@ -1,4 +1,4 @@
-"""The state of optimizers on gloo ranks: the counted bytes are the predicted ones, and state in files has equal bits."""
+"""The state of optimizers on gloo ranks: counted bytes are the predicted ones, and state in files has equal bits."""
 
 import os
 from collections import defaultdict
@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from priced_models import GPT2, LLAMA, RANKS, case, planned_case
+from state_ranks import num_bytes
 from suites import thinned
 
 from autopar.capture.analysis import analyse
@@ -18,28 +19,47 @@ from autopar.cost_model.dry_run.memory import optimizer_bytes
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import run_stages
 from autopar.errors import InputError, RuntimeInputError
-from autopar.ir.optimizers import OPTIMIZERS
+from autopar.ir.optimizers import OPTIMIZERS, OwnPart
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.state_files import keep_state_in_files, mapped_file, needed_bytes
 
 pytestmark = pytest.mark.timeout(240)
 SPLIT = case(LLAMA, tp=2, dp=2, zero=3, accumulate=2)
 PLANS = (SPLIT, case(GPT2, tp=2, dp=2, zero=1), case(LLAMA, dp=4, zero=2), case(LLAMA, pp=2, tp=2, micro_batches=2))
-COUNTED = [(one, name) for one in PLANS for name in OPTIMIZERS]
+RUN_SPLIT = [name for name, one in OPTIMIZERS.items() if one.runs_split]
+COUNTED = [(one, name) for one in PLANS for name in RUN_SPLIT]
 
 
 @pytest.mark.parametrize(
-    ("one", "name"), thinned(COUNTED, keep=COUNTED[: len(OPTIMIZERS)]), ids=lambda value: getattr(value, "name", value)
+    ("one", "name"), thinned(COUNTED, keep=COUNTED[: len(RUN_SPLIT)]), ids=lambda value: getattr(value, "name", value)
 )
 def test_counted_state_is_the_predicted_state(one: Any, name: str, worlds: Callable[[int], Ranks]) -> None:
-    if name == "adamw8bit":
-        pytest.importorskip("torchao")
     program, plan = planned_case(one)
     plan = replace(plan, degrees=replace(plan.degrees, optimizer=name))
     analysis = analyse(program, plan.mesh)
     for rank, counted in enumerate(worlds(RANKS).run("state_ranks:held_state", one, plan, name)):
         setting = RankView(program, analysis, plan, rank)
         assert counted == sum(optimizer_bytes(setting, run_stages(setting)).values()), f"rank {rank}"
+
+
+def test_every_other_optimizer_is_counted_on_whole_parameters() -> None:
+    assert [name for name in OPTIMIZERS if name not in RUN_SPLIT] == ["adamw8bit"]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (4096,), (5000,), (63, 64), (3, 512, 16)])
+def test_counted_state_in_8_bits(shape: tuple[int, ...]) -> None:
+    optim = pytest.importorskip("torchao.optim")
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.ones(shape)
+    own = optim.AdamW8bit([parameter], lr=1e-3)
+    torch.compiler.set_stance("force_eager")  # it compiles its step
+    try:
+        own.step()
+    finally:
+        torch.compiler.set_stance("default")
+    counted = sum(num_bytes(value) for value in own.state[parameter].values())
+    part = OwnPart(shape=shape, num_elements=parameter.numel(), element_bytes=4, is_hidden=True)
+    assert counted == OPTIMIZERS["adamw8bit"].held_bytes(part)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,6 @@ def optimizers(model: ParallelModel, name: str) -> list[torch.optim.Optimizer]:
         own = [p for n, p in model.named_parameters() if n in infos and p.dim() == 2]
         others = [p for p in every if not any(p is one for one in own)]
         return [torch.optim.Muon(own, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
-    if name == "adamw8bit":
-        from torchao.optim import AdamW8bit
-
-        torch.compiler.set_stance("force_eager")
-        return [AdamW8bit(every, lr=1e-3)]
     kinds: dict[str, Any] = {
         "adamw": lambda: torch.optim.AdamW(every, lr=1e-3),
         "sgd": lambda: torch.optim.SGD(every, lr=1e-3),

@@ -7,6 +7,7 @@ import pytest
 from search_cases import Case, machinery_with
 
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.optimizers import OPTIMIZERS
 from autopar.search.bounds.memory import PARTS
 from autopar.search.driver.infeasible import Asked, closest, counted, with_hosts
 from autopar.search.driver.search import search_degrees
@@ -103,6 +104,26 @@ def test_a_loss_of_every_micro_batch_where_the_batch_cannot_be_split() -> None:
     assert fits(case, case.spec)
     assert told(closest(whole)).startswith("with a loss for each micro-batch (per_micro_batch): ")
     assert "per_micro_batch" not in told(closest(asked(replace(case, memory_bytes=1e6))))
+
+
+def test_an_optimizer_with_less_state() -> None:
+    """The optimizer with the most state that fits, which runs on split parameters."""
+    case = replace(CASE, memory_bytes=5.8e6)
+    words = re.search(
+        r"with --optimizer ([\w-]+) \(([\d.]+) instead of 8 bytes", told(closest(asked(case, ON_DEVICES)))
+    )
+    assert words is not None
+    sizes = {name: size for name, (size, _) in case.works(1).optimizers.items() if OPTIMIZERS[name].runs_split}
+    assert float(words[2]) == pytest.approx(sizes[words[1]], rel=0.01)
+
+    def found(name: str) -> bool:
+        constraints = constraints_on(ON_DEVICES, case.spec.num_devices)
+        works = {tp: replace(case.works(tp), optimizer=name) for tp in constraints.tensor_degrees}
+        on = machinery_with(case.spec, case.memory_bytes)
+        return search_degrees(works.__getitem__, case.spec, constraints, on, most_exact=10_000).best is not None
+
+    more = [name for name, size in sizes.items() if sizes[words[1]] < size < 8]
+    assert [found(name) for name in (words[1], *more)] == [True, *[False] * len(more)]
 
 
 def test_out_of_time_only_the_closest_is_told() -> None:
