@@ -8,9 +8,12 @@ from unittest import mock
 
 import torch
 from priced_models import Case, captured
+from priced_ranks import distinct_bytes, local
 
+from autopar.ir.offload import PARAMETERS
 from autopar.ir.plan import Plan
 from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.zero import is_zero_sharded
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.verify import this_ranks_part
 
@@ -97,3 +100,26 @@ def moved(rank: int, one: Case, plan: Plan) -> dict[str, int]:
     with counting(model) as found:
         model.forward_backward(parts[1])
     return found
+
+
+def held_on_host(rank: int, one: Case, plan: Plan) -> int:
+    """Bytes of the parameters on the host, of their gradients and of AdamW's state, after a step."""
+    model, parts = made(one, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for part in parts:  # the gradients of the last step stay
+        optimizer.zero_grad()
+        model.forward_backward(part)
+        optimizer.step()
+    stored = dict(model.stored_parameters())
+    if plan.degrees.offloads(PARAMETERS):
+        stored = {name: p for name, p in stored.items() if is_zero_sharded(p)}
+    else:
+        assert not {id(p) for p in stored.values()} & {id(p) for p in computed(model)}
+    held = [t for p in stored.values() for t in (p, p.grad) if t is not None]
+    state = [v for p, own in optimizer.state.items() for v in own.values() if any(p is one for one in stored.values())]
+    return distinct_bytes(local(t) for t in held) + sum(local(v).numel() * v.element_size() for v in state)
+
+
+def computed(model: ParallelModel) -> list[torch.Tensor]:
+    """The parameters that blocks compute with."""
+    return [p for module in model.stage_modules().values() for p in module.parameters()]
