@@ -302,6 +302,12 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(getattr(tensor, "_local_tensor", tensor)._version)
 
 
+def hook_after_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call a hook when autograd, or FSDP2, has added to a parameter's gradient, whatever class the parameter has."""
+    with without_torch_function():
+        torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)
+
+
 def group_name_of(arguments: dict[str, Any]) -> str | None:
     """The name of the process group among the arguments of a collective operator."""
     if "group_name" in arguments:

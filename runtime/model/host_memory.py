@@ -4,7 +4,7 @@ On CUDA the host's tensors are pinned, and copies run on a stream of their own b
 places are one memory. Every copy is executed all the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -108,10 +108,12 @@ class HostParameters:
                 computed.requires_grad_(held.requires_grad)
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Move gradients to the host, and add them to what is there."""
+    def take_gradients(self, names: Collection[str] | None = None) -> None:
+        """Move gradients to the host, all or those of some parameters, and add them to what is there."""
         moved: list[tuple[nn.Parameter, torch.Tensor]] = []
         for name, held in self._held.items():
+            if names is not None and name not in names:
+                continue
             grad = local_gradient(self._computed[name])
             if grad is not None:
                 moved.append((held, self._copies.to_host(grad)))

@@ -226,11 +226,16 @@ class RunningModel(ShardedModel):
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         loss, count = torch.zeros((), device=self.device), num_averaged(compiled.program, self.plan.degrees)
         for index, values in enumerate(micro_batches):
-            zero.before_backward(module, self.plan.degrees, last=index == len(micro_batches) - 1)
+            self._before_backward(module, last=index == len(micro_batches) - 1)
             out = self._run_stage(compiled, module, stage, values, index, count)[compiled.program.loss]
             out.backward()
             loss = loss + out.detach()
         return loss
+
+    def _before_backward(self, module: StageModule, *, last: bool) -> None:
+        zero.before_backward(module, self.plan.degrees, last=last)
+        if self._backward_step is not None:
+            self._backward_step.is_last = last
 
     def _step_in_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
         """Every run of the schedule; the loss is sent from the last stage to all."""

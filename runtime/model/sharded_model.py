@@ -1,6 +1,5 @@
 """`ShardedModel`: the parameters, buffers and state that one rank holds, under the model's own names."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,11 +20,11 @@ from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
+from autopar.runtime.model.backward_step import BackwardStep
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.model.host_memory import HostCopies, HostParameters
 from autopar.runtime.model.stage import StageModule, attribute
-from autopar.runtime.model.state_files import keep_state_in_files
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
@@ -78,6 +77,7 @@ class ShardedModel(nn.Module):
                 self.stages[str(stage.index)] = self._stage_module(stage, source)
         self.copies = HostCopies(device)
         self._on_host: HostParameters | None = None
+        self._backward_step: BackwardStep | None = None
         for name, parameter in self.stored_parameters():
             show_parameter(parameter, name, self.placements[name])
         if plan.degrees.offloads(OPTIMIZER):
@@ -336,31 +336,6 @@ class ShardedModel(nn.Module):
         """
         return optimizer_state(dict(self.named_parameters()), optimizer, self.placements)
 
-    def keep_state_in_files(self, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> int:
-        """Keep an optimizer's state in a memory-mapped file instead of anonymous memory, with equal bits.
-
-        The file has its disk space when this returns, and no name. The kernel moves its pages between disk and memory.
-
-        Args:
-            optimizer: An optimizer of this model's parameters, which lie on the host.
-            folder: An existing folder on the disk that shall hold the state, such as an NVMe disk of this host.
-
-        Returns:
-            The bytes that this rank's file takes on the disk.
-
-        Raises:
-            InputError: The folder does not exist, or has too little room.
-            RuntimeInputError: The parameters lie on a device; the plan needs offload optimizer or parameters.
-
-        Example:
-            >>> import tempfile
-            >>> optimizer = torch.optim.AdamW(parallel.parameters())
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     parallel.keep_state_in_files(optimizer, folder) > 0
-            True
-        """
-        return keep_state_in_files(optimizer, folder)
-
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Gather every gradient as a whole tensor on every rank, for verification.
 
@@ -407,6 +382,8 @@ class ShardedModel(nn.Module):
 
     def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""
+        if self._backward_step is not None:
+            self._backward_step.is_last = False
         if self._on_host is not None:
             self._on_host.take_gradients()
         in_stages = self.plan.degrees.pp > 1
@@ -420,6 +397,8 @@ class ShardedModel(nn.Module):
             if kind == "gradient_hooks":
                 for stored, grad in earlier:
                     stored.grad = grad if stored.grad is None else stored.grad + grad
+        if self._backward_step is not None:
+            self._backward_step.finish()
 
     def register_full_backward_hook(self, *_: Any, **__: Any) -> Any:
         """Raise: the generated code has no modules whose backward pass could be hooked.
@@ -454,11 +433,19 @@ class ShardedModel(nn.Module):
         Returns:
             The norm before scaling, a float64 scalar that is equal on every rank.
 
+        Raises:
+            RuntimeInputError: The parameters step in the backward pass.
+
         Example:
             >>> norm = parallel.clip_grad_norm_(1.0)
             >>> norm.dtype
             torch.float64
         """
+        if self._backward_step is not None:
+            raise RuntimeInputError(
+                "the parameters were updated in the backward pass, before all gradients were there to be clipped; "
+                "clip by value in hooks, or step after the backward pass"
+            )
         named = {name: p for name, p in self.stored_parameters() if p.grad is not None}
         parameters = list(named.values())
         norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)

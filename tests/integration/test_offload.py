@@ -94,3 +94,26 @@ def test_saved_activations_leave_the_device(one: Case) -> None:
     assert after.host_bytes >= before.saved_bytes - after.saved_bytes
     assert after.workspace_bytes >= before.workspace_bytes
     assert after.total_bytes < before.total_bytes
+
+
+STEPS = [
+    (PLANS[3], "optimizer", True),
+    (PLANS[3], "parameters", True),
+    (PLANS[1], "parameters+activations", True),
+    (PLANS[0], "optimizer", True),
+    (PLANS[6], "optimizer", False),
+    (PLANS[3], "none", False),
+]
+
+
+@pytest.mark.parametrize(("one", "offload", "is_early"), thinned(STEPS, keep=STEPS[:1]), ids=named)
+def test_steps_in_the_backward_pass_have_equal_bits(
+    one: Case, offload: str, is_early: bool, worlds: Callable[[int], Ranks]
+) -> None:
+    _, plan = planned_case(one)
+    plan = replace(plan, degrees=replace(plan.degrees, offload=offload))
+    after, inside = (worlds(RANKS).run("offload_ranks:trained_in_backward", one, plan, way) for way in (False, True))
+    for (losses, weights, _), (own_losses, own_weights, early) in zip(after, inside, strict=True):
+        assert losses == own_losses
+        assert [name for name, value in weights.items() if not torch.equal(value, own_weights[name])] == []
+        assert bool(early) == is_early

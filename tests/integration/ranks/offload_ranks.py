@@ -1,5 +1,6 @@
 """Functions that ranks run in test_offload: steps of training with parts on the host, and the bytes that move."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,3 +124,37 @@ def held_on_host(rank: int, one: Case, plan: Plan) -> int:
 def computed(model: ParallelModel) -> list[torch.Tensor]:
     """The parameters that blocks compute with."""
     return [p for module in model.stage_modules().values() for p in module.parameters()]
+
+
+def trained_in_backward(
+    rank: int, one: Case, plan: Plan, in_backward: bool
+) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    """Losses and weights of some steps, and what was updated while a backward pass ran, in order."""
+    model, parts = made(one, plan)
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    early: list[str] = []
+    if not in_backward:
+        own = make(list(model.parameters()))
+    else:
+        model.step_in_backward(make)
+        step = model._backward_step
+        assert step is not None
+        begin = step._update
+
+        def update(name: str) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                early.append(name)
+            begin(name)
+
+        step._update = update  # type: ignore[method-assign]
+    losses = []
+    for part in parts:
+        losses.append(float(model.forward_backward(part)))
+        if not in_backward:
+            own.step()
+            own.zero_grad()
+        assert [p for p in model.parameters() if p.grad is not None] == []
+    return losses, whole(model), early
