@@ -305,7 +305,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def hook_after_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call a hook when autograd, or FSDP2, has added to a parameter's gradient, whatever class the parameter has."""
     with without_torch_function():
-        torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)
+        torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
 
 
 def group_name_of(arguments: dict[str, Any]) -> str | None:

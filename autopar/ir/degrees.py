@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from autopar.errors import PlanError, Problem, did_you_mean
-from autopar.ir.offload import NO_OFFLOAD, OFFLOADS, PARAMETERS, parts_of_offload
+from autopar.ir.offload import NO_OFFLOAD, OFFLOADS, OPTIMIZER, PARAMETERS, parts_of_offload
 from autopar.ir.optimizers import DEFAULT_OPTIMIZER
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
@@ -188,6 +188,21 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
     if values.get("tp_dims") is not None:
         values["tp"] = prod(values["tp_dims"])
     return Degrees(**values)
+
+
+def offload_problems(degrees: Degrees) -> list[Problem]:
+    """Why the offload of a plan cannot run, with the plan that can."""
+    if degrees.offloads(PARAMETERS) and degrees.zero == 0 and degrees.dp > 1:
+        own = degrees.offload
+        return [
+            Problem(
+                path="offload",
+                value=own,
+                rule="moves shards of parameters, and zero 0 has no shards",
+                suggestion=f"use zero 3, or offload {own.replace(PARAMETERS, OPTIMIZER)}",
+            )
+        ]
+    return []
 
 
 def _paths(value: Any) -> tuple[tuple[str, ...] | None, str]:

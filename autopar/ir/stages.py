@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import PlanError
 from autopar.ir.degrees import Degrees
+from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.program import Block, CallSite, Program
 
 if TYPE_CHECKING:
@@ -81,6 +82,30 @@ def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]
         own = [i for i in stage.calls if i in repeated or not repeated]
         found.update(own[: degrees.recomputed_blocks_of(stage.index)])
     return frozenset(found)
+
+
+def offloaded_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> frozenset[int]:
+    """The calls whose saved tensors are on the host: repeated blocks, or all blocks if none repeats."""
+    if not degrees.offloads(ACTIVATIONS):
+        return frozenset()
+    every = [i for stage in stages for i in stage.calls]
+    repeated = [i for i in every if len(program.uses_of_block(program.calls[i].block)) > 1]
+    return frozenset(repeated or every)
+
+
+def values_that_stay(program: Program, calls: Collection[int]) -> frozenset[str]:
+    """The values that stay on the device although `calls` save them.
+
+    These are parameters, buffers, constants and inputs, and the results that several calls take, such as a rotary
+    table: another block needs them on the device.
+    """
+    made = {result for call in program.calls for result in call.results}
+    takers: dict[str, int] = {}
+    for call in program.calls:
+        for name in {a for a in call.arguments if isinstance(a, str)}:
+            takers[name] = takers.get(name, 0) + 1
+    taken = {a for i in calls for a in program.calls[i].arguments if isinstance(a, str)}
+    return frozenset(name for name in taken if name not in made or takers[name] > 1)
 
 
 def stages_by_parameter(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:

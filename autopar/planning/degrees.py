@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import InputError, PlanError, Problem
-from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.offload import offload_problems
+from autopar.ir.degrees import Degrees, degrees_from, offload_problems
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 

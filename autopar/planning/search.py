@@ -8,7 +8,7 @@ run.
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,20 +177,8 @@ def search_captured(
     constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
 
-    def search(own_goal: Goal, below: float) -> Searched:
-        own = own_goal.parts[cluster.num_devices].on
-        found = search_degrees(
-            works_of, cluster, constraints, own,
-            trials=asked.trials if cuts is None else 0,
-            seed=asked.seed, place=place if own.machine.engine.offload == constraints.first_offloads[0] else None,
-            on_progress=on_progress, goal=own_goal, below=below, **how,
-        )  # fmt: skip
-        _refuse_without_candidates(found, constraints)
-        found = found if regather is not None else with_kept(found, labels.works_kept, **how)
-        return found if chunks is not None else with_chunks(
-            found, labels.works_in_chunks, chunks_of(program.sequence), **how
-        )  # fmt: skip
-
+    space = _Space(labels=labels, cluster=cluster, constraints=constraints, asked=asked, place=place, how=how)
+    search = partial(_searched, space, on_progress)
     found = search_offloads(search, goal, constraints, should_continue, on_progress)
     best = found.best
     works_of_best = _works_of(best, labels)
@@ -200,11 +188,7 @@ def search_captured(
     decided, nearest = None, None
     if best is None:
         on_progress("looking for a change with which a plan fits")
-        first = constraints.first_offloads[0]
-        space = Asked(
-            works_of=works_of, cluster=cluster, constraints=constraints, machinery=lambda c: machinery(c).keeping(first)
-        )
-        nearest = _closest(space, deadline)
+        nearest = _closest(space, machinery, deadline)
     else:
         part, works = found.goal.part(best), works_of_best(best.degrees.tp)
         final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
@@ -231,6 +215,39 @@ def search_captured(
     return result
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Space:
+    """What the searches of one request share. `how` bounds their exact prices and their time."""
+
+    labels: SearchLabels
+    cluster: ClusterSpec
+    constraints: Constraints
+    asked: PlanOptions
+    place: StudyPlace | None
+    how: Mapping[str, Any]
+
+
+def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> Searched:
+    """The search under one goal, also of plans that keep gathered values, and of plans with the loss in chunks.
+
+    The study keeps the trials of the first searched value of `offload`.
+    """
+    labels, constraints, asked = space.labels, space.constraints, space.asked
+    on = goal.parts[space.cluster.num_devices].on
+    is_first = on.machine.engine.offload == constraints.first_offloads[0]
+    found = search_degrees(
+        labels.works, space.cluster, constraints, on,
+        trials=asked.trials if constraints.cuts is None else 0, seed=asked.seed,
+        place=space.place if is_first else None, on_progress=on_progress, goal=goal, below=below, **space.how,
+    )  # fmt: skip
+    _refuse_without_candidates(found, constraints)
+    if "regather" not in constraints.fix:
+        found = with_kept(found, labels.works_kept, **space.how)
+    if "loss_chunks" not in constraints.fix:
+        found = with_chunks(found, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
+    return found
+
+
 def _works_of(best: Priced | None, labels: SearchLabels) -> Works:
     """The block costs with which the best plan was priced."""
     if best is None or (best.regather == labels.regather and best.degrees.loss_chunks == 1):
@@ -249,7 +266,14 @@ def _checked_study(asked: PlanOptions, question: Mapping[str, Any]) -> StudyPlac
     return place
 
 
-def _closest(asked: Asked, deadline: float) -> Closest | None:
+def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadline: float) -> Closest | None:
+    first = space.constraints.first_offloads[0]
+    asked = Asked(
+        works_of=space.labels.works,
+        cluster=space.cluster,
+        constraints=space.constraints,
+        machinery=lambda cluster: machinery(cluster).keeping(first),
+    )
     until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
     return closest(asked, lambda: time.monotonic() < until)
 

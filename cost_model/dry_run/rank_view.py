@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.capture.analysis import Analysis
-from autopar.ir.offload import offloaded_calls
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
-from autopar.ir.stages import Stage, recomputed_calls, separates, stages_of
+from autopar.ir.stages import Stage, offloaded_calls, recomputed_calls, separates, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
 
 

@@ -19,9 +19,8 @@ from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
-from autopar.ir.offload import values_that_stay
 from autopar.ir.program import CallSite
-from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged
+from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged, values_that_stay
 from autopar.lowering.local_graph import local_graph
 from autopar.lowering.saved_on_host import saved_on_host
 

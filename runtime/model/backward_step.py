@@ -14,6 +14,7 @@ Early updates run on a thread of their own, beside the backward pass.
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ class BackwardStep:
         self._running: list[Future[None]] = []
         self.is_last = False  # whether the backward pass that runs is the step's last
         for computed, name in early.items():
-            private.hook_after_gradient(computed, lambda _, name=name: self._begin(name))
+            private.hook_after_gradient(computed, partial(self._begin, name))
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, _: torch.Tensor) -> None:
         """Start the update of an early parameter."""
         parameter = self._parameters[name]
         if not self.is_last or has_hooks(parameter):

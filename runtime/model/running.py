@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar.errors import PlanError, RuntimeInputError
-from autopar.ir.offload import offloaded_calls
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.ir.stages import Stage, needs_denominator, num_averaged, offloaded_calls, recomputed_calls
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place
 from autopar.runtime.distributed.mesh import RankMesh, training_mesh

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import IncompatibleKeys
 from autopar.errors import PlanError, RuntimeInputError
-from autopar.ir.offload import OPTIMIZER, offload_problems
+from autopar.ir.degrees import offload_problems
+from autopar.ir.offload import OPTIMIZER
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by

@@ -11,9 +11,8 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
-from autopar.ir.offload import values_that_stay
 from autopar.ir.program import CallSite, Program
-from autopar.ir.stages import Stage, owners
+from autopar.ir.stages import Stage, owners, values_that_stay
 from autopar.ir.storage import Storage
 from autopar.lowering.saved_on_host import saved_on_host
 from autopar.runtime.codegen.execute import BlockFunction

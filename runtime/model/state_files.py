@@ -51,7 +51,7 @@ class _Area:
         place = torch.empty(0, dtype=tensor.dtype)
         place.set_(self._storage, begin // tensor.element_size(), tensor.shape, tensor.contiguous().stride())
         place.copy_(tensor)
-        tensor.set_(place)
+        tensor.set_(self._storage, place.storage_offset(), place.shape, place.stride())
 
 
 class _State(dict[str, Any]):
@@ -155,7 +155,9 @@ def mapped_file(folder: Path, num_bytes: int) -> torch.UntypedStorage:
         handle, name = tempfile.mkstemp(prefix="autopar-state-", dir=folder)
         try:
             os.posix_fallocate(handle, 0, num_bytes)
-            return torch.UntypedStorage.from_file(name, True, num_bytes)
+            found: Any = torch.UntypedStorage.from_file(name, True, num_bytes)
+            made: torch.UntypedStorage = found
+            return made
         finally:
             os.close(handle)
             os.unlink(name)
