@@ -116,6 +116,31 @@ _CHUNKED: Mapping[str, Wish] = {
 }
 CHUNK_PLANS: Mapping[str, Wish] = {name: {**wish, "loss_chunks": 3} for name, wish in _CHUNKED.items()}
 
+_OFFLOADED: Mapping[str, Wish] = {
+    "one rank, accumulate 2": {"dp": 1, "accumulate": 2},
+    "tp=2": {"tp": 2},
+    "dp=2, ZeRO 1, accumulate 2": {"dp": 2, "zero": 1, "accumulate": 2},
+    "dp=2, ZeRO 2, accumulate 2": {"dp": 2, "zero": 2, "accumulate": 2},
+    "dp=2, ZeRO 3, accumulate 2, recompute": {"dp": 2, "zero": 3, "accumulate": 2, "recompute": "full"},
+    "pp=2": {"pp": 2, "micro_batches": 3},
+    "pp=2, zbv-zero-bubble": {"pp": 2, "schedule": "zbv-zero-bubble", "micro_batches": 6},
+    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "zero": 3,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "micro_batches": 3,
+    },
+}
+OFFLOADED = ("optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations")
+OFFLOAD_PLANS: Mapping[str, Wish] = {
+    **{f"{name}: {one}": {**wish, "offload": one} for name, wish in _OFFLOADED.items() for one in OFFLOADED},
+    "dp=2, ZeRO 0: optimizer+activations": {"dp": 2, "zero": 0, "offload": "optimizer+activations"},
+    "dp=2, ZeRO 0: parameters": {"dp": 2, "zero": 0, "offload": "parameters"},
+}
+
 
 def no_check(report: Any, loads: Sequence[Sequence[int]]) -> None:
     """The check of a table whose cells are compared and nothing else."""
@@ -157,6 +182,10 @@ def _has_one_sequence(report: Any, loads: Sequence[Sequence[int]]) -> None:
 def _is_in_chunks(report: Any, loads: Sequence[Sequence[int]]) -> None:
     assert report.plan.degrees.loss_chunks > 1, report.plan.degrees
     assert not [note for note in report.plan.notes if "chunks" in note], report.plan.notes
+
+
+def _is_offloaded(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert report.plan.degrees.offload != "none", report.plan.degrees
 
 
 def tables() -> Mapping[str, Table]:
@@ -224,6 +253,15 @@ def tables() -> Mapping[str, Table]:
             plans=CHUNK_PLANS,
             suffix="_of_6",
             check=_is_in_chunks,
+        ),
+        "offload": Table(
+            heading="Offload",
+            about="plans that keep values in host memory",
+            families=tuple(f"zoo:{f}" for f in ("llama", "gpt2", "phi3", "mixtral")),
+            plans=OFFLOAD_PLANS,
+            suffix="_of_12",
+            plans_are_rows=True,
+            check=_is_offloaded,
         ),
     }
 

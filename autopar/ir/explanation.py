@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autopar.ir.degrees import Degrees
+from autopar.ir.offload import HELD, NO_OFFLOAD
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import actions
 from autopar.ir.sharding import Mesh
@@ -111,6 +112,8 @@ def _header(plan: Explained) -> Section:
             lines.append("gathered inputs of products are saved for backward, not gathered again (no regather)")
     if degrees.loss_chunks > 1:
         lines.append(f"logits and loss: in {degrees.loss_chunks} chunks of tokens, computed again for backward")
+    if degrees.offload != NO_OFFLOAD:
+        lines.append(f"in host memory: {HELD[degrees.offload]}")
     return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))
 
 

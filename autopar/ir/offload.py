@@ -22,6 +22,12 @@ OFFLOADS = (
     f"{OPTIMIZER}+{ACTIVATIONS}",
     f"{PARAMETERS}+{ACTIVATIONS}",
 )
+_HELD = {
+    OPTIMIZER: "parameters that the optimizer updates, gradients after the backward pass, its state and its step",
+    PARAMETERS: "shards of parameters and of their gradients, the optimizer's state and its step",
+    ACTIVATIONS: "tensors that repeated blocks save for the backward pass",
+}
+HELD = {offload: "; ".join(_HELD[part] for part in offload.split("+") if part in _HELD) for offload in OFFLOADS}
 
 
 def parts_of_offload(offload: str) -> frozenset[str]:

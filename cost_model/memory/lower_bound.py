@@ -19,14 +19,14 @@ from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import readable_bytes
+from autopar.ir.offload import OPTIMIZER, PARAMETERS
+from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program
+from autopar.ir.program import Program, StateInfo, hidden_parameters
 from autopar.ir.sharding import Type
 from autopar.ir.stages import needed_results, stages_of
 from autopar.lowering.loss_region import region_of_block
 from autopar.rules.variants import by_label, variants
-
-_NUM_MOMENTS = 2  # Adam's, Kingma and Ba 2015
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +116,29 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
         for (port, role), name in zip(program.blocks[call.block].ports.items(), call.arguments, strict=True):
             if isinstance(name, str) and role == "parameter":
                 types.setdefault(name, tuple(labels[call.block].ports[port]))
-    copies = [(1, 3), (1, 2), (_NUM_MOMENTS, 1)]  # (copies, ZeRO stage from which they are divided)
-    per_byte = sum(count / (degrees.dp_shard if degrees.zero >= stage else 1) for count, stage in copies)
-    weights_only = 1 / (degrees.dp_shard if degrees.zero == 3 else 1)
-    totals = dict.fromkeys(range(degrees.pp), 0.0)
+    hidden, totals = hidden_parameters(program), dict.fromkeys(range(degrees.pp), 0.0)
     held = [(degrees.rank_of_stage(s.index), name) for s in stages_of(program, cuts) for name in s.parameters]
     for rank, name in dict.fromkeys(held):
         info = program.parameters[name]
         split = prod(d for t, d in zip(types.get(name, ()), degrees.mesh.degrees, strict=False) if t.kind == "S")
-        totals[rank] += (
-            info.num_elements * info.dtype.itemsize / split * (per_byte if info.requires_grad else weights_only)
-        )
+        totals[rank] += _bytes_of(info, split, degrees, is_hidden=name in hidden)
     return max(totals.values())
+
+
+def _bytes_of(info: StateInfo, split: int, degrees: Degrees, *, is_hidden: bool) -> float:
+    """One parameter that tensor ranks split: itself, its gradient and the optimizer's state, as far as on the device.
+
+    FSDP2 gathers a parameter on the host for a block at a time under ZeRO 3, and for the step under ZeRO 1 and 2.
+    """
+    whole, shards, zero = info.num_elements * info.dtype.itemsize / split, degrees.dp_shard, degrees.zero
+    weight = whole / (shards if zero == 3 else 1)
+    if degrees.offloads(PARAMETERS):
+        return 0.0 if degrees.fsdp_stage == 3 else weight
+    if not info.requires_grad:
+        return weight
+    gradient = whole / (shards if zero >= 2 else 1)
+    if degrees.offloads(OPTIMIZER):
+        return weight + gradient
+    elements = int(info.num_elements / split / (shards if zero >= 1 else 1))
+    own = OwnPart(shape=info.shape, num_elements=elements, element_bytes=info.dtype.itemsize, is_hidden=is_hidden)
+    return weight + gradient + optimizer_named(degrees.optimizer).state_bytes(own)

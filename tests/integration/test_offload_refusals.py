@@ -52,6 +52,7 @@ def test_a_plain_loop_has_equal_bits(offload: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
             (model(*BATCH) + model(BATCH[0] * 2, BATCH[1])).backward()
+            model(BATCH[0] / 2, BATCH[1]).backward()  # adds to the gradients
             optimizer.step()
             optimizer.zero_grad()
         next(iter(model.parameters())).data.mul_(2)
