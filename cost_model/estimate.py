@@ -27,7 +27,7 @@ from autopar.cost_model.machine.machine import usable_bytes
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
 from autopar.cost_model.step.experts import expert_assumptions
-from autopar.cost_model.step.offload import host_assumption
+from autopar.cost_model.step.offload import host_assumption, host_of
 from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
 from autopar.ir.arrays import Floats
@@ -75,7 +75,8 @@ class Estimate:
 
     `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`. `memory_bytes` adds up to
     `peak_bytes`, of the fullest pipeline rank. `fits` allows for the part of `device_bytes` that allocators lose, and
-    for the cache that they give back when memory is short. `formula_only` names the parts that autopar prices and does
+    for the cache that they give back when memory is short. `host_bytes` is what a plan with `offload` keeps in host
+    memory for one device; `fits` allows for it too. `formula_only` names the parts that autopar prices and does
     not run. `assumptions` names figures that nobody measured.
     """
 
@@ -107,6 +108,7 @@ class Estimate:
     run: RunCost | None
     formula_only: tuple[str, ...]
     assumptions: tuple[str, ...]
+    host_bytes: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -141,7 +143,7 @@ def estimate_works(
     alone = seconds
     if degrees.dp > 1:
         alone = float(pricing.step(without_data_parallelism(layouts)).seconds[0])
-    parts = _named(MEMORY, memory.parts)
+    parts, on_host = _named(MEMORY, memory.parts), pricing.host_bytes(layouts)
     needed = sum(parts.values()) - parts[MEMORY["cache"]]  # the allocator gives its cache back before it fails
     peak = max(needed, min(float(memory.peak_bytes[0]), machine.memory_bytes))
     return Estimate(
@@ -166,7 +168,8 @@ def estimate_works(
         other_s=_named(OTHER, step.parts),
         peak_bytes=peak,
         device_bytes=machine.memory_bytes,
-        fits=needed <= usable_bytes(machine.memory_bytes),
+        fits=needed <= usable_bytes(machine.memory_bytes) and on_host <= host_of(machine).memory_bytes,
+        host_bytes=on_host,
         memory_bytes=parts | {MEMORY["cache"]: peak - needed},
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,

@@ -73,5 +73,6 @@ def with_exact_memory(made: Estimate, held: RankMemory) -> Estimate:
         memory_bytes=parts,
         peak_bytes=sum(parts.values()),
         fits=needed <= usable_bytes(made.device_bytes),
+        host_bytes=float(held.host_bytes),
         assumptions=(*made.assumptions, KERNELS),
     )

@@ -22,11 +22,14 @@ from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
+from autopar.cost_model.step.offload import host_bytes, is_on_host
+from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import PASSES, VARIANTS, Family, evaluate
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
+from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.rank_order import ORDERS
 
 if TYPE_CHECKING:
@@ -173,6 +176,13 @@ class Pricing:
             for one in self._with_and_without(layouts)
         ]
         return memory_between(self.recomputed_share(), found)
+
+    def host_bytes(self, layouts: Layouts) -> float:
+        """Bytes of host memory for one device."""
+        engine, saved = self.machine.engine, np.zeros(1)
+        if is_on_host(engine, ACTIVATIONS):
+            saved = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused)[0]
+        return float(host_bytes(engine, self.shape, self.works.num_parameters, saved, layouts)[0])
 
     def flops(self, sequences: float) -> tuple[float, float]:
         """FLOP of a step over all devices: the model's own, and the recomputed ones."""

@@ -164,6 +164,8 @@ def _show(made: "Estimate") -> None:
         ("MFU, HFU", f"{made.mfu:.1%}, {made.hfu:.1%}"),
         ("peak memory", f"{readable_bytes(made.peak_bytes)} of {readable_bytes(made.device_bytes)}"),
     ]
+    if made.host_bytes:
+        rows.append(("host memory of a device", readable_bytes(made.host_bytes)))
     if made.num_devices > made.least_devices:
         rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {made.least_devices} devices"))
     out.print(table(("", ""), rows))

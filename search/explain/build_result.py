@@ -1,11 +1,17 @@
 """The result of a search as data: the best plan, other plans and why they are worse, baselines, counts, the front."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from autopar.cost_model.estimate import optimizer_assumption
 from autopar.cost_model.machine.cluster import dtype_assumptions
+from autopar.cost_model.step.offload import host_assumption
+from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
+from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import readable_bytes
 from autopar.ir.program import Program
+from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.alternatives import next_best
 from autopar.search.driver.infeasible import counted
 from autopar.search.driver.search import Searched, Works
@@ -67,10 +73,22 @@ def result_of(
         closest=None,
         seconds=0.0,
         notes=program.notes,
-        assumptions=(*on.machine.assumptions, *dtype_assumptions(works_of(1).dtype, on.machine.precision, cluster)),
+        assumptions=(
+            *on.machine.assumptions,
+            *dtype_assumptions(works_of(1).dtype, on.machine.precision, cluster),
+            *_assumed(works_of(1), best, on),
+        ),
         details=details,
         points=points_of(found),
     )
+
+
+def _assumed(works: ProgramWorks, best: Priced | None, on: Machinery) -> Iterator[str]:
+    """What is assumed of the host and of the optimizer."""
+    degrees = Degrees() if best is None else best.degrees
+    for said in (host_assumption(on.machine), optimizer_assumption(works, replace(degrees, optimizer=works.optimizer))):
+        if said is not None:
+            yield said
 
 
 def _contender(found: Searched, index: int | None, one: Priced, borrowed: int = 0) -> Contender:

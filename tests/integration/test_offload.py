@@ -117,3 +117,18 @@ def test_steps_in_the_backward_pass_have_equal_bits(
         assert losses == own_losses
         assert [name for name, value in weights.items() if not torch.equal(value, own_weights[name])] == []
         assert bool(early) == is_early
+
+
+OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
+TRAINED = [(name, offload) for name in OPTIMIZERS for offload in ("optimizer", "parameters")]
+
+
+@pytest.mark.parametrize(("name", "offload"), thinned(TRAINED, keep=[("Adafactor", "optimizer")]))
+def test_every_optimizer_has_equal_bits(name: str, offload: str, worlds: Callable[[int], Ranks]) -> None:
+    """Also the ones that get whole matrices, which are gathered on the host."""
+    _, plan = planned_case(PLANS[3])
+    world, given = worlds(RANKS), (PLANS[3], plan)
+    (here, _), (there, _) = (
+        zip(*world.run("offload_ranks:trained", *given, one, name, None), strict=True) for one in ("none", offload)
+    )
+    assert here == there

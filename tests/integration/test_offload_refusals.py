@@ -61,6 +61,29 @@ def test_a_plain_loop_has_equal_bits(offload: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("offload", OFFLOADS[1:])
+def test_weights_are_read_in_place(offload: str) -> None:
+    """A state dict, as a checkpoint has it, and the optimizer's state."""
+    source, model = parallel(), parallel(offload=offload)
+    own = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (source, model)]
+    for one, optimizer in zip((source, model), own, strict=True):
+        one.forward_backward(BATCH)
+        optimizer.step()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(1.0)
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(source.evaluate(BATCH)["loss"], model.evaluate(BATCH)["loss"])
+    states = [one.optimizer_state_dict(optimizer) for one, optimizer in zip((source, model), own, strict=True)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(whole(one), whole(states[1][name])) for name, one in states[0].items())
+
+
+def whole(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
+
+
 def test_a_change_between_forward_and_backward_raises_as_on_one_device() -> None:
     model = parallel(offload="optimizer")
     loss = model(*BATCH)

@@ -35,7 +35,8 @@ def trained(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of some steps, and whole weights after them."""
     model, parts = made(one, replace(plan, degrees=replace(plan.degrees, offload=offload)))
-    own = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    held = [p for p in model.parameters() if optimizer != "Muon" or p.dim() == 2]
+    own = getattr(torch.optim, optimizer)(held, lr=1e-2)
     losses = []
     for part in parts:
         losses.append(float(model.forward_backward(part)))
