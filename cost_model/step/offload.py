@@ -135,7 +135,8 @@ def host_seconds(
         return HostSeconds(copies=np.zeros(1), update=None)
     size, elements = basis.shape.element_bytes, parameters.sharded(layouts, 1)
     one_way = size * elements / host.link_bytes_per_s
-    forward, backward = blocks * mean.forward, blocks * mean.backward
+    beside = 0.0 if basis.machine.speeds.in_one_thread else blocks  # on a CPU a copy takes the cores of the computation
+    forward, backward = beside * mean.forward, beside * mean.backward
     copies, update = np.zeros(1), None
     if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
         moved = (size + 2 * (FLOAT_BYTES + basis.shape.moment_bytes)) * elements
