@@ -20,7 +20,6 @@ from autopar.ir.offload import PARAMETERS
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
-from autopar.runtime.model.backward_step import BackwardStep
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
@@ -28,7 +27,8 @@ from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import RunningModel
-from autopar.runtime.model.state_files import keep_state_in_files
+from autopar.runtime.offload.backward_step import BackwardStep
+from autopar.runtime.offload.state_files import keep_state_in_files
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.profile.trace_step import trace_step
 

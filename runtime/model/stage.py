@@ -18,8 +18,8 @@ from autopar.lowering.saved_on_host import saved_on_host
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
-from autopar.runtime.model.host_memory import HostCopies
 from autopar.runtime.model.zero import is_gathered, own_memory
+from autopar.runtime.offload.host_memory import HostCopies
 from autopar.runtime.parameters.placement import local_value
 from autopar.runtime.parameters.relayout import relayout
 from autopar.runtime.profile.timeline import range_name

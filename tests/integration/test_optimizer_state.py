@@ -21,7 +21,7 @@ from autopar.cost_model.dry_run.stage_run import run_stages
 from autopar.errors import InputError, RuntimeInputError
 from autopar.ir.optimizers import OPTIMIZERS, OwnPart
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.model.state_files import keep_state_in_files, mapped_file, needed_bytes
+from autopar.runtime.offload.state_files import keep_state_in_files, mapped_file, needed_bytes
 
 pytestmark = pytest.mark.timeout(240)
 SPLIT = case(LLAMA, tp=2, dp=2, zero=3, accumulate=2)

@@ -11,7 +11,7 @@ from priced_models import Case
 from autopar.ir.plan import Plan
 from autopar.ir.program import hidden_parameters
 from autopar.runtime.model.module import ParallelModel
-from autopar.runtime.model.state_files import local_tensors
+from autopar.runtime.offload.state_files import local_tensors
 
 
 def optimizers(model: ParallelModel, name: str) -> list[torch.optim.Optimizer]:

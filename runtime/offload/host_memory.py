@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import private
 from autopar.ir.storage import Storage
-from autopar.runtime.model.gradients import local_gradient
 from autopar.runtime.parameters.user_view import show_parameter
 
 
@@ -114,13 +113,13 @@ class HostParameters:
         for name, held in self._held.items():
             if names is not None and name not in names:
                 continue
-            grad = local_gradient(self._computed[name])
+            grad = _local_gradient(self._computed[name])
             if grad is not None:
                 moved.append((held, self._copies.to_host(grad)))
                 self._computed[name].grad = None
         self._copies.wait()
         for held, host in moved:
-            earlier = local_gradient(held)
+            earlier = _local_gradient(held)
             if earlier is not None:
                 earlier.add_(host)
             else:
@@ -129,3 +128,7 @@ class HostParameters:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    return None if parameter.grad is None else _local(parameter.grad)
