@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, default_collate
 
@@ -16,7 +15,6 @@ from autopar.errors import RuntimeInputError
 from autopar.runtime.data.loader import LoaderOptions, ParallelLoader
 from autopar.runtime.data.make import make_loader
 from autopar.runtime.data.parts import Collate
-from autopar.ir.offload import PARAMETERS
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
@@ -27,8 +25,6 @@ from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import RunningModel
-from autopar.runtime.offload.backward_step import BackwardStep
-from autopar.runtime.offload.state_files import keep_state_in_files
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.profile.trace_step import trace_step
 
@@ -393,76 +389,6 @@ class ParallelModel(RunningModel):
         stages = self.stages_in(compiled)
         own = [call for index in sorted(self.stage_modules()) for call in stages[index].calls]
         return load_of_experts(compiled.program, counts, own, self.device)
-
-    # Optimizers.
-
-    def step_in_backward(
-        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> Mapping[str, torch.optim.Optimizer]:
-        """Update every parameter in the backward pass, as soon as its gradient is final. There is no `step()` then.
-
-        Updates have equal bits. They run beside the backward pass if the plan keeps the optimizer or the parameters on
-        the host. Gradients do not wait in memory for a step.
-
-        Args:
-            make: A function that makes an optimizer of the parameters in a list, such as
-                ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)``. It is called for each parameter.
-
-        Returns:
-            The optimizers by parameter name, for their learning rates and their state.
-
-        Raises:
-            RuntimeInputError: The update of an element depends on more than its own gradient, or the parameters step
-                in the backward pass already. `clip_grad_norm_` raises from now on.
-
-        Example:
-            >>> from copy import deepcopy
-            >>> made = deepcopy(parallel).step_in_backward(lambda own: torch.optim.SGD(own, lr=0.1))
-            >>> list(made)
-            ['0.weight', '0.bias', '2.weight', '2.bias']
-        """
-        if self._backward_step is not None:
-            raise RuntimeInputError("the parameters step in the backward pass already; change the optimizers it gave")
-        computed, early = dict(self._computed()), dict[nn.Parameter, str]()
-        late = {p for _, parameters in self._deferred() for p in parameters}
-        for name, parameter in self.named_parameters():
-            here = computed.get(name)  # None: it has several parts
-            is_apart = self._on_host is not None or (
-                self.plan.degrees.offloads(PARAMETERS) and here is not None and zero.is_zero_sharded(here)
-            )
-            if here is not None and parameter.requires_grad and is_apart and here not in late:
-                early[here] = name
-        if self.plan.degrees.pp > 1:
-            early = {}
-        on_host = self._on_host
-        take: Callable[[str], None] = (lambda _: None) if on_host is None else lambda n: on_host.take_gradients([n])
-        self._backward_step = BackwardStep(make, dict(self.named_parameters()), early, take)
-        return self._backward_step.optimizers
-
-    def keep_state_in_files(self, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> int:
-        """Keep an optimizer's state in a memory-mapped file instead of anonymous memory, with equal bits.
-
-        The file has its disk space when this returns, and no name. The kernel moves its pages between disk and memory.
-
-        Args:
-            optimizer: An optimizer of this model's parameters, which lie on the host.
-            folder: An existing folder on the disk that shall hold the state, such as an NVMe disk of this host.
-
-        Returns:
-            The bytes that this rank's file takes on the disk.
-
-        Raises:
-            InputError: The folder does not exist, or has too little room.
-            RuntimeInputError: The parameters lie on a device; the plan needs offload optimizer or parameters.
-
-        Example:
-            >>> import tempfile
-            >>> optimizer = torch.optim.AdamW(parallel.parameters())
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     parallel.keep_state_in_files(optimizer, folder) > 0
-            True
-        """
-        return keep_state_in_files(optimizer, folder)
 
     # Reading.
 

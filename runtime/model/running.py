@@ -1,5 +1,6 @@
 """`RunningModel`: how one rank runs the stages that it holds, one micro-batch after another."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar.errors import PlanError, RuntimeInputError
+from autopar.ir.offload import PARAMETERS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, needs_denominator, num_averaged, offloaded_calls, recomputed_calls
@@ -30,6 +32,8 @@ from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightChe
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
+from autopar.runtime.offload.backward_step import BackwardStep
+from autopar.runtime.offload.state_files import keep_state_in_files
 
 MicroBatches = list[dict[str, Any]]
 Functions = Callable[[CompiledProgram, bool], Sequence[Callable[..., Any]]]  # the code of blocks, perhaps with outputs
@@ -96,6 +100,76 @@ class RunningModel(ShardedModel):
             7
         """
         return self._preflight.exchange(row)
+
+    # Optimizers.
+
+    def step_in_backward(
+        self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> Mapping[str, torch.optim.Optimizer]:
+        """Update every parameter in the backward pass, as soon as its gradient is final. There is no `step()` then.
+
+        Updates have equal bits. They run beside the backward pass if the plan keeps the optimizer or the parameters on
+        the host. Gradients do not wait in memory for a step.
+
+        Args:
+            make: A function that makes an optimizer of the parameters in a list, such as
+                ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)``. It is called for each parameter.
+
+        Returns:
+            The optimizers by parameter name, for their learning rates and their state.
+
+        Raises:
+            RuntimeInputError: The update of an element depends on more than its own gradient, or the parameters step
+                in the backward pass already. `clip_grad_norm_` raises from now on.
+
+        Example:
+            >>> from copy import deepcopy
+            >>> made = deepcopy(parallel).step_in_backward(lambda own: torch.optim.SGD(own, lr=0.1))
+            >>> list(made)
+            ['0.weight', '0.bias', '2.weight', '2.bias']
+        """
+        if self._backward_step is not None:
+            raise RuntimeInputError("the parameters step in the backward pass already; change the optimizers it gave")
+        computed, early = dict(self._computed()), dict[nn.Parameter, str]()
+        late = {p for _, parameters in self._deferred() for p in parameters}
+        for name, parameter in self.named_parameters():
+            here = computed.get(name)  # None: it has several parts
+            is_apart = self._on_host is not None or (
+                self.plan.degrees.offloads(PARAMETERS) and here is not None and zero.is_zero_sharded(here)
+            )
+            if here is not None and parameter.requires_grad and is_apart and here not in late:
+                early[here] = name
+        if self.plan.degrees.pp > 1:
+            early = {}
+        on_host = self._on_host
+        take: Callable[[str], None] = (lambda _: None) if on_host is None else lambda n: on_host.take_gradients([n])
+        self._backward_step = BackwardStep(make, dict(self.named_parameters()), early, take)
+        return self._backward_step.optimizers
+
+    def keep_state_in_files(self, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> int:
+        """Keep an optimizer's state in a memory-mapped file instead of anonymous memory, with equal bits.
+
+        The file has its disk space when this returns, and no name. The kernel moves its pages between disk and memory.
+
+        Args:
+            optimizer: An optimizer of this model's parameters, which lie on the host.
+            folder: An existing folder on the disk that shall hold the state, such as an NVMe disk of this host.
+
+        Returns:
+            The bytes that this rank's file takes on the disk.
+
+        Raises:
+            InputError: The folder does not exist, or has too little room.
+            RuntimeInputError: The parameters lie on a device; the plan needs offload optimizer or parameters.
+
+        Example:
+            >>> import tempfile
+            >>> optimizer = torch.optim.AdamW(parallel.parameters())
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     parallel.keep_state_in_files(optimizer, folder) > 0
+            True
+        """
+        return keep_state_in_files(optimizer, folder)
 
     def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
         """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
