@@ -378,6 +378,20 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+@contextmanager
+def without_step_hooks(optimizer: Any) -> Iterator[None]:
+    """A context in which the step of an optimizer calls no hooks of its users."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    for name, hooks in before.items():
+        setattr(optimizer, name, type(hooks)())
+    try:
+        yield
+    finally:
+        for name, hooks in before.items():
+            setattr(optimizer, name, hooks)
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped. Another module is returned."""
     wrapped = model._modules.get("_orig_mod")

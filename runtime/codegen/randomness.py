@@ -80,6 +80,12 @@ class Streams:
             self._made[key] = RandomStream([self._dims[n] for n in key], self.seed, self._device)
         return self._made[key]
 
+    def reseed(self, seed: int) -> None:
+        """Draw from another seed from now on."""
+        self.seed = seed
+        for stream in self._made.values():
+            stream.seed = seed
+
     def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:
         """Restart every stream for a call of a block in a micro-batch of a step; in evaluation nothing is dropped."""
         for stream in self._made.values():

@@ -15,18 +15,18 @@ from autopar.errors import RuntimeInputError
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
+from autopar.runtime.model.checkpointed import CheckpointedModel
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
 from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
-from autopar.runtime.model.running import RunningModel
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.profile.trace_step import trace_step
 
 
-class ParallelModel(RunningModel):
+class ParallelModel(CheckpointedModel):
     """A model split over the ranks of a job according to a `Plan`; `autopar.parallelize` makes it.
 
     Parameters are DTensors under the model's own names. A pipeline rank holds the parameters of its own stages only,

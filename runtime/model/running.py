@@ -12,6 +12,7 @@ from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place
 from autopar.runtime.distributed.mesh import RankMesh, training_mesh
@@ -60,7 +61,8 @@ class RunningModel(ShardedModel):
         self._waits = False  # whether gradients of earlier calls wait for their sums
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
         self._fillers: dict[str, torch.Tensor] = {}
-        self._preflight = PreflightCheck(mesh, program.inputs)
+        self._saver = Saver()
+        self._preflight = PreflightCheck(mesh, program.inputs, self._saver)
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
         self._shapes = ShapeCache(self.base, self.placements, replan)
         self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()

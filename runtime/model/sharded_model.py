@@ -250,14 +250,30 @@ class ShardedModel(nn.Module):
         for name, parameter in self.named_parameters():
             state = flat_state(parameter.detach(), self.placements.get(name))
             found |= dict.fromkeys((name, *aliases[name]), state)
-        changed = stage_of_buffers(self.program, self.stages_in(self.base))
-        for first, info in self.program.buffers.items():
-            changing = {changed[n] for n in (first, *info.aliases) if n in changed}
-            if info.persistent and changing <= self.stage_modules().keys():  # another stage has the new value
-                found |= dict.fromkeys((first, *info.aliases), self.buffer(first))
+        for first, buffer, persistent in self.own_buffers():
+            if persistent:
+                found |= dict.fromkeys((first, *self.program.buffers[first].aliases), buffer)
         destination = {} if destination is None else destination
         destination.update({prefix + name: value for name, value in found.items()})
         return destination
+
+    def own_buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Iterate over the buffers that are state: persistent ones, and others that the forward pass changes.
+
+        A stage that changes a buffer has its new value. The other stages leave it out.
+
+        Yields:
+            The buffer's first name, its value, and whether a state dict holds it.
+
+        Example:
+            >>> list(parallel.own_buffers())
+            []
+        """
+        changed = stage_of_buffers(self.program, self.stages_in(self.base))
+        for first, info in self.program.buffers.items():
+            changing = {changed[n] for n in (first, *info.aliases) if n in changed}
+            if (info.persistent or changing) and changing <= self.stage_modules().keys():
+                yield first, self.buffer(first), info.persistent
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
