@@ -1,10 +1,10 @@
 """The folder of a run's checkpoints: one folder for each step, and a file `latest` that names one of them.
 
-    step-00000020            a complete checkpoint. The folder got this name when all of its files were durable
-    step-00000020.1          the checkpoint that replaces it, because the step was saved again
-    .step-00000030.partial   a save that did not end. It is never read, and the next save removes it
-    latest                   the name of the newest complete checkpoint
-    lock                     the job that saves here
+step-00000020            a complete checkpoint. The folder got this name when all of its files were durable
+step-00000020.1          the checkpoint that replaces it, because the step was saved again
+.step-00000030.partial   a save that did not end. It is never read, and the next save removes it
+latest                   the name of the newest complete checkpoint
+lock                     the job that saves here
 """
 
 import os
@@ -57,7 +57,9 @@ def every_folder(root: Path) -> list[StepFolder]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{root} cannot be read: {error.strerror or error}; name a folder of checkpoints") from None
+        raise CheckpointError(
+            f"{root} cannot be read: {error.strerror or error}; name a folder of checkpoints"
+        ) from None
     found = [parsed(entry) for entry in entries if entry.is_dir() and not entry.is_symlink()]
     return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.replaced))
 

@@ -1,7 +1,7 @@
 """Loading: the manifest, the hashes of all files, the differences from this model, then the tensors.
 
-Nothing of the model changes before every file is verified and every name, dtype and shape agrees. Each file is hashed by
-one rank. A rank then reads the elements that it holds.
+Nothing of the model changes before every file is verified and every name, dtype and shape agrees. Each file is hashed
+by one rank. A rank then reads the elements that it holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from autopar.errors import CheckpointError, Problem
+from autopar.files.plain_data import read_plain
 from autopar.ir.storage import Storage
 from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.folder import StepFolder, complete_steps, folder_of, listed
 from autopar.runtime.checkpoint.manifest import ITEM_BYTES, Manifest, file_problems, read_manifest, shares
-from autopar.runtime.checkpoint.optimizers import Optimizer
+from autopar.runtime.checkpoint.optimizers import Optimizer, SavedOptimizer
 from autopar.runtime.checkpoint.plain import decode, tensors_named
 from autopar.runtime.checkpoint.saving import failures_text
 from autopar.runtime.checkpoint.storage import ManifestReader
@@ -49,6 +51,38 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks {name!r}")
         return plain[name]
 
+    def optimizers(self) -> tuple[SavedOptimizer, ...]:
+        """The saved optimizers.
+
+        Raises:
+            CheckpointError: They have another form.
+        """
+        problems: list[Problem] = []
+        found: tuple[SavedOptimizer, ...] | None = read_plain(
+            tuple[SavedOptimizer, ...], self.section("optimizers"), problems, path="optimizers"
+        )
+        if problems or found is None:
+            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model", problems)
+        return found
+
+    def extra(self) -> dict[str, Any]:
+        """The extra data by name, as JSON has it."""
+        found = self.section("extra")
+        pairs = found.get("dict") if isinstance(found, dict) else None
+        if not isinstance(pairs, list) or not all(
+            isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) for p in pairs
+        ):
+            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: its extra data has an unknown form")
+        return dict(pairs)
+
+    def counters(self) -> tuple[int, int]:
+        """The number of steps of the saved model, and the seed of its random numbers."""
+        found = decode(self.section("model"), {})
+        steps, seed = (found.get(key) for key in ("steps", "seed")) if isinstance(found, dict) else (None, None)
+        if type(steps) is not int or type(seed) is not int:
+            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks its steps and its seed")
+        return steps, seed
+
 
 def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoint:
     """The checkpoint of a step, by default the latest, with all files as they were written. Collective.
@@ -67,7 +101,9 @@ def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoi
     if problems:
         others = {n: one for n, one in complete_steps(root).items() if n != folder.step}
         remedy = f"load another step by its number: {listed(others)}" if others else "the folder has no other step"
-        raise CheckpointError(f"the checkpoint {folder.path} is damaged, and nothing of it was loaded; {remedy}", problems)
+        raise CheckpointError(
+            f"the checkpoint {folder.path} is damaged, and nothing of it was loaded; {remedy}", problems
+        )
     return Checkpoint(folder=folder, manifest=manifest)
 
 
@@ -89,7 +125,7 @@ def refuse_differences(
     ranks = gather_objects(own, group)
     expected = {name: one for held, _, _ in ranks for name, one in held.items()}
     problems = tensor_differences(checkpoint.manifest, expected, ("model", "buffers"))
-    saved = [] if weights_only else checkpoint.section("optimizers")
+    saved = () if weights_only else checkpoint.optimizers()
     if len(saved) != len(given) and not weights_only:
         problems.append(
             Problem(
@@ -102,11 +138,15 @@ def refuse_differences(
     elif not weights_only:
         for index, one in enumerate(saved):
             problems += optimizers.differences(one, index, [kinds[index] for _, kinds, _ in ranks])
-    kept = dict(checkpoint.section("extra")["dict"])
+    kept = checkpoint.extra()
     asked = dict.fromkeys(name for _, _, names in ranks for name in names)
-    problems += [Problem(path=f"extra[{name!r}]", rule="is not in the checkpoint") for name in asked if name not in kept]
+    problems += [
+        Problem(path=f"extra[{name!r}]", rule="is not in the checkpoint") for name in asked if name not in kept
+    ]
     if problems:
-        raise CheckpointError(f"the checkpoint {checkpoint.folder.path} is not of this model; nothing was loaded", problems)
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.folder.path} is not of this model; nothing was loaded", problems
+        )
 
 
 def described(tensors: Mapping[str, FlatShards]) -> dict[str, Description]:
@@ -150,8 +190,8 @@ def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     wanted = {name: one for name, one in tensors.items() if one.numel()}
     try:
-        dcp.load(wanted, storage_reader=reader, planner=planner, process_group=group)
-    except dcp.CheckpointException as error:
+        load(wanted, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
         raise CheckpointError(
             f"reading {checkpoint.folder.path} failed, and the model holds a part of it: {failures_text(error)}"
         ) from None
@@ -165,10 +205,13 @@ def load_optimizers(
     group: dist.ProcessGroup,
 ) -> dict[str, FlatShards]:
     """Prepare optimizers, and give their tensors by name, into which the checkpoint is read. Collective."""
-    saved: Sequence[Mapping[str, Any]] = checkpoint.section("optimizers")
     if not given:
         return {}
-    memory = plain_tensors(checkpoint, [[one["groups"], one["state"]] for one in _as_trees(saved)])
+    saved = checkpoint.optimizers()
+    options = [group.options for one in saved for group in one.groups]
+    memory = plain_tensors(
+        checkpoint, [*options, *(v for one in saved for keys in one.state.values() for v in keys.values())]
+    )
     read_tensors(checkpoint, memory, group)
     tensors: dict[str, FlatShards] = {}
 
@@ -185,32 +228,23 @@ def load_optimizers(
     problems = [p for p in problems if p.path not in memory]
     if problems:
         raise CheckpointError(
-            f"the optimizer's state in {checkpoint.folder.path} is not that of this optimizer; parameters have changed, "
-            "so build the model again",
+            f"the optimizer's state in {checkpoint.folder.path} is not that of this optimizer; parameters have "
+            "changed, so build the model again",
             problems,
         )
     return tensors
 
 
-def _as_trees(saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The encoded data of optimizers: options of groups, and values of state that are no tensors."""
-    return [
-        {
-            "groups": [group["options"] for group in one["groups"]],
-            "state": [value for keys in one["state"].values() for value in keys.values()],
-        }
-        for one in saved
-    ]
+def read_extra(
+    checkpoint: Checkpoint, names: Sequence[str], group: dist.ProcessGroup
+) -> tuple[dict[str, Any], list[Any]]:
+    """The extra data of a checkpoint, and the state of some objects, each of its own. Collective.
 
-
-def load_extra(
-    checkpoint: Checkpoint, objects: Mapping[str, Any], group: dist.ProcessGroup
-) -> dict[str, Any]:
-    """The extra data of a checkpoint. Objects get theirs by `load_state_dict`. Collective."""
-    encoded = checkpoint.section("extra")
-    memory = plain_tensors(checkpoint, encoded)
+    Raises:
+        CheckpointError: The data has an unknown form. All ranks raise it.
+    """
+    encoded = checkpoint.extra()
+    memory = plain_tensors(checkpoint, list(encoded.values()))
     read_tensors(checkpoint, memory, group)
-    found: dict[str, Any] = decode(encoded, memory)
-    for name, one in objects.items():
-        one.load_state_dict(decode(dict(encoded["dict"])[name], memory))
-    return found
+    found = {name: decode(value, memory) for name, value in encoded.items()}
+    return found, [decode(encoded[name], memory) for name in names]

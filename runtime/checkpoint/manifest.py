@@ -21,6 +21,7 @@ from autopar.runtime.checkpoint.folder import MANIFEST, StepFolder, write_durabl
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
+MAX_DEPTH = 100
 ITEM_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
@@ -135,6 +136,8 @@ def _problems(manifest: Manifest, folder: StepFolder) -> Iterable[Problem]:
             yield Problem(path="files", rule="must be plain names of .safetensors files", value=name)
         if file.bytes < 0:
             yield Problem(path=f"files.{name}.bytes", rule="must be at least 0", value=file.bytes)
+    if _depth(manifest.plain) > MAX_DEPTH:
+        yield Problem(path="plain", rule=f"must have at most {MAX_DEPTH} levels")
     in_files = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in ITEM_BYTES:
@@ -153,6 +156,16 @@ def _problems(manifest: Manifest, folder: StepFolder) -> Iterable[Problem]:
     for name, size in in_files.items():
         if size > manifest.files[name].bytes:
             yield Problem(path=f"files.{name}", rule=f"is too small for its {size} bytes of tensors")
+
+
+def _depth(value: Any) -> int:
+    """How deeply lists and objects are nested."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [one for each in inner for one in each]
+    return depth
 
 
 def _is_inside(chunk: Chunk, shape: Sequence[int]) -> bool:

@@ -6,6 +6,7 @@ The parameters that this step changes are loaded afterwards.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,24 @@ from autopar.runtime.parameters.checkpoint_state import flat_state
 from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
 
 Optimizer = torch.optim.Optimizer
-SPLIT = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
-Part = Mapping[str, Any]
+SPLIT: Any = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """A group of an optimizer: the names of its parameters, and its options as JSON has them."""
+
+    parameters: tuple[str, ...]
+    options: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedOptimizer:
+    """An optimizer: its class, its groups, and the state of each parameter by key as JSON has it."""
+
+    kind: str
+    groups: tuple[SavedGroup, ...]
+    state: Mapping[str, Mapping[str, Any]]
 
 
 def state_name(index: int, parameter: str, key: str) -> str:
@@ -40,8 +57,8 @@ def described(
     held: Mapping[str, Storage],
     tensors: dict[str, FlatShards],
     plain_tensors: dict[str, torch.Tensor],
-) -> dict[str, Any]:
-    """This rank's part of an optimizer as JSON has it. Its tensors are added to `tensors` and `plain_tensors`.
+) -> SavedOptimizer:
+    """This rank's part of an optimizer. Its tensors are added to `tensors` and `plain_tensors`.
 
     Raises:
         InputError: The optimizer has parameters that are not of this model, or state that is no plain data.
@@ -56,7 +73,7 @@ def described(
             )
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         encoded = encode(options, f"optimizer.{index}/groups/{number}", plain_tensors)
-        groups.append({"parameters": [names[parameter] for parameter in group["params"]], "options": encoded})
+        groups.append(SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=encoded))
     state = {
         name: {
             key: _entry(value, parameter, state_name(index, name, key), held.get(name), tensors, plain_tensors)
@@ -65,7 +82,7 @@ def described(
         for parameter, name in names.items()
         if optimizer.state.get(parameter)
     }
-    return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
+    return SavedOptimizer(kind=type(optimizer).__name__, groups=tuple(groups), state=state)
 
 
 def _entry(
@@ -84,7 +101,7 @@ def _entry(
     return SPLIT
 
 
-def merged(parts: Sequence[Part]) -> dict[str, Any]:
+def merged(parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
     """One optimizer of the parts of all ranks. Ranks of a pipeline have the parameters of their own stages.
 
     Raises:
@@ -92,55 +109,58 @@ def merged(parts: Sequence[Part]) -> dict[str, Any]:
     """
     first = parts[0]
     for rank, part in enumerate(parts):
-        if part["kind"] != first["kind"] or len(part["groups"]) != len(first["groups"]):
+        if part.kind != first.kind or len(part.groups) != len(first.groups):
             raise CheckpointError(
-                f"rank {rank} saves {part['kind']} with {len(part['groups'])} groups, but rank 0 {first['kind']} with "
-                f"{len(first['groups'])}; make the same optimizer on every rank"
+                f"rank {rank} saves {part.kind} with {len(part.groups)} groups, but rank 0 {first.kind} with "
+                f"{len(first.groups)}; make the same optimizer on every rank"
             )
-        for number, (own, other) in enumerate(zip(part["groups"], first["groups"], strict=True)):
-            if own["options"] != other["options"]:
+        for number, (own, other) in enumerate(zip(part.groups, first.groups, strict=True)):
+            if own.options != other.options:
                 raise CheckpointError(
-                    f"group {number} of {part['kind']} has other options on rank {rank} than on rank 0; use the same "
+                    f"group {number} of {part.kind} has other options on rank {rank} than on rank 0; use the same "
                     "options on every rank"
                 )
     groups = [
-        {
-            "parameters": list(dict.fromkeys(n for part in parts for n in part["groups"][number]["parameters"])),
-            "options": group["options"],
-        }
-        for number, group in enumerate(first["groups"])
+        SavedGroup(
+            parameters=tuple(dict.fromkeys(name for part in parts for name in part.groups[number].parameters)),
+            options=group.options,
+        )
+        for number, group in enumerate(first.groups)
     ]
-    return {"kind": first["kind"], "groups": groups, "state": {n: s for part in parts for n, s in part["state"].items()}}
+    state = {name: keys for part in parts for name, keys in part.state.items()}
+    return SavedOptimizer(kind=first.kind, groups=tuple(groups), state=state)
 
 
 def group_names(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> tuple[str, list[list[str]]]:
     """The class of an optimizer, and the names of this rank's parameters in each of its groups."""
     names = {parameter: name for name, parameter in named.items()}
-    groups = [[names.get(p, "a parameter of another model") for p in group["params"]] for group in optimizer.param_groups]
+    groups = [
+        [names.get(p, "a parameter of another model") for p in group["params"]] for group in optimizer.param_groups
+    ]
     return type(optimizer).__name__, groups
 
 
-def differences(saved: Part, index: int, ranks: Sequence[tuple[str, list[list[str]]]]) -> list[Problem]:
+def differences(saved: SavedOptimizer, index: int, ranks: Sequence[tuple[str, list[list[str]]]]) -> list[Problem]:
     """How an optimizer of all ranks differs from the saved one: its class, and the parameters of its groups."""
     path, (kind, groups) = f"optimizer {index}", ranks[0]
-    if kind != saved["kind"]:
-        return [Problem(path=path, rule=f"must be {saved['kind']}, as in the checkpoint", value=kind)]
-    if len(groups) != len(saved["groups"]):
-        rule = f"must have {len(saved['groups'])} groups, as in the checkpoint"
+    if kind != saved.kind:
+        return [Problem(path=path, rule=f"must be {saved.kind}, as in the checkpoint", value=kind)]
+    if len(groups) != len(saved.groups):
+        rule = f"must have {len(saved.groups)} groups, as in the checkpoint"
         return [Problem(path=path, rule=rule, value=len(groups))]
     found = []
-    for number, group in enumerate(saved["groups"]):
+    for number, group in enumerate(saved.groups):
         now = {name for _, own in ranks for name in own[number]}
-        then = set(group["parameters"])
+        then = set(group.parameters)
         found += [Problem(path=f"{path}, group {number}", rule=f"lacks {name}") for name in sorted(then - now)]
         found += [Problem(path=f"{path}, group {number}", rule=f"has {n} in addition") for n in sorted(now - then)]
     return found
 
 
-def set_options(optimizer: Optimizer, saved: Part, plain_tensors: Mapping[str, torch.Tensor]) -> None:
+def set_options(optimizer: Optimizer, saved: SavedOptimizer, plain_tensors: Mapping[str, torch.Tensor]) -> None:
     """Give the groups their saved options, such as the learning rate of the moment."""
-    for group, then in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in decode(then["options"], plain_tensors).items():
+    for group, then in zip(optimizer.param_groups, saved.groups, strict=True):
+        for key, value in decode(then.options, plain_tensors).items():
             now = group.get(key)
             if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
                 now.copy_(value)
@@ -149,14 +169,17 @@ def set_options(optimizer: Optimizer, saved: Part, plain_tensors: Mapping[str, t
 
 
 def prepare_state(
-    optimizer: Optimizer, saved: Part, named: Mapping[str, nn.Parameter], plain_tensors: Mapping[str, torch.Tensor]
+    optimizer: Optimizer,
+    saved: SavedOptimizer,
+    named: Mapping[str, nn.Parameter],
+    plain_tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Make the state that a load fills, and set the values that are no tensors. It may change parameters.
 
     Raises:
         CheckpointError: The optimizer does not make the state that the checkpoint has.
     """
-    state: Mapping[str, Mapping[str, Any]] = saved["state"]
+    state = saved.state
     own = {p for group in optimizer.param_groups for p in group["params"]}
     wanted = {named[name]: state[name] for name in state if name in named and named[name] in own}
     lacking = [parameter for parameter, keys in wanted.items() if not _has_tensors(optimizer, parameter, keys)]
@@ -205,12 +228,16 @@ def _step_with_zeros(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
 
 
 def state_tensors(
-    optimizer: Optimizer, index: int, named: Mapping[str, nn.Parameter], held: Mapping[str, Storage], saved: Part
+    optimizer: Optimizer,
+    index: int,
+    named: Mapping[str, nn.Parameter],
+    held: Mapping[str, Storage],
+    saved: SavedOptimizer,
 ) -> dict[str, FlatShards]:
     """The tensors of this rank's optimizer state by their names in a checkpoint. Loading writes into them."""
     found: dict[str, FlatShards] = {}
     for name, parameter in named.items():
-        keys = saved["state"].get(name, {})
+        keys = saved.state.get(name, {})
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and keys.get(key, SPLIT) == SPLIT:
                 _entry(value, parameter, state_name(index, name, key), held.get(name), found, {})

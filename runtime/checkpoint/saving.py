@@ -1,8 +1,8 @@
 """Saving: a copy of this rank's state, its files, and the manifest that makes them a checkpoint.
 
 Every rank writes its chunks into a folder that is set aside. When all files are on disk, the first rank writes the
-manifest, names the folder, and moves `latest`. An asynchronous save does all of this in a thread with a process group of
-its own. The step waits for the copy only.
+manifest, names the folder, and moves `latest`. An asynchronous save does all of this in a thread with a process group
+of its own. The step waits for the copy only.
 """
 
 import hashlib
@@ -12,23 +12,25 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar._version import __version__
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.folder import new_partial, parsed, publish, remove_old
 from autopar.runtime.checkpoint.lock import FolderLock, take_lock
 from autopar.runtime.checkpoint.manifest import FORMAT, Manifest, write_manifest
+from autopar.runtime.checkpoint.optimizers import SavedOptimizer, merged
 from autopar.runtime.checkpoint.storage import Contents, ManifestWriter
+from autopar.runtime.checkpoint.tensor_files import pieces_of
 from autopar.runtime.distributed.mesh import named_ranks
 from autopar.runtime.parameters.flat_shards import FlatShards
 
@@ -51,7 +53,7 @@ class Snapshot:
     tensors: Mapping[str, FlatShards]
     common: Mapping[str, Any]
     plain_tensors: Mapping[str, torch.Tensor]
-    optimizers: Sequence[Mapping[str, Any]]
+    optimizers: Sequence[SavedOptimizer]
     finite: frozenset[str]
     made_by: Mapping[str, str]
 
@@ -63,7 +65,7 @@ class _Part:
     where: str
     step: int
     digests: Mapping[str, str]
-    optimizers: Sequence[Mapping[str, Any]]
+    optimizers: Sequence[SavedOptimizer]
 
 
 class Saver:
@@ -133,18 +135,17 @@ class Saver:
         target = _Target(self, snapshot)
         tensors: dict[str, Any] = dict(snapshot.tensors)
         tensors |= {name: tensor for name, tensor in snapshot.plain_tensors.items() if tensor.numel()}
-        what = f"step {snapshot.step} was not saved to {snapshot.root}"
         rank = dist.get_rank()
         try:
             part = _part_of(snapshot)
             writer = ManifestWriter(part, target.begin, target.end, _refusal(snapshot, rank), rank=rank)
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
-        except dcp.CheckpointException as error:
+            save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
             target.discard()
-            raise CheckpointError(f"{what}: {failures_text(error)}") from None
+            raise CheckpointError(f"the checkpoint was not saved: {failures_text(error)}") from None
         except Exception as error:
-            raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"step {snapshot.step} was not saved: {type(error).__name__}: {error}") from error
 
     def lock(self, root: Path) -> FolderLock:
         """The lock of a folder, taken by the first save."""
@@ -160,13 +161,13 @@ class _Target:
         self._saver, self._snapshot = saver, snapshot
         self._partial: Path | None = None
         self._final: Path | None = None
-        self._optimizers: list[dict[str, Any]] = []
+        self._optimizers: list[SavedOptimizer] = []
 
     def begin(self, parts: Sequence[_Part]) -> Path:
         """Compare the ranks' parts, and make the folder."""
         _refuse_differences(parts)
         own = self._snapshot
-        self._optimizers = [optimizers.merged(every) for every in zip(*(p.optimizers for p in parts), strict=True)]
+        self._optimizers = [merged(every) for every in zip(*(p.optimizers for p in parts), strict=True)]
         try:
             own.root.mkdir(parents=True, exist_ok=True)
             self._saver.lock(own.root)
@@ -188,7 +189,7 @@ class _Target:
             made_by={"autopar": __version__, "torch": torch.__version__, **own.made_by},
             files=contents.files,
             tensors=contents.tensors,
-            plain={**own.common, "optimizers": self._optimizers},
+            plain={**own.common, "optimizers": [asdict(one) for one in self._optimizers]},
         )
         current = parsed(self._final)
         assert current is not None
@@ -199,7 +200,9 @@ class _Target:
             self._partial = None
             remove_old(own.root, current, own.keep_last)
         except OSError as error:
-            raise CheckpointError(f"{error.filename or own.root} cannot be written: {error.strerror or error}") from None
+            raise CheckpointError(
+                f"{error.filename or own.root} cannot be written: {error.strerror or error}"
+            ) from None
 
     def discard(self) -> None:
         """Remove the files of a save that failed, above all from a full disk."""
@@ -214,8 +217,10 @@ def _part_of(snapshot: Snapshot) -> _Part:
     texts |= {f"extra[{key!r}]": json.dumps(value) for key, value in extra.items()}
     digests = {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
     for name, tensor in snapshot.plain_tensors.items():
-        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-        digests[name.replace("/", ".")] = hashlib.sha256(values).hexdigest()
+        found = hashlib.sha256()
+        for piece in pieces_of(tensor):
+            found.update(piece)
+        digests[name.replace("/", ".")] = found.hexdigest()
     return _Part(where=str(snapshot.root), step=snapshot.step, digests=digests, optimizers=snapshot.optimizers)
 
 
@@ -255,7 +260,7 @@ def _refusal(snapshot: Snapshot, rank: int) -> Any:
     return refusal
 
 
-def failures_text(error: dcp.CheckpointException) -> str:
+def failures_text(error: CheckpointException) -> str:
     """The errors of the ranks that failed, the first ones."""
     texts: dict[str, list[int]] = {}
     for rank, (cause, _) in sorted(error.failures.items()):

@@ -53,7 +53,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def header_of(entries: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def header_of(
+    entries: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
     """The beginning of a file with tensors of given dtypes and shapes, and where in the file each tensor begins."""
     content: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     begins, at = dict[str, int](), 0
@@ -87,7 +89,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in its own order, a few megabytes at a time."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
-        whole = memoryview(flat.view(torch.uint8).numpy())
+        whole = flat.view(torch.uint8).numpy().data
         for start in range(0, len(whole), _PIECE_BYTES):
             yield whole[start : start + _PIECE_BYTES]
 

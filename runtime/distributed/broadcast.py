@@ -44,9 +44,9 @@ def run_on_all_ranks(action: Callable[[], _T], group: dist.ProcessGroup | None =
     except AutoparError as raised:
         error = raised
     every = gather_objects((result, error), group)
-    for _, raised in every:
-        if raised is not None:
-            raise raised
+    for _, failure in every:
+        if failure is not None:
+            raise failure
     return cast(list[_T], [one for one, _ in every])
 
 

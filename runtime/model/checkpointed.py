@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from autopar.errors import CheckpointError, InputError
+from autopar.errors import InputError
 from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.folder import latest_folder
 from autopar.runtime.checkpoint.loading import (
-    load_extra,
     load_optimizers,
+    read_extra,
     read_tensors,
     refuse_differences,
     verified,
 )
 from autopar.runtime.checkpoint.plain import encode
 from autopar.runtime.checkpoint.saving import Snapshot
-from autopar.runtime.distributed.broadcast import run_on_all_ranks, run_on_first_rank
+from autopar.runtime.distributed.broadcast import run_on_first_rank
 from autopar.runtime.model.running import RunningModel
 from autopar.runtime.parameters.checkpoint_state import flat_state
 from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
@@ -116,16 +116,17 @@ class CheckpointedModel(RunningModel):
                 raise InputError(f"extra[{name!r}] has no load_state_dict(); load returns plain values, leave it out")
         checkpoint = verified(Path(path), step, group)
         named, tensors = dict(self.named_parameters()), self._saved_tensors()
-        refuse_differences(
-            checkpoint, tensors, given, named, list(objects), group, weights_only=weights_only
-        )
+        refuse_differences(checkpoint, tensors, given, named, list(objects), group, weights_only=weights_only)
+        found, states = read_extra(checkpoint, list(objects), group)
+        counters = checkpoint.counters()
         tensors |= load_optimizers(checkpoint, given, named, self.placements, group)
         read_tensors(checkpoint, tensors, group)
         if not weights_only:
-            counters = dict(checkpoint.section("model")["dict"])
-            self._step = counters["steps"]
-            self.streams.reseed(counters["seed"])
-        return load_extra(checkpoint, objects, group)
+            self._step, seed = counters
+            self.streams.reseed(seed)
+        for one, state in zip(objects.values(), states, strict=True):
+            one.load_state_dict(state)
+        return found
 
     def latest_step(self, path: Path_) -> int | None:
         """Give the step of the newest complete checkpoint. Collective.

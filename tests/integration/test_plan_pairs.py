@@ -66,7 +66,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory, worlds: Worlds) -> Callable[
 def check_pair(model: str, saving: str, loading: str, saved: Any, worlds: Worlds) -> None:
     first = saved(model, saving)
     world_size, own, plan = wanted(model, loading)
-    results = worlds(world_size).run("checkpoint_ranks:load_and_train", own, plan, first["data"][2:], str(first["folder"]))
+    results = worlds(world_size).run(
+        "checkpoint_ranks:load_and_train", own, plan, first["data"][2:], str(first["folder"])
+    )
     losses, loaded, end = results[0]
     assert not differing(loaded, first["state"])
     if saving == loading:
@@ -78,7 +80,9 @@ def check_pair(model: str, saving: str, loading: str, saved: Any, worlds: Worlds
 
 @pytest.mark.parametrize(
     ("saving", "loading"),
-    thinned(_PAIRS, keep=(("tp × zero 3", "tp × zero 3"), ("pp in a v", "three dimensions"), ("replicas", "one rank"))[:1]),
+    thinned(
+        _PAIRS, keep=(("tp × zero 3", "tp × zero 3"), ("pp in a v", "three dimensions"), ("replicas", "one rank"))[:1]
+    ),
 )
 def test_gpt2(saving: str, loading: str, saved: Any, worlds: Worlds) -> None:
     check_pair("gpt2", saving, loading, saved, worlds)

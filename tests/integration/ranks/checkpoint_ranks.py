@@ -34,7 +34,9 @@ def optimizer_of(model: ParallelModel) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups_of(model), lr=1e-3, amsgrad=True)
 
 
-def trained(model: ParallelModel, program: Any, plan: Plan, optimizer: Any, schedule: Any, data: Batches) -> list[float]:
+def trained(
+    model: ParallelModel, program: Any, plan: Plan, optimizer: Any, schedule: Any, data: Batches
+) -> list[float]:
     """The losses of steps on global batches."""
     losses = []
     for batch in data:
