@@ -108,7 +108,8 @@ def parallelize(
     program, decided = _decide(
         model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
     )
-    again = _replan(model, cluster, inputs, program, decided, loss_fn)
+    without_weights = weightless(model)
+    again = _replan(without_weights, cluster, inputs, program, decided, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     differ = state is None and weights_differ(model)
@@ -120,7 +121,9 @@ def parallelize(
         source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)
     # of a model that holds weights nothing but buffers is kept
     buffers = source if on_meta else {name: source(name) for name in program.buffers}.__getitem__
-    return ParallelModel(program, decided, source, device, seed=seed, replan=again, buffers=buffers)
+    return ParallelModel(
+        program, decided, source, device, seed=seed, replan=again, buffers=buffers, origin=without_weights
+    )
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -265,7 +268,6 @@ def _replan(
     loss_fn: LossFunction | None,
 ) -> Replan:
     """Captures the model, of which it holds no weights, for other shapes or in eval mode, cut into the same stages."""
-    model = weightless(model)
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
     def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:

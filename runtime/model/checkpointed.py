@@ -1,14 +1,16 @@
 """`CheckpointedModel`: how a model is saved and loaded; every plan loads the checkpoints of every other plan."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from autopar.errors import InputError
+from autopar.errors import CheckpointError, InputError
 from autopar.runtime.checkpoint import optimizers
+from autopar.runtime.checkpoint.export import Export, name_to_keep
 from autopar.runtime.checkpoint.folder import latest_folder
 from autopar.runtime.checkpoint.loading import (
     load_optimizers,
@@ -19,10 +21,11 @@ from autopar.runtime.checkpoint.loading import (
 )
 from autopar.runtime.checkpoint.plain import encode
 from autopar.runtime.checkpoint.saving import Snapshot
-from autopar.runtime.distributed.broadcast import run_on_first_rank
+from autopar.runtime.distributed.broadcast import run_on_all_ranks, run_on_first_rank
 from autopar.runtime.model.running import RunningModel
-from autopar.runtime.parameters.checkpoint_state import flat_state
+from autopar.runtime.parameters.checkpoint_state import flat_state, names_of_state
 from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
+from autopar.runtime.parameters.packed import by_model_parameter
 
 Path_ = str | os.PathLike[str]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -160,6 +163,59 @@ class CheckpointedModel(RunningModel):
             30
         """
         self._saver.finish()
+
+    def export_hf(self, path: Path_, *, max_shard_bytes: int = 5 * 10**9) -> None:
+        """Write a folder that `from_pretrained` of transformers loads: config, safetensors and their index. Collective.
+
+        One tensor after the other is gathered, so no rank holds the whole model. Tied weights are written once, and
+        all weights have the names and shapes of transformers' own files.
+
+        Args:
+            path: The folder, which must be new or empty, on a file system that all hosts share.
+            max_shard_bytes: The size of a file. A larger tensor has a file of its own.
+
+        Raises:
+            InputError: The model is no model of transformers, or the folder is not empty. All ranks raise it.
+            CheckpointError: The folder cannot be written. All ranks raise it.
+
+        Example:
+            >>> parallel.export_hf("exported")
+            Traceback (most recent call last):
+            autopar.errors.InputError: export_hf needs a model of transformers itself, which has a config; ...
+        """
+        group, root = self._saver.group, Path(path).absolute()
+        names = {name_to_keep(own, self._tied_names()): own[0] for own in names_of_state(self.program)}
+        wholes = {name: self._on_meta(first) for name, first in names.items()}
+        export = Export(self._origin[0], wholes, root, max_shard_bytes)
+        run_on_first_rank(export.begin, group)
+        try:
+            run_on_all_ranks(lambda: export.write(self._gathered(names)), group)
+        except CheckpointError:
+            run_on_first_rank(export.discard, group)
+            raise
+        run_on_first_rank(export.end, group)
+
+    def _tied_names(self) -> Mapping[str, str]:
+        return getattr(self._origin[0], "all_tied_weights_keys", None) or {}
+
+    def _on_meta(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of the model without values. It may be another stage's."""
+        infos = dict(by_model_parameter(self.program))
+        if name in infos:
+            (info, *_), part = infos[name], infos[name][0].part
+            return torch.empty(info.shape if part is None else part.shape, dtype=info.dtype, device="meta")
+        info = self.program.buffers[name]
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+    def _gathered(self, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The whole tensors of this rank's stages, one at a time. Only the first rank of each stage keeps them."""
+        own, at = self.state_dict(), self.rank_mesh.device_mesh.get_coordinate()
+        is_first = not any(at or ())
+        for name, first in names.items():
+            if first in own:
+                value = own[first]
+                whole = value.full_tensor() if isinstance(value, (DTensor, FlatShards)) else value
+                yield name, whole.detach() if is_first else None
 
     def _saved_tensors(self) -> dict[str, FlatShards]:
         """This rank's chunks of parameters, persistent buffers, and the other buffers that the forward pass changes.

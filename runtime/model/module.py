@@ -45,6 +45,7 @@ class ParallelModel(CheckpointedModel):
         buffers: A function from a buffer's name to its whole tensor; `source` by default.
         streams: A function from this rank's mesh to the streams of random numbers. Verification draws the same numbers
             under every plan.
+        origin: The unmodified model without its weights, which `export_hf` needs.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
@@ -81,6 +82,7 @@ class ParallelModel(CheckpointedModel):
             seed=self.streams.seed,
             replan=self._shapes.replan,
             buffers=self.buffer,
+            origin=self._origin[0],
         )
         made._step = self._step
         own = dict(self.named_parameters())

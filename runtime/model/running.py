@@ -50,6 +50,7 @@ class RunningModel(ShardedModel):
         replan: Replan | None = None,
         buffers: Callable[[str], torch.Tensor] | None = None,
         streams: Callable[[RankMesh], Streams] | None = None,
+        origin: nn.Module | None = None,
     ) -> None:
         mesh = training_mesh(plan.degrees, device.type)
         drawing = Streams(mesh.dims, seed, device) if streams is None else streams(mesh)
@@ -62,6 +63,7 @@ class RunningModel(ShardedModel):
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
         self._fillers: dict[str, torch.Tensor] = {}
         self._saver = Saver()
+        self._origin = (origin,)  # in a tuple, because it is no part of this module
         self._preflight = PreflightCheck(mesh, program.inputs, self._saver)
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
         self._shapes = ShapeCache(self.base, self.placements, replan)
