@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from autopar.errors import PlanError, Problem, did_you_mean
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh
@@ -30,6 +31,9 @@ class Degrees:
 
     The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist whole
     (`autopar.lowering.loss_chunks`).
+
+    `precision` ("fp32", "bf16" or "fp16") is the dtype of computing beside float32 master weights, and `reduce_dtype`
+    the dtype of sums of gradients (`autopar.ir.precision`). None leaves the dtypes as the model is written.
     """
 
     pp: int = 1
@@ -50,6 +54,8 @@ class Degrees:
     cut_at: tuple[str, ...] | None = None
     order: str = ORDERS[0]
     loss_chunks: int = 1
+    precision: str | None = None
+    reduce_dtype: str | None = None
 
     @property
     def dp(self) -> int:
@@ -116,7 +122,10 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULE_NAMES,
     "recompute": ("none", "full"),
     "order": ORDERS,
+    "precision": PRECISIONS,
+    "reduce_dtype": PRECISIONS,
 }
+_MAY_BE_OPEN = ("micro_batch", "recompute_blocks", "precision", "reduce_dtype")
 
 
 def degrees_from(data: Any, source: str = "plan") -> Degrees:
@@ -145,10 +154,10 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             rule = "" if isinstance(value, bool) else "must be true or false"
         elif name == "cut_at":
             values[name], rule = _paths(value)
+        elif value is None and name in _MAY_BE_OPEN:
+            continue
         elif name in _CHOICES:
             rule = "" if value in _CHOICES[name] else f"must be one of {', '.join(_CHOICES[name])}"
-        elif value is None and name in ("micro_batch", "recompute_blocks"):
-            continue
         elif name == "recompute_blocks" and not isinstance(value, int):
             values[name], rule = _blocks_of_stages(value)
         elif isinstance(value, bool) or not isinstance(value, int):

@@ -84,18 +84,20 @@ def capture_for(
 ) -> Program:
     """The program at the global micro-batch of `degrees`.
 
-    With `decided_as` the model takes the decisions of another program of it, and none of its own.
+    With `decided_as` the model takes the decisions of another program of it, and none of its own. With a precision,
+    parameters and floating inputs have its dtype.
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
     from autopar.capture.any_size import captured
     from autopar.capture.export.data_reads import Reading
+    from autopar.capture.precision import in_precision, inputs_in_precision
     from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
 
     answers = None if decided_as is None else {decision.key: decision for decision in decided_as.decisions}
     asked = CaptureRequest(
-        model=model,
-        inputs=example_inputs,
+        model=in_precision(model, degrees.precision),
+        inputs=inputs_in_precision(example_inputs, degrees.precision),
         loss_fn=loss_fn,
         training=training,
         reading=Reading(specialise=specialise or bool(answers), answers=answers),

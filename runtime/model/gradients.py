@@ -15,11 +15,17 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order."""
-    for indices in buckets((t.numel() * t.element_size(), t.dtype) for t in tensors):
+def sum_over(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtypes: Sequence[torch.dtype] | None = None
+) -> None:
+    """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order.
+
+    `dtypes` are the dtypes in which the tensors are summed, by default their own.
+    """
+    sent = [t.dtype for t in tensors] if dtypes is None else dtypes
+    for indices in buckets((t.numel() * dtype.itemsize, dtype) for t, dtype in zip(tensors, sent, strict=True)):
         bucket = [tensors[i] for i in indices]
-        flat = torch.cat([t.reshape(-1) for t in bucket])
+        flat = torch.cat([t.reshape(-1) for t in bucket]).to(sent[indices[0]])
         dist.all_reduce(flat, group=group)
         for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(piece.view_as(tensor))

@@ -140,12 +140,14 @@ class ParallelModel(RunningModel):
             )
         refuse_autocast(self.device.type)
         compiled, (values,), _ = self._prepared(batch, STEP, 1)
+        self._forget_copies()
         (denominator,) = self._denominators(compiled, [values])
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         zero.before_backward(module, degrees, last=self._sums)
         found = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
         loss: torch.Tensor = found[compiled.program.loss]
         self._step += 1
+        self._forget_copies()
         if not loss.requires_grad:
             zero.free_gathered(module)
             return loss
@@ -206,11 +208,13 @@ class ParallelModel(RunningModel):
         denominators = self._denominators(compiled, micro_batches)
         values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]
         earlier = self._set_aside()
+        self._forget_copies()
         self.ties.copy_to_twins(self.stage_modules())
         if degrees.pp == 1:
             loss = self._step_without_stages(compiled, values)
         else:
             loss = self._step_in_stages(compiled, values)
+        self._forget_copies()
         with torch.no_grad():
             self.ties.sum_gradients(self.stage_modules())
             self._sum_deferred()

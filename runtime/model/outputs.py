@@ -6,6 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RuntimeInputError
+from autopar.ir.precision import is_low
 from autopar.ir.sharding import Dims, R, Type
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.relayout import gathered
@@ -42,6 +43,11 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
         shape=torch.Size(dims.shape),
         stride=stride,
     )
+
+
+def wide(loss: torch.Tensor) -> torch.Tensor:
+    """A loss in at least float32: losses of micro-batches add up, and a scale may make them large."""
+    return loss.float() if is_low(loss.dtype) else loss
 
 
 class StepLoss(torch.Tensor):

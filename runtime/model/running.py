@@ -24,7 +24,7 @@ from autopar.runtime.model.inputs import (
     read_batch,
     sequences_to_run,
 )
-from autopar.runtime.model.outputs import as_dtensor, refuse_autocast
+from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, PreflightCheck
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
@@ -132,7 +132,8 @@ class RunningModel(ShardedModel):
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
         shapes, evaluates = self._shapes, kind == EVALUATION
         planned = shapes.base.micro_batch * micro_batches
-        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
+        casts = self.plan.degrees.precision is not None
+        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts)
         is_unsure = shapes.is_unsure(own, micro_batches, self.training)
         counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure)
         sequences = sequences_to_run(
@@ -228,7 +229,7 @@ class RunningModel(ShardedModel):
                 if update in found:
                     self.buffer(name).copy_(found[update])  # it may be sent too
         if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
-            found[program.loss] = found[program.loss] / num_averaged
+            found[program.loss] = wide(found[program.loss]) / num_averaged
         return found
 
     def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
@@ -263,6 +264,7 @@ class RunningModel(ShardedModel):
         program = compiled.program
         if program.denominator is not None and self._needs_denominator(compiled):
             values[program.denominator] = compiled.denominator(values)
+        self._forget_copies()
         self.streams.training = not self.training  # what a model in eval mode still draws is meant
         run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)
         scope: dict[str, Any] = {}
@@ -274,6 +276,7 @@ class RunningModel(ShardedModel):
             loss = self._evaluate_in_stages(compiled, run, values, scope)
         for module in self.stage_modules().values():
             zero.free_gathered(module)
+        self._forget_copies()
         found = {"loss": loss}
         whole = self.rank_mesh.device_mesh.size() == 1
         for key, name in program.outputs.items() if not is_padded else ():
@@ -297,6 +300,6 @@ class RunningModel(ShardedModel):
         assert pipeline is not None
         stages.evaluate(run)
         is_last = len(self.stages_in(compiled)) - 1 in self.stage_modules()
-        loss = scope[compiled.program.loss].clone() if is_last else stages.no_loss.clone()
+        loss = wide(scope[compiled.program.loss].clone()) if is_last else stages.no_loss.clone()
         dist.all_reduce(loss, group=pipeline.group)
         return loss

@@ -17,6 +17,7 @@ from autopar.ir.storage import Storage
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.compute_copies import ComputeCopies
 from autopar.runtime.model.zero import is_gathered, own_memory
 from autopar.runtime.parameters.placement import local_value
 from autopar.runtime.parameters.relayout import relayout
@@ -24,15 +25,20 @@ from autopar.runtime.profile.timeline import range_name
 
 
 class Segment(nn.Module):
-    """The parameters of one call of a block in training, gathered while code that needs them runs."""
+    """The parameters of one call of a block in training, gathered while code that needs them runs.
 
-    def __init__(self, names: Mapping[str, Storage]) -> None:
+    `dtypes` are the dtypes in which blocks take parameters.
+    """
+
+    def __init__(self, names: Mapping[str, Storage], dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.names = dict(names)
+        self.copies = ComputeCopies(dtypes)
 
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """`run` of this segment's parameters by name, and of the arguments."""
-        own = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
+        local = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
+        own = {name: self.copies.of(name, value) for name, value in local.items()}
         return own_memory(run(own, *arguments), own) if is_gathered(self) else run(own, *arguments)
 
 
@@ -78,14 +84,24 @@ class StageModule(nn.Module):
         owner_by_name = owners(program, stage.calls)
         self.segment_of = {name: at for name, at in owner_by_name.items() if at is not None}
         self.segments = nn.ModuleList()
+        dtypes = {name: info.dtype for name, info in program.every_parameter.items()}
+        self.copies = ComputeCopies(dtypes)
         for at in range(len(stage.calls)):
             own = {name: held[name] for name, owner in self.segment_of.items() if owner == at}
-            segment = Segment(own)
+            segment = Segment(own, dtypes)
             fill(segment, own)
             self.segments.append(segment)
         shared = [name for name, at in owner_by_name.items() if at is None]
         self.shared = {name: held[name] for name in (*shared, *unused)}
         fill(self, self.shared)
+
+    def all_copies(self) -> list[ComputeCopies]:
+        """The copies in the dtype of computing, of this module and its segments."""
+        found = [self.copies]
+        for segment in self.segments:
+            assert isinstance(segment, Segment)
+            found.append(segment.copies)
+        return found
 
     def owner_of(self) -> dict[str, nn.Module]:
         """The module that holds each parameter of this stage."""
@@ -100,7 +116,7 @@ class StageModule(nn.Module):
         compiled = run.compiled
         program = compiled.program
         shared = {
-            name: self._taken(compiled, name, local_value(getattr(self, attribute(name)), how))
+            name: self._taken(compiled, name, self.copies.of(name, local_value(getattr(self, attribute(name)), how)))
             for name, how in self.shared.items()
             if name in stage.parameters
         }

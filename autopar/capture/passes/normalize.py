@@ -25,6 +25,7 @@ from autopar.capture.passes.recurrent import drop_between_layers
 from autopar.capture.passes.routing import tokens_are_parallel
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
+from autopar.ir.precision import is_low
 from autopar.rules.rule import TensorInfo
 
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
@@ -172,7 +173,10 @@ def flat_addmm_to_linear(graph: fx.Graph) -> None:
 
 
 def split_mean_loss(graph: fx.Graph) -> None:
-    """Split a mean cross-entropy into sum, count and division, because ranks sum the first two separately."""
+    """Split a mean cross-entropy into sum, count and division, because ranks sum the first two separately.
+
+    The sum and the count of 16-bit logits are float32: 16 bits hold no count above 256 (bfloat16) or 65,504 (float16).
+    """
     for node in list(graph.nodes):
         if node.target is not aten.cross_entropy_loss.default:
             continue
@@ -186,24 +190,26 @@ def split_mean_loss(graph: fx.Graph) -> None:
             continue
         if weight is not None or _value(target).dtype.is_floating_point:
             continue  # not split, because class weights change the denominator
-        value, ids = _value(node), _value(target)
+        low = _value(node).dtype
+        wide = torch.float32 if is_low(low) else low
         with graph.inserting_before(node):
-            total = graph.call_function(aten.cross_entropy_loss.default, (logits, target, None, 2, ignore, smoothing))
-            total.meta = dict(node.meta)
-            if reduction == 2:
-                node.replace_all_uses_with(total)
-                graph.erase_node(node)
-                continue
-            valid = graph.call_function(aten.ne.Scalar, (target, ignore))
-            count = graph.call_function(aten.sum.default, (valid,))
-            scale = graph.call_function(aten.to.dtype, (count, value.dtype))
-            mean = graph.call_function(aten.div.Tensor, (total, scale))
-            valid.meta = dict(node.meta) | {"val": ids.new_empty(ids.shape, dtype=torch.bool)}
-            count.meta = dict(node.meta) | {"val": ids.new_empty((), dtype=torch.int64)}
-            scale.meta = dict(node.meta)
-            mean.meta = dict(node.meta)
+            logits = logits if wide == low else compute(graph, node, aten.to.dtype, logits, wide)
+            total = compute(
+                graph, node, aten.cross_entropy_loss.default, logits, target, None, 2, ignore, smoothing
+            )
+            mean = total if reduction == 2 else _over_count(graph, node, total, target, ignore)
+            if wide != low and any(user.op != "output" for user in node.users):
+                mean = compute(graph, node, aten.to.dtype, mean, low)
         node.replace_all_uses_with(mean)
         graph.erase_node(node)
+
+
+def _over_count(graph: fx.Graph, like: fx.Node, total: fx.Node, target: Any, ignore: Any) -> fx.Node:
+    """A sum over targets, divided by the number of targets that count."""
+    valid = compute(graph, like, aten.ne.Scalar, target, ignore)
+    count = compute(graph, like, aten.sum.default, valid)
+    scale = compute(graph, like, aten.to.dtype, count, _value(total).dtype)
+    return compute(graph, like, aten.div.Tensor, total, scale)
 
 
 def remove_dead(graph: fx.Graph) -> None:
