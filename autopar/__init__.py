@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.planning.fixed import coverage
     from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
+    from autopar.runtime.model.grad_scaler import GradScaler
     from autopar.runtime.model.module import ParallelModel
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
@@ -29,6 +30,7 @@ _HOMES = {
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
+    "GradScaler": "autopar.runtime.model.grad_scaler",
     "Plan": "autopar.ir.plan",
     "ParallelModel": "autopar.runtime.model.module",
     "SearchResult": "autopar.search.result.result",
@@ -40,6 +42,7 @@ __all__ = [
     "AutoparError",
     "ClusterSpec",
     "Estimate",
+    "GradScaler",
     "ParallelModel",
     "Plan",
     "SearchResult",

@@ -17,6 +17,7 @@ from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
+from autopar.runtime.model.grad_scaler import adopted
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
 from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
@@ -174,7 +175,9 @@ class ParallelModel(RunningModel):
             self._sums = before
 
     @reports_position
-    def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
+    def forward_backward(
+        self, batch: Mapping[str, Any] | Sequence[Any], *, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor:
         """Compute the loss and gradients of one training step.
 
         Gradients are added to `.grad`, already summed over ranks. With fewer sequences than planned the batch is
@@ -187,9 +190,11 @@ class ParallelModel(RunningModel):
         Args:
             batch: This rank's part of the global batch, ``micro_batch × micro_batches × accumulate`` sequences: a dict
                 of tensors by name, or a tuple. Ranks that differ only in ``tp`` or ``pp`` pass the same data.
+            scaler: The scaler of the loss, for float16. Gradients are scaled, as after ``scaler.scale(loss)``. A
+                `torch.amp.GradScaler` becomes an `autopar.GradScaler`. Every rank passes one with the same settings.
 
         Returns:
-            The loss of the global batch, a scalar that is equal on every rank. If the plan says `per_micro_batch`, it
+            The loss of the global batch, not scaled, a scalar that is equal on every rank. If the plan says `per_micro_batch`, it
             is the mean of the micro-batches' losses.
 
         Raises:
@@ -210,10 +215,11 @@ class ParallelModel(RunningModel):
         earlier = self._set_aside()
         self._forget_copies()
         self.ties.copy_to_twins(self.stage_modules())
+        scale = None if scaler is None else adopted(scaler).scale(torch.ones((), device=self.device))
         if degrees.pp == 1:
-            loss = self._step_without_stages(compiled, values)
+            loss = self._step_without_stages(compiled, values, scale)
         else:
-            loss = self._step_in_stages(compiled, values)
+            loss = self._step_in_stages(compiled, values, scale)
         self._forget_copies()
         with torch.no_grad():
             self.ties.sum_gradients(self.stage_modules())

@@ -57,7 +57,7 @@ class StepLoss(torch.Tensor):
         """Raise: the gradients are there already."""
         raise RuntimeInputError(
             "forward_backward has run the backward pass, and the gradients are summed over all ranks; leave backward() "
-            "out. To scale the loss, scale it inside the model or in loss_fn. With bfloat16 no GradScaler is needed"
+            "out. For float16, pass scaler=... to forward_backward. With bfloat16 no GradScaler is needed"
         )
 
 
@@ -71,5 +71,6 @@ def refuse_autocast(device_type: str) -> None:
     if torch.is_autocast_enabled(device_type):
         raise RuntimeInputError(
             f"torch.autocast is on for {device_type!r}, but the model was captured with fixed dtypes; leave it out. "
-            "For lower precision call model.to(torch.bfloat16) before parallelize"
+            "For lower precision pass plan={..., 'precision': 'bf16'}, or call parallelize under autocast: then the "
+            "captured model has the casts of autocast"
         )

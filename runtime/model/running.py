@@ -177,17 +177,21 @@ class RunningModel(ShardedModel):
         stages = self.stages_in(compiled)
         return needs_denominator(compiled.program, (stages[index] for index in self.stage_modules()))
 
-    def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_without_stages(
+        self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         loss, count = torch.zeros((), device=self.device), num_averaged(compiled.program, self.plan.degrees)
         for index, values in enumerate(micro_batches):
             zero.before_backward(module, self.plan.degrees, last=index == len(micro_batches) - 1)
             out = self._run_stage(compiled, module, stage, values, index, count)[compiled.program.loss]
-            out.backward()
+            (out if scale is None else out * scale).backward()
             loss = loss + out.detach()
         return loss
 
-    def _step_in_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_in_stages(
+        self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """Every run of the schedule; the loss is sent from the last stage to all."""
         pipeline, count = self.rank_mesh.pipeline, self.plan.degrees.micro_batches
         averaged = num_averaged(compiled.program, self.plan.degrees)
@@ -197,12 +201,16 @@ class RunningModel(ShardedModel):
 
             def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
                 values = micro_batches[at + index] | received
-                return self._run_stage(compiled, module, stage, values, at + index, averaged)
+                found = self._run_stage(compiled, module, stage, values, at + index, averaged)
+                if scale is not None and stage.index == len(self.stages_in(compiled)) - 1:
+                    found[compiled.program.loss] = found[compiled.program.loss] * scale
+                return found
 
             is_final = first + count == len(micro_batches)
             found = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
             loss = found if loss is None else loss + found
         assert loss is not None
+        loss = loss if scale is None else loss / scale
         dist.all_reduce(loss, group=pipeline.group)
         return loss
 
