@@ -46,7 +46,6 @@ from autopar.runtime.verify.precision_bound import (
     DIRECT_TOLERANCES,
     compare_with_float32,
     is_bounded,
-    note_on_bound,
 )
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, constants_of, reference_steps
@@ -170,8 +169,7 @@ def verify(
         parts: list[Steps | None] = world.run(target, *arguments, describe=describe)
     found = merge_stages([part for part in parts if part is not None])
     if precision is not None and is_bounded(decided.degrees) and not draws:
-        quantities = compare_with_float32(exact, reference, found, precision)
-        notes = (*notes_on_noise(quantities), note_on_bound(precision))
+        quantities, notes = compare_with_float32(exact, reference, found, precision)
     else:  # random numbers of 16 bits are other numbers than those of float32
         tolerance = TOLERANCES[dtype] if not is_bounded(decided.degrees) else DIRECT_TOLERANCES[precision or ""]
         noise = noise_of(checked, source, data, decided.degrees, reference)

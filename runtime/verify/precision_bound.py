@@ -6,13 +6,15 @@ Three runs make the same steps on the same float32 weights:
     single    one device, in the precision: master weights in float32, blocks in 16 bits
     parallel  the ranks of the plan
 
-The error of a tensor is ‖parallel - exact‖ / ‖exact‖. Its limit is `FACTOR` times the largest of three numbers: the
+The error of a tensor is ‖parallel - exact‖ / ‖exact‖. Weights whose gradient is rounding are compared by the reach of
+AdamW, as in any verification. Its limit is `FACTOR` times the largest of three numbers: the
 error of the single run in this tensor, the error of the single run in the whole quantity (such as all gradients), and
 the machine epsilon of the precision. A limit is at most `LARGEST_LIMIT`, except for a tensor that is zero in exact
 arithmetic (`autopar.runtime.verify.error_metrics`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import hypot
 
 import torch
@@ -25,11 +27,10 @@ from autopar.runtime.verify.error_metrics import (
     Measured,
     Quantity,
     Tensors,
-    distance,
-    error,
+    measured,
+    measured_weights,
     size,
     size_of_all,
-    size_of_zero,
     worst,
 )
 from autopar.runtime.verify.reference import LEARNING_RATE, Steps
@@ -41,12 +42,15 @@ FACTOR = 2.0  # docs/precision.md has the measured ratios of the two errors
 DIRECT_TOLERANCES = {"bf16": 5e-2, "fp16": 1e-2}
 
 
-def note_on_bound(precision: str) -> str:
+def note_on_bound(precision: str, by_reach: int) -> tuple[str, ...]:
     """What the limits of the comparison mean."""
-    return (
+    notes = (
         f"the errors are those of {precision} against float32, and a limit is {FACTOR:g} × the error of one device in "
-        f"{precision}"
+        f"{precision}",
     )
+    if by_reach:
+        notes += (f"{by_reach} weights have a gradient that is only rounding, and were compared by lr·steps",)
+    return notes
 
 
 def is_bounded(degrees: Degrees) -> bool:
@@ -54,44 +58,40 @@ def is_bounded(degrees: Degrees) -> bool:
     return degrees.precision is not None and is_low(compute_dtype(degrees.precision))
 
 
-def compare_with_float32(exact: Steps, single: Steps, found: Steps, precision: str) -> tuple[Quantity, ...]:
-    """The quantities of a verification by the bound."""
+def compare_with_float32(exact: Steps, single: Steps, found: Steps, precision: str) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
+    """The quantities of a verification by the bound, and notes."""
     dtype = compute_dtype(precision)
     reach = 2 * LEARNING_RATE * len(exact.losses)
 
     def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
-        return _compared(name, values(exact), values(single), values(found), dtype, reach)
+        errors = measured(values(found), values(exact), [values(single)], dtype=dtype, reach=reach)
+        return _bounded(name, errors, values(exact), dtype)
 
+    weights, by_reach = measured_weights(
+        found.weights, exact.weights, [single.weights], exact.gradients, [single.gradients], reach=reach
+    )
     quantities = [
         compared("loss", lambda steps: _numbered(steps.losses)),
         compared("outputs", lambda steps: steps.outputs),
         compared("gradients", lambda steps: steps.gradients),
         compared("clip norm", lambda steps: _numbered(steps.norms)),
-        compared("parameters after AdamW", lambda steps: steps.weights, reach),
+        _bounded("parameters after AdamW", weights, exact.weights, dtype),
     ]
     if found.buffers:
         held = found.buffers.keys()
         changed = lambda steps: {n: v for n, v in steps.buffers.items() if n in held}  # noqa: E731
         quantities.append(compared("buffers changed in forward", changed, reach))
-    return tuple(quantities)
+    return tuple(quantities), note_on_bound(precision, by_reach)
 
 
-def _compared(
-    name: str, exact: Tensors, single: Tensors, found: Tensors, dtype: torch.dtype, reach: float
-) -> Quantity:
+def _bounded(name: str, errors: Mapping[str, Measured], exact: Tensors, dtype: torch.dtype) -> Quantity:
+    """The worst tensor of a quantity. The noise of a tensor is the error of the single run."""
     whole = size_of_all(exact)
-    floats = {n: v for n, v in exact.items() if v.is_floating_point()}
-    apart = hypot(*(distance(single[n], v) for n, v in floats.items())) if floats else 0.0
+    apart = hypot(*(e.noise * size(exact[n]) for n, e in errors.items() if exact[n].is_floating_point()))
     common = max(apart / whole if whole else 0.0, torch.finfo(dtype).eps)
-    errors = {}
-    for key, value in exact.items():
-        own = error(single[key], value)
-        is_zero = size(value) + distance(single[key], value) <= size_of_zero(value, whole, dtype, reach)
-        # `Measured` multiplies the noise by a factor of its own
-        noise = own * FACTOR / NOISE_FACTOR
-        given = error(found[key], value) if key in found else float("inf")
-        errors[key] = Measured(error=given, noise=noise, is_zero=is_zero)
-    return worst(name, errors, min(FACTOR * common, LARGEST_LIMIT))
+    # `Measured` multiplies the noise by a factor of its own
+    scaled = {n: replace(e, noise=e.noise * FACTOR / NOISE_FACTOR) for n, e in errors.items()}
+    return worst(name, scaled, min(FACTOR * common, LARGEST_LIMIT))
 
 
 def _numbered(values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
+from autopar.capture.passes.autocast import mark_region, write_casts
 from autopar.capture.passes.cells import open_cells
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
@@ -42,7 +43,7 @@ NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.defa
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Inline `set_grad_enabled` and `autocast` regions. The nodes of a no-grad region get ``meta["no_grad"]``."""
+    """Inline `set_grad_enabled` and `autocast` regions. Nodes note their region: ``meta["no_grad"]``, `mark_region`."""
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", str(node.target))
         if node.op != "call_function" or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
@@ -64,6 +65,8 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
                     copy = graph.node_copy(inner, values.__getitem__)
                     copy.meta = dict(inner.meta) | ({"no_grad": True} if no_grad else {})
                     copy.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                    if name == "wrap_with_autocast":
+                        mark_region(copy, node.args)
                     values[inner] = copy
         for user in list(node.users):
             assert user.target is operator.getitem, user
@@ -248,6 +251,7 @@ def normalise(
     values of buffers. Returns the buffers that in-place operators change. Their new values become the last outputs.
     """
     inline_regions(graph, root)
+    write_casts(graph)
     inline_control_flow(graph, root)
     updates = functionalise(graph, buffers)
     output = graph.output_node()
