@@ -8,7 +8,8 @@ The result is checked operator by operator: without autocast, and with its opera
 same inner operators and give the same dtypes. An operator that casts values inside itself fails this check.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,15 @@ def ambient_autocast() -> tuple[Autocast, ...]:
     """The settings of the `torch.autocast` blocks around the caller."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return tuple(Autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextmanager
+def autocast_as(settings: Sequence[Autocast], *, enabled: bool = True) -> Iterator[None]:
+    """`torch.autocast` blocks with some settings, or blocks that turn these off."""
+    with ExitStack() as stack:
+        for one in settings:
+            stack.enter_context(torch.autocast(one.device_type, dtype=one.dtype, enabled=enabled))
+        yield
 
 
 def mark_region(node: fx.Node, arguments: tuple[Any, ...]) -> None:
@@ -148,10 +158,3 @@ def _module(node: fx.Node) -> str:
     stack: Any = node.meta.get("nn_module_stack") or {}
     names = [path for path, _ in stack.values()]
     return f"module {names[-1]!r}" if names and names[-1] else "the model itself"
-
-
-def settings_of(graph: fx.Graph) -> Iterator[Autocast]:
-    """The settings of the regions of a graph that is not inlined yet."""
-    for node in graph.nodes:
-        if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2]:
-            yield Autocast(node.args[0], node.args[1])
