@@ -19,6 +19,7 @@ from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
+from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged
 from autopar.lowering.local_graph import local_graph
@@ -229,7 +230,9 @@ class _Run:
             if again is None:
                 self.made[index] = any(value.requires_grad for value in values)
         if stage.index == len(self.setting.stages) - 1:
-            scope[self.program.loss] = scope[self.program.loss] / num_averaged(self.program, self.plan.degrees)
+            loss = scope[self.program.loss]
+            wide = loss.float() if is_low(loss.dtype) else loss
+            scope[self.program.loss] = wide / num_averaged(self.program, self.plan.degrees)
         return scope
 
     def function(self, call: CallSite, index: int, again: tuple[str, ...] | None) -> Callable[..., Any]:
