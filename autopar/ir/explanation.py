@@ -109,6 +109,11 @@ def _header(plan: Explained) -> Section:
         lines.append(f"sequence parallelism on tp: {chosen}")
         if not plan.regather:
             lines.append("gathered inputs of products are saved for backward, not gathered again (no regather)")
+    if degrees.precision is not None:
+        stored = "; parameters, gradients and optimizer state in fp32" if degrees.precision != "fp32" else ""
+        lines.append(f"precision: {degrees.precision}{stored}")
+    if degrees.precision is not None or degrees.reduce_dtype is not None:
+        lines.append(f"gradients are summed over ranks in {degrees.reduce_dtype or 'fp32'}")
     if degrees.loss_chunks > 1:
         lines.append(f"logits and loss: in {degrees.loss_chunks} chunks of tokens, computed again for backward")
     return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))

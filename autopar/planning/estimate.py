@@ -29,6 +29,7 @@ from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.program import Program
 from autopar.planning.degrees import ranks_of_a_part, resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
@@ -81,7 +82,8 @@ def estimate(
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
-        precision: Of products: bf16, fp16, fp8 or fp32; by default the model's dtype. Bytes follow the model's dtype.
+        precision: bf16, fp16 or fp32: the dtype of computing, as in a plan. fp8 prices products alone. By default the
+            model's dtype. Of a program it prices products, and bytes follow the program's dtype.
         cp: The degree of context parallelism, which is priced and not run.
         ep: The degree of expert parallelism, which is priced and not run.
         tokens: The tokens of a whole training run, to predict its days, money and energy.
@@ -109,6 +111,7 @@ def estimate(
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     model_or_program = _uncompiled(model_or_program)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    given, precision = _with_precision(given, precision, model_or_program)
     report = on_progress or (lambda _: None)
     chosen = _checked_engine(engine, spec, cp, ep, exact_memory)
     asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, report, specialise)
@@ -130,6 +133,21 @@ def estimate(
     report("counting the tensors of a rank")
     whole = own_plan or _whole_plan(program, priceable, question)
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+def _with_precision(
+    given: Plan | Mapping[str, Any] | None, precision: str | None, model_or_program: nn.Module | Program
+) -> tuple[Plan | Mapping[str, Any] | None, str | None]:
+    """The wished degrees with the precision, and the precision of products. A plan and a program have their own."""
+    if isinstance(given, Plan):
+        return given, precision or given.degrees.precision
+    own = dict(given or {}).get("precision")
+    if precision is not None and own not in (None, precision):
+        raise InputError(f"precision {precision!r} beside {own!r} in the plan; give one of them")
+    precision = precision or own
+    if precision in PRECISIONS and not isinstance(model_or_program, Program):
+        return {**(given or {}), "precision": precision}, precision
+    return given, precision
 
 
 def _uncompiled(given: nn.Module | Program) -> nn.Module | Program:

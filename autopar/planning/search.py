@@ -74,6 +74,7 @@ def plan(
     what_if: bool = False,
     profile: DeviceProfile | str | Path | None = None,
     precision: str | None = None,
+    reduce_dtype: str | None = None,
     name: str = "",
     on_progress: Callable[[str], None] | None = None,
     specialise: bool = False,
@@ -98,7 +99,9 @@ def plan(
             several processes may share.
         what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
-        precision: Of products: "bf16", "fp16", "fp8" or "fp32"; by default the module's dtype.
+        precision: "bf16", "fp16" or "fp32": the dtype of computing, beside float32 master weights. "fp8" is priced
+            beside bf16 and not run. By default the plan computes in the module's own dtype.
+        reduce_dtype: The dtype in which ranks sum gradients, in the same words.
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.
         specialise: Whether branches on inputs are captured as the example inputs take them.
@@ -125,7 +128,7 @@ def plan(
     asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective,
         fix=fix or {}, forbid=forbid or {}, top=top, trials=trials, seed=seed,
-        timeout_s=timeout_s, study=None if study is None else str(study), what_if=what_if,
+        reduce_dtype=reduce_dtype, timeout_s=timeout_s, study=None if study is None else str(study), what_if=what_if,
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile, precision=precision,
     )  # fmt: skip
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
@@ -133,7 +136,10 @@ def plan(
     asked.check_search(spec.num_devices)
     model = private.uncompiled(model)
     report("capturing")
-    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise)
+    captured = capture(
+        model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise,
+        precision=asked.wish().get("precision"),
+    )  # fmt: skip
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
 
 

@@ -21,7 +21,7 @@ from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
-from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
+from autopar.runtime.model.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
@@ -413,14 +413,19 @@ class ShardedModel(nn.Module):
         )
 
     @reports_position
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
         Args:
             max_norm: The largest allowed norm.
+            error_if_nonfinite: Whether a norm that is NaN or infinite raises, on all ranks, before any gradient
+                changes. With a scaler leave it off: the scaler skips such a step.
 
         Returns:
             The norm before scaling, a float64 scalar that is equal on every rank.
+
+        Raises:
+            RuntimeInputError: The norm is not finite. The message names the first parameter, its ranks and the reason.
 
         Example:
             >>> norm = parallel.clip_grad_norm_(1.0)
@@ -430,6 +435,8 @@ class ShardedModel(nn.Module):
         named = {name: p for name, p in self.stored_parameters() if p.grad is not None}
         parameters = list(named.values())
         norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise nonfinite_error(named, list(self.program.every_parameter), float(norm))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             grad = local_gradient(parameter)

@@ -15,7 +15,10 @@ from autopar.search.space.dimensions import BY_WORD, WORDS
 
 EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all blocks
 # words of `fix` with one value, which all plans of the search share
-PINS = ("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather", "loss_chunks")
+PINS = (
+    *("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather", "loss_chunks"),
+    *("precision", "reduce_dtype"),
+)
 _PRICED_AS = ("recompute", "recompute_blocks", "regather")  # pins that pricing decides if they are not given
 
 Values = Mapping[str, tuple[Any, ...]]  # values by word
