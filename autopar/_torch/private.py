@@ -286,6 +286,11 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode()
 
 
+def unscale_and_check(gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply gradients by a number in place. `found` becomes 1 if an element is NaN or infinite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
+
+
 def group_name_of(arguments: dict[str, Any]) -> str | None:
     """The name of the process group among the arguments of a collective operator."""
     if "group_name" in arguments:

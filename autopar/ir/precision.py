@@ -13,16 +13,23 @@ parameters are stored and used in the dtype in which the model is written.
 `reduce_dtype` replaces the last row. This module imports torch only inside functions.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from autopar.ir.degrees import Degrees
-
 COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PRECISIONS = tuple(COMPUTE_DTYPES)
 MASTER_DTYPE = "float32"
+
+
+class Precise(Protocol):
+    """The words of a plan's degrees about precision. With this protocol the module does not import degrees."""
+
+    @property
+    def precision(self) -> str | None: ...
+    @property
+    def reduce_dtype(self) -> str | None: ...
 
 
 def compute_dtype(precision: str) -> "torch.dtype":
@@ -30,12 +37,12 @@ def compute_dtype(precision: str) -> "torch.dtype":
     return _dtype(COMPUTE_DTYPES[precision])
 
 
-def stored_dtype(dtype: "torch.dtype", degrees: "Degrees") -> "torch.dtype":
+def stored_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
     """The dtype in which a parameter is stored. `dtype` is its dtype in the program."""
     return _dtype(MASTER_DTYPE) if degrees.precision is not None and dtype.is_floating_point else dtype
 
 
-def summed_dtype(dtype: "torch.dtype", degrees: "Degrees") -> "torch.dtype":
+def summed_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
     """The dtype in which ranks sum the gradient of a parameter. `dtype` is its dtype in the program."""
     if degrees.reduce_dtype is not None and dtype.is_floating_point:
         return compute_dtype(degrees.reduce_dtype)

@@ -20,7 +20,7 @@ from autopar.capture.program import batch_and_sequence
 from autopar.cost_model.estimate import Estimate, estimate_works
 from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
 from autopar.cost_model.machine.cluster import precision_of
-from autopar.cost_model.machine.engine import Engine, engine_named
+from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
@@ -82,8 +82,7 @@ def estimate(
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
-        precision: bf16, fp16 or fp32: the dtype of computing, as in a plan. fp8 prices products alone. By default the
-            model's dtype. Of a program it prices products, and bytes follow the program's dtype.
+        precision: Of computing: bf16, fp16, fp32, or fp8 (priced only); by default the model's dtype.
         cp: The degree of context parallelism, which is priced and not run.
         ep: The degree of expert parallelism, which is priced and not run.
         tokens: The tokens of a whole training run, to predict its days, money and energy.
@@ -118,7 +117,10 @@ def estimate(
     program, degrees = _program_and_degrees(model_or_program, asked)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
-    priceable = priceable_of(program, spec, degrees, chosen, own_plan)
+    priceable, chosen = (
+        priceable_of(program, spec, degrees, chosen, own_plan),
+        with_sums_in(chosen, degrees.reduce_dtype),
+    )
     report("pricing")
     question = Question(
         cluster=spec, degrees=priceable.degrees, engine=chosen, cp=cp, ep=ep,

@@ -99,9 +99,8 @@ def plan(
             several processes may share.
         what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
-        precision: "bf16", "fp16" or "fp32": the dtype of computing, beside float32 master weights. "fp8" is priced
-            beside bf16 and not run. By default the plan computes in the module's own dtype.
-        reduce_dtype: The dtype in which ranks sum gradients, in the same words.
+        precision: Of computing: "bf16", "fp16", "fp32", or "fp8" (priced only); by default the module's dtype.
+        reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.
         specialise: Whether branches on inputs are captured as the example inputs take them.
@@ -134,12 +133,10 @@ def plan(
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
-    model = private.uncompiled(model)
     report("capturing")
-    captured = capture(
-        model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise,
-        precision=asked.wish().get("precision"),
-    )  # fmt: skip
+    model = private.uncompiled(model)
+    how: Any = {"batch": LABELLED_DP, "loss_fn": loss_fn, "specialise": specialise}
+    captured = capture(model, example_inputs, **how, precision=asked.wish().get("precision"))
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
 
 
@@ -167,7 +164,10 @@ def search_captured(
 
     def machinery(part: ClusterSpec) -> Machinery:
         precision = asked.precision or precision_of(works_of(1).dtype, cluster)
-        return machinery_of(part, asked.profile, precision, recompute_blocks=recompute_blocks_of(fix), cuts=cuts)
+        sums = fix.get("reduce_dtype", (None,))[0]
+        return machinery_of(
+            part, asked.profile, precision, reduce_dtype=sums, recompute_blocks=recompute_blocks_of(fix), cuts=cuts
+        )
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on

@@ -83,8 +83,7 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
             ParameterGroup(
                 call=at,
                 names=tuple(names),
-                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names)
-                // setting.plan.degrees.dp_shard,
+                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names) // setting.plan.degrees.dp_shard,
                 gradient_bytes=sum(elements[n] * setting.summed_itemsize(n) for n in names if n in run.gradients),
                 flows=at == ROOT or stage.calls[at] in run.flows,
             )

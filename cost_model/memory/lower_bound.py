@@ -18,6 +18,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import readable_bytes
 from autopar.ir.plan import BlockLabels
+from autopar.ir.precision import stored_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import needed_results, stages_of
@@ -123,6 +124,9 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
         info = program.parameters[name]
         split = prod(d for t, d in zip(types.get(name, ()), degrees.mesh.degrees, strict=False) if t.kind == "S")
         totals[rank] += (
-            info.num_elements * info.dtype.itemsize / split * (per_byte if info.requires_grad else weights_only)
+            info.num_elements
+            * stored_dtype(info.dtype, degrees).itemsize
+            / split
+            * (per_byte if info.requires_grad else weights_only)
         )
     return max(totals.values())

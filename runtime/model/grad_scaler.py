@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.runtime.model.gradients import local_gradient
 from autopar.runtime.parameters.user_view import parts_of
@@ -53,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         with torch.no_grad():
             for gradients in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+                private.unscale_and_check(gradients, found_inf, inv_scale)
         return {found_inf.device: any_overflow(found_inf)}
 
 

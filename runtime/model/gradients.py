@@ -63,9 +63,7 @@ def gradient_norm(
     return total.sqrt()
 
 
-def nonfinite_error(
-    parameters: Mapping[str, torch.Tensor], names: Sequence[str], norm: float
-) -> RuntimeInputError:
+def nonfinite_error(parameters: Mapping[str, torch.Tensor], names: Sequence[str], norm: float) -> RuntimeInputError:
     """The error of a gradient norm that is not finite, equal on all ranks. Collective.
 
     `names` are all parameters of the model in order, and `parameters` this rank's ones.

@@ -44,7 +44,7 @@ DIRECT_TOLERANCES = {"bf16": 5e-2, "fp16": 1e-2}
 
 def note_on_bound(precision: str, by_reach: int) -> tuple[str, ...]:
     """What the limits of the comparison mean."""
-    notes = (
+    notes: tuple[str, ...] = (
         f"the errors are those of {precision} against float32, and a limit is {FACTOR:g} × the error of one device in "
         f"{precision}",
     )
@@ -58,7 +58,9 @@ def is_bounded(degrees: Degrees) -> bool:
     return degrees.precision is not None and is_low(compute_dtype(degrees.precision))
 
 
-def compare_with_float32(exact: Steps, single: Steps, found: Steps, precision: str) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
+def compare_with_float32(
+    exact: Steps, single: Steps, found: Steps, precision: str
+) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """The quantities of a verification by the bound, and notes."""
     dtype = compute_dtype(precision)
     reach = 2 * LEARNING_RATE * len(exact.losses)

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.collectives import sent_bytes
-from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.engine import engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
 from autopar.cost_model.pipeline.stages import Stages
@@ -60,7 +60,8 @@ def priced_collectives(program: Program, analysis: Analysis, plan: Plan, rank: i
         program, analysis, plan.blocks, plan.mesh, regather=plan.regather, loss_chunks=plan.degrees.loss_chunks
     )
     cluster = ClusterSpec.preset("4xh100")
-    question = Question(cluster=cluster, degrees=plan.degrees, engine=engine_named("autopar"), cuts=plan.cuts)
+    engine = with_sums_in(engine_named("autopar"), plan.degrees.reduce_dtype)
+    question = Question(cluster=cluster, degrees=plan.degrees, engine=engine, cuts=plan.cuts)
     machine = cluster_machine(cluster, question.engine, mechanisms(), precision="bf16")
     seen: set[Key] = set()
     _counted(works, question, machine, CountingLinks(**_fields(machine.links), seen=seen), rank)

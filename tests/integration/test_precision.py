@@ -1,6 +1,7 @@
 """Precision: fp16 with an overflow on one rank equals torch's scaler on one device, and steps are within the bound."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_an_overflow_on_one_rank(degrees: dict[str, Any], kind: str, worlds: Cal
     count = degrees.get("micro_batches", 1) * degrees.get("accumulate", 1)
     expected = single_steps(batches(OVERFLOWS), count)
     scales = [scale for scale, _ in expected]
-    assert any(later < earlier for earlier, later in zip(scales, scales[1:], strict=False))
+    assert any(later < earlier for earlier, later in pairwise(scales))
     for found in worlds(4).run("precision_ranks:scaled_steps", degrees, OVERFLOWS, kind):
         assert scales == [scale for scale, _ in found]
         before: dict[str, torch.Tensor] = {}

@@ -34,8 +34,8 @@ from autopar.capture.export.loss_arguments import (
     num_of_loss,
 )
 from autopar.capture.export.own_changes import assigned_in_place, unchanged
-from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.export.unusable import refuse_unusable
+from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as

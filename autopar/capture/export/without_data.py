@@ -44,7 +44,7 @@ def on_device_without_data(model: nn.Module, inputs: Any, device_type: str) -> t
         copied = copy.deepcopy(model, memo)
     except Exception as error:  # a user's attribute may raise anything
         raise CaptureError(
-            f"the model is on meta, where torch.autocast has no effect, and a copy of it fails: {type(error).__name__}: "
-            f"{error}; build the model on a device"
+            "the model is on meta, where torch.autocast has no effect, and a copy of it fails: "
+            f"{type(error).__name__}: {error}; build the model on a device"
         ) from error
     return copied, pytree.tree_map_only(torch.Tensor, empty, inputs)

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch import private
 from autopar._torch.operators import aten
-from autopar._torch.private import pytree
+from autopar._torch.private import TorchDispatchMode, pytree
 from autopar.capture.nodes import compute, value
 from autopar.errors import CaptureError
 
@@ -102,15 +101,16 @@ class _Watch(TorchDispatchMode):
     """Notes casts of operands, or of views of them, and all other operators that compute something."""
 
     def __init__(self, operands: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operands, self.ran = operands, _Ran()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         first = args[0] if args else None
-        is_operand = isinstance(first, torch.Tensor) and private.storage_id(first) in self.operands
-        if func is aten._to_copy.default and is_operand:
-            self.ran.casts[private.storage_id(first)] = found.dtype
+        at = private.storage_id(first) if isinstance(first, torch.Tensor) else None
+        if func is aten._to_copy.default and at in self.operands:
+            assert at is not None
+            self.ran.casts[at] = found.dtype
         elif not func.is_view and func.namespace == "aten" and func is not aten.detach.default:
             self.ran.inner.append(str(func))
         return found
@@ -140,7 +140,7 @@ def _run(
 def _given_dtype(node: fx.Node, under: _Ran, given: dict[fx.Node, torch.Tensor]) -> torch.dtype | None:
     """The dtype argument that autocast sets instead of casting the operand, as of a softmax on CUDA."""
     schema = node.target._schema  # type: ignore[union-attr]
-    takes = any(a.name == "dtype" and a.kwarg_only or a.name == "dtype" for a in schema.arguments)
+    takes = any(a.name == "dtype" for a in schema.arguments)
     results = list(_dtypes(under.result))
     if not takes or len(results) != 1 or node.kwargs.get("dtype") is not None:
         return None

@@ -197,9 +197,7 @@ def split_mean_loss(graph: fx.Graph) -> None:
         wide = torch.float32 if is_low(low) else low
         with graph.inserting_before(node):
             logits = logits if wide == low else compute(graph, node, aten.to.dtype, logits, wide)
-            total = compute(
-                graph, node, aten.cross_entropy_loss.default, logits, target, None, 2, ignore, smoothing
-            )
+            total = compute(graph, node, aten.cross_entropy_loss.default, logits, target, None, 2, ignore, smoothing)
             mean = total if reduction == 2 else _over_count(graph, node, total, target, ignore)
             if wide != low and any(user.op != "output" for user in node.users):
                 mean = compute(graph, node, aten.to.dtype, mean, low)

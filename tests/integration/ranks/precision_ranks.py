@@ -81,9 +81,7 @@ def scaled_steps(rank: int, degrees: dict[str, Any], overflows: tuple[int, ...],
     world = torch.distributed.get_world_size()
     dp = degrees.get("dp", 1)
     example = {name: value[: 8 // dp] for name, value in data[0].items()}
-    parallel = autopar.parallelize(
-        net(), f"{world}xcpu", example_inputs=example, plan={"precision": "fp16", **degrees}
-    )
+    parallel = autopar.parallelize(net(), f"{world}xcpu", example_inputs=example, plan={"precision": "fp16", **degrees})
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     made = autopar.GradScaler if kind == "autopar" else torch.amp.GradScaler
     scaler = made("cpu", init_scale=256.0, growth_interval=2)
