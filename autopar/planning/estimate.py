@@ -117,13 +117,10 @@ def estimate(
     program, degrees = _program_and_degrees(model_or_program, asked)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
-    priceable, chosen = (
-        priceable_of(program, spec, degrees, chosen, own_plan),
-        with_sums_in(chosen, degrees.reduce_dtype),
-    )
+    priceable = priceable_of(program, spec, degrees, chosen, own_plan)
     report("pricing")
     question = Question(
-        cluster=spec, degrees=priceable.degrees, engine=chosen, cp=cp, ep=ep,
+        cluster=spec, degrees=priceable.degrees, engine=with_sums_in(chosen, degrees.reduce_dtype), cp=cp, ep=ep,
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip

@@ -194,8 +194,8 @@ class ParallelModel(RunningModel):
                 `torch.amp.GradScaler` becomes an `autopar.GradScaler`. Every rank passes one with the same settings.
 
         Returns:
-            The loss of the global batch, not scaled, a scalar that is equal on every rank. If the plan says `per_micro_batch`, it
-            is the mean of the micro-batches' losses.
+            The loss of the global batch, not scaled, a scalar that is equal on every rank. If the plan says
+            `per_micro_batch`, it is the mean of the micro-batches' losses.
 
         Raises:
             RuntimeInputError: A batch has a wrong name, shape or dtype, or the ranks disagree. All ranks raise it.
