@@ -109,8 +109,7 @@ def estimate(
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     model_or_program = _uncompiled(model_or_program)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    given, precision = _with_precision(given, precision, model_or_program)
+    given, precision = _with_precision(plan, precision, model_or_program)
     report = on_progress or (lambda _: None)
     chosen = _checked_engine(engine, spec, cp, ep, exact_memory)
     asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, report, specialise)
@@ -135,9 +134,10 @@ def estimate(
 
 
 def _with_precision(
-    given: Plan | Mapping[str, Any] | None, precision: str | None, model_or_program: nn.Module | Program
+    plan: PlanLike, precision: str | None, model_or_program: nn.Module | Program
 ) -> tuple[Plan | Mapping[str, Any] | None, str | None]:
     """The wished degrees with the precision, and the precision of products. A plan and a program have their own."""
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if isinstance(given, Plan):
         return given, precision or given.degrees.precision
     own = dict(given or {}).get("precision")

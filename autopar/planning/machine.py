@@ -28,8 +28,8 @@ def machinery_of(
     cluster: ClusterSpec,
     profile: DeviceProfile | None,
     precision: str,
-    *,
     reduce_dtype: str | None = None,
+    *,
     recompute_blocks: int | tuple[int, ...] | None = None,
     cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":

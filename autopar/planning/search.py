@@ -95,8 +95,7 @@ def plan(
         trials: The number of variations of stage cuts that Optuna tries, if a pipeline is among the best plans.
         seed: The seed of Optuna's sampler.
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
-        study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) that keeps the trials, and that
-            several processes may share.
+        study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
         precision: Of computing: "bf16", "fp16", "fp32", or "fp8" (priced only); by default the module's dtype.
@@ -135,8 +134,8 @@ def plan(
     asked.check_search(spec.num_devices)
     report("capturing")
     model = private.uncompiled(model)
-    how: Any = {"batch": LABELLED_DP, "loss_fn": loss_fn, "specialise": specialise}
-    captured = capture(model, example_inputs, **how, precision=asked.wish().get("precision"))
+    how: Any = {"loss_fn": loss_fn, "specialise": specialise, "precision": asked.wish().get("precision")}
+    captured = capture(model, example_inputs, batch=LABELLED_DP, **how)
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
 
 
@@ -155,7 +154,8 @@ def search_captured(
     program = program_for(captured, LABELLED)
     fix, forbid = asked.narrowing()
     cuts = cuts_at(program, fix["cut_at"][0]) if "cut_at" in fix else None
-    regather, chunks = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks"))  # None: the search decides
+    # None: the search decides
+    regather, chunks, sums = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks", "reduce_dtype"))
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
         loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress,
@@ -164,10 +164,7 @@ def search_captured(
 
     def machinery(part: ClusterSpec) -> Machinery:
         precision = asked.precision or precision_of(works_of(1).dtype, cluster)
-        sums = fix.get("reduce_dtype", (None,))[0]
-        return machinery_of(
-            part, asked.profile, precision, reduce_dtype=sums, recompute_blocks=recompute_blocks_of(fix), cuts=cuts
-        )
+        return machinery_of(part, asked.profile, precision, sums, recompute_blocks=recompute_blocks_of(fix), cuts=cuts)
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
