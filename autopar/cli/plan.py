@@ -81,8 +81,8 @@ def plan(
     from autopar.cost_model.machine.profile_io import load_profile
 
     spec = ClusterSpec.parse(cluster)
-    options.check()
     wanted = checked_precision(options.precision, spec)
+    options.check()
     is_own = is_factory(model)
     # on CPUs a preset computes in the float32 in which it is built
     is_named = options.precision is not None or (not is_own and wanted != "fp32")

@@ -92,7 +92,7 @@ def plan(
         fix: The values that a word of `Plan.degrees` must have, one or several: ``{"tp": (4, 8)}``.
         forbid: The values that a word must not have.
         top: The number of other plans to explain.
-        trials: The number of variations of stage cuts that Optuna tries, if a pipeline is among the best plans.
+        trials: The variations of stage cuts that Optuna tries, if a pipeline is among the best plans.
         seed: The seed of Optuna's sampler.
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
@@ -124,19 +124,21 @@ def plan(
     from autopar.capture.any_size import capture
 
     asked = PlanOptions(
-        global_batch=global_batch, local_batch=local_batch, objective=objective,
-        fix=fix or {}, forbid=forbid or {}, top=top, trials=trials, seed=seed,
-        reduce_dtype=reduce_dtype, timeout_s=timeout_s, study=None if study is None else str(study), what_if=what_if,
-        profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile, precision=precision,
+        global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
+        top=top, trials=trials, seed=seed, timeout_s=timeout_s, study=None if study is None else str(study),
+        profile=_profile(profile), what_if=what_if, precision=precision, reduce_dtype=reduce_dtype,
     )  # fmt: skip
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
     report("capturing")
-    model = private.uncompiled(model)
-    how: Any = {"loss_fn": loss_fn, "specialise": specialise, "precision": asked.wish().get("precision")}
-    captured = capture(model, example_inputs, batch=LABELLED_DP, **how)
+    model, wanted = private.uncompiled(model), asked.wish().get("precision")
+    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise, precision=wanted)
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
+
+
+def _profile(given: DeviceProfile | str | Path | None) -> DeviceProfile | None:
+    return load_profile(given) if isinstance(given, (str, Path)) else given
 
 
 def search_captured(
