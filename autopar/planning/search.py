@@ -132,8 +132,8 @@ def plan(
     report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
     report("capturing")
-    model, wanted = private.uncompiled(model), asked.wish().get("precision")
-    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise, precision=wanted)
+    model, how = private.uncompiled(model), {"precision": asked.wish().get("precision"), "specialise": specialise}
+    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, **how)  # type: ignore[arg-type]
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
 
 
