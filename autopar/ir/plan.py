@@ -25,6 +25,8 @@ class BlockLabels:
 
     `ports` gives the type of each placeholder's value; for a parameter, it is the type in which it is stored. `labels`
     gives the variant of each operator by node key. `results` gives the type in which each output leaves the block.
+    `recomputed` has the keys of the operators whose results are not saved but computed again in the backward pass, in
+    the calls that are recomputed selectively.
     """
 
     name: str
@@ -32,6 +34,7 @@ class BlockLabels:
     ports: Mapping[str, tuple[Type, ...]] = field(hash=False)
     labels: Mapping[str, tuple[str, ...]] = field(hash=False)
     results: Mapping[str, tuple[Type, ...]] = field(hash=False)
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,4 +218,5 @@ def labels_to_dict(block: BlockLabels) -> dict[str, Any]:
         "ports": {k: [str(t) for t in v] for k, v in block.ports.items()},
         "labels": {k: list(v) for k, v in block.labels.items()},
         "results": {k: [str(t) for t in v] for k, v in block.results.items()},
+        "recomputed": list(block.recomputed),
     }

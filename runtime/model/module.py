@@ -111,6 +111,7 @@ class ParallelModel(RunningModel):
         refuse_compiling(self.plan.degrees)
         self._compile_options = options
         self._compiled_code.clear()
+        self._selective_code.clear()
 
     @reports_position
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """`RunningModel`: how one rank runs the stages that it holds, one micro-batch after another."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,8 @@ from torch import fx, nn
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.ir.stages import How, Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place
 from autopar.runtime.distributed.mesh import RankMesh, training_mesh
@@ -55,6 +57,7 @@ class RunningModel(ShardedModel):
         super().__init__(program, plan, mesh, source, device, drawing, buffers or source)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
+        self._selective_code = WeakKeyDictionary[CompiledProgram, dict[int, SelectiveBlock]]()
         self._step = 0
         self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
@@ -136,10 +139,20 @@ class RunningModel(ShardedModel):
             state={name: self.buffer(name) for name in compiled.program.updates},
             streams=self.streams,
             when=when,
-            recomputed=frozenset() if outputs else self._recomputed(compiled),
+            recomputed={} if outputs else self._recomputed(compiled),
+            selective=partial(self._selective, compiled),
         )
 
-    def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
+    def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
+        """The code of a block with selective recomputation."""
+        made = self._selective_code.setdefault(compiled, {})
+        if block not in made:
+            options = self._compile_options
+            how = (lambda module: module) if options is None else partial(torch.compile, **options)
+            made[block] = compiled.selective_module(block, how)
+        return made[block]
+
+    def _recomputed(self, compiled: CompiledProgram) -> Mapping[int, How]:
         return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _prepared(
