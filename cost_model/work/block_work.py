@@ -106,6 +106,14 @@ class Sent(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Selected(Generic[V]):
+    """Selective recomputation of a block: the bytes that it still saves, and the operators that it computes again."""
+
+    saved_bytes: V
+    operators: tuple[Operator[V], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork(Generic[V]):
     """One block on one rank.
 
@@ -114,7 +122,7 @@ class BlockWork(Generic[V]):
     torch's autograd saves for backward. `saved_fused_bytes` counts the saved tensors if fused groups recompute their
     inner values. `input_bytes` counts the block's inputs, which full recomputation saves. Parameters are elements on
     one rank: split over tensor ranks, whole on each tensor rank, and of experts. Expert parallelism divides experts
-    further.
+    further. `selected` is the work of selective recomputation; None if no operators are chosen.
     """
 
     role: str
@@ -128,6 +136,7 @@ class BlockWork(Generic[V]):
     parameters_split: V
     parameters_whole: V
     parameters_expert: V
+    selected: Selected[V] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +220,8 @@ def to_json(family: Family[Polynomial]) -> str:
                 [c.numerator if c.denominator == 1 else [c.numerator, c.denominator], dict(p)] for c, p in value.terms
             ]
         if dataclasses.is_dataclass(value):
-            return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+            every = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return {name: plain(one) for name, one in every.items() if one is not None}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
     records = {"kernels_forward", "is_forward"}  # keys of the objects that stand in one line
@@ -284,6 +294,8 @@ class _Reader:
 
     def record(self, kind: Any, data: Any, path: str) -> Any:
         fields = {each.name: each for each in dataclasses.fields(kind)}
+        if isinstance(data, dict):
+            fields = {name: each for name, each in fields.items() if name != "selected" or name in data}
         if not isinstance(data, dict) or set(data) != set(fields):
             self.fail(path, f"must be an object with exactly the keys {', '.join(fields)}")
             return None
@@ -293,6 +305,8 @@ class _Reader:
     def field(self, kind: str, data: Any, path: str) -> Any:
         if kind == "V":
             return self.expression(data, path)
+        if kind.startswith("Selected"):
+            return self.record(Selected, data, path)
         if kind.startswith("tuple["):
             record = Operator if "Operator" in kind else Sent
             if not isinstance(data, list):

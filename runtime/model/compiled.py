@@ -89,9 +89,7 @@ class CompiledProgram:
             self._partial[index, keep] = self._generated(index, keep, False)
         return self._partial[index, keep]
 
-    def selective_module(
-        self, index: int, compiled: Callable[[fx.GraphModule], Callable[..., Any]]
-    ) -> SelectiveBlock:
+    def selective_module(self, index: int, compiled: Callable[[fx.GraphModule], Callable[..., Any]]) -> SelectiveBlock:
         """Code of a block in training with selective recomputation; `compiled` makes the function of a part."""
         return SelectiveBlock(self.code_modules(outputs=False)[index], self.plan.blocks[index].recomputed, compiled)
 

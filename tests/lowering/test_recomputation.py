@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
-import torch
 from equivalence import case_of, check, labelled
 from tiny_models import gpt2, llama, megatron
 
