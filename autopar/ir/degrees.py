@@ -87,13 +87,13 @@ class Degrees:
 
     def full_blocks_of(self, stage: int) -> int | None:
         """How many of the first repeated blocks of a stage are recomputed fully; None for all."""
-        if self.recompute in ("none", "selective"):
+        if self.recompute in ("none", "selective") or self.is_recompute_open:
             return 0
         return _of_stage(self.recompute_blocks, stage)
 
     def selective_blocks_of(self, stage: int) -> int | None:
         """How many of the blocks after the fully recomputed ones are recomputed selectively; None for all."""
-        if self.recompute in ("none", "full"):
+        if self.recompute in ("none", "full") or self.is_recompute_open:
             return 0
         return _of_stage(self.recompute_blocks if self.recompute == "selective" else self.selective_blocks, stage)
 

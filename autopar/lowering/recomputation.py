@@ -235,7 +235,8 @@ class _Frame:
 
     def unpack(self, held: Any) -> torch.Tensor:
         """The tensor of `held`."""
-        return held.tensor()
+        found: torch.Tensor = held.tensor()
+        return found
 
     def _saved(self, tensor: torch.Tensor) -> "_Kept | _Note":
         """A note if the tensor is the result of a recomputed part, or a view of it. Else the tensor is kept."""
@@ -263,7 +264,8 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
         # without its graph, else a result would keep the operator that keeps it
-        self.held, self.unpack = (tensor.detach(), None) if outer is None else (outer[0](tensor), outer[1])
+        self.held: Any = tensor.detach() if outer is None else outer[0](tensor)
+        self.unpack = None if outer is None else outer[1]
 
     def tensor(self) -> torch.Tensor:
         found: torch.Tensor = self.held if self.unpack is None else self.unpack(self.held)

@@ -24,7 +24,7 @@ from autopar.cost_model.machine.engine import Engine, engine_named
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
-from autopar.cost_model.work.program_costs import ProgramWorks, program_works
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -32,7 +32,8 @@ from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.planning.degrees import ranks_of_a_part, resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
-from autopar.planning.machine import machinery_of
+from autopar.planning.machine import machinery_of, own_machinery
+from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.search.bounds.lower_bounds import Beyond, Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
 from autopar.search.pricing.recomputed_values import values_to_recompute
@@ -123,6 +124,9 @@ def estimate(
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
     question = replace(question, cuts=_cuts(program, priceable, question) if own_plan is None else own_plan.cuts)
+    if chosen.name == OWN:
+        own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
+        priceable, question = replace(priceable, degrees=own), replace(question, degrees=own)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
@@ -201,7 +205,12 @@ def _whole_plan(program: Program, priceable: Priceable, question: Question) -> P
         machine, analysis = _machinery(question).machine, analyse(program, degrees.mesh)
         again = values_to_recompute(program, analysis, cuts, degrees, machine)
     return Plan(
-        fingerprint=program.fingerprint, model="", degrees=degrees, blocks=priceable.labels, cuts=cuts, recomputed=again
+        fingerprint=program.fingerprint,
+        model="",
+        degrees=degrees,
+        cuts=cuts,
+        recomputed=again,
+        blocks=without_unread(priceable.labels, degrees),
     )
 
 
@@ -248,6 +257,9 @@ def _priceable(
         wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1)
         found, analysis, labelling = choose_labels(program, cluster, wanted)
         labels = labelling.blocks
+        if is_own:
+            speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
+            labels = with_recomputed(program, analysis, labels, found, speeds, regather=regather)
     works = program_works(
         program, analysis, labels, found.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
     )

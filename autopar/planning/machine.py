@@ -27,6 +27,7 @@ def machinery_of(
     precision: str,
     *,
     recompute_blocks: int | tuple[int, ...] | None = None,
+    most_level: int = 2,
     cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":
     """The machine of `machine_of` with the decisions that price candidates.
@@ -38,6 +39,7 @@ def machinery_of(
     return Machinery(
         machine=machine_of(cluster, profile, precision),
         recompute_blocks=recompute_blocks,
+        most_level=most_level,
         cuts=cuts,
     )
 

@@ -46,7 +46,14 @@ from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, goal_of
 from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
-from autopar.search.space.constraints import Constraints, Values, recompute_blocks_of, shared_degrees
+from autopar.search.space.constraints import (
+    Constraints,
+    Values,
+    is_selective,
+    most_level_of,
+    recompute_blocks_of,
+    shared_degrees,
+)
 
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
@@ -155,13 +162,16 @@ def search_captured(
     regather, chunks = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks"))  # None: the search decides
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress,
+        loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
     )  # fmt: skip
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
         precision = asked.precision or precision_of(works_of(1).dtype, cluster)
-        return machinery_of(part, asked.profile, precision, recompute_blocks=recompute_blocks_of(fix), cuts=cuts)
+        return machinery_of(
+            part, asked.profile, precision,
+            recompute_blocks=recompute_blocks_of(fix), most_level=most_level_of(fix), cuts=cuts,
+        )  # fmt: skip
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on

@@ -5,7 +5,7 @@ block sends over data-parallel ranks, its price depends on the distance between 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,10 +74,21 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
         weight=seconds.products / PASSES,
-        selective=seconds.attention_forward if basis.machine.engine.selective == "attention" else seconds.forward / 2,
+        selective=_selective(basis, family, layouts, role, seconds),
         parts=parts,
         hidden=hidden,
     )
+
+
+def _selective(basis: Basis, family: Family[Any], layouts: Layouts, role: str, whole: BlockSeconds) -> Floats:
+    """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes."""
+    work = family.block(role, "tp")
+    if work.selected is None:
+        return whole.attention_forward if basis.machine.engine.selective == "attention" else whole.forward / 2
+    again = work.selected.operators
+    products, others = (tuple(one for one in again if (one.kind == "memory") is kind) for kind in (False, True))
+    own = replace(work, products=products, eager=others, fused=others, sent=())
+    return _seconds(basis, own, layouts, basis.machine.in_float8).forward
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:

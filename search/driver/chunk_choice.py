@@ -122,7 +122,7 @@ class _InChunks:
         c, screened = self.found.candidates, self.found.screened
         if self.goal.is_memory:
             return np.ones(len(c), dtype=bool)
-        gains = screened.share > 0
+        gains = screened.level > 0
         for index, one in self.found.exact.items():
             gains[index] |= not one.fits or one.degrees.recompute != "none"
         gains &= self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least

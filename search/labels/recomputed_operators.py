@@ -20,6 +20,7 @@ from typing import Any
 from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Operator
 from autopar.cost_model.work.recomputable import Recomputable
+from autopar.ir.sharding import Mesh
 from autopar.search.labels.mixed_program import MixedProgram
 
 MOST_FLOPS = 0.1  # more FLOP of a block, forward and backward, that selective recomputation may compute
@@ -87,6 +88,13 @@ def by_seconds(block: Recomputable[float], work: BlockWork[float], speeds: Speed
     return keys_of(block, best_exchange(block, costs, freed / whole))
 
 
+def sizes_on(mesh: Mesh, sequence: int | None) -> dict[str, float]:
+    """The numbers of the symbols of a block's expressions on a mesh, for one sequence."""
+    numbers = {name: float(degree) for name, degree in mesh.as_dict().items()}
+    tokens = float(sequence or 1)
+    return numbers | {"b": 1.0, "s": tokens, "S": tokens, "t": numbers.get("tp", 1.0), "d": numbers.get("dp", 1.0)}
+
+
 def _seconds(one: Operator[float], speeds: Speeds) -> float:
     """Seconds of an operator's forward pass at the device's rates."""
     moved = one.forward_bytes / speeds.bytes_per_s + one.kernels_forward * speeds.launch_s
@@ -119,8 +127,8 @@ def _solved(
     ]
     readers: dict[int, list[int]] = {}
     for n, one in enumerate(block.operators):
-        for value in one.takes:
-            readers.setdefault(value, []).append(n)
+        for place in one.takes:
+            readers.setdefault(place, []).append(n)
     held: list[tuple[int, float]] = [(again[n], -one.own_bytes / whole) for n, one in enumerate(block.operators)]
     fixed = block.other_bytes + sum(one.own_bytes for one in block.operators)
     for at, value in enumerate(block.values):
