@@ -135,14 +135,14 @@ class Pricing:
         their own, arrays of all pipeline ranks instead of the slowest one's."""
         stages = self.stages()
         pipeline = None if stages is None else self._pipeline(stages, every_rank=every_rank)
-        found = [self._step(one, pipeline) for one in self._levels(layouts)]
+        found = [self._step(one, pipeline) for one in self.at_levels(layouts)]
         return step_between(self._shares(), found)
 
     def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
         """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
         the mean block, without what stages recompute by themselves; and of a whole message between stages."""
         share = self._shares()
-        found = [self._passes_and_message(one) for one in self._levels(layout_of(self.works, self.question))]
+        found = [self._passes_and_message(one) for one in self.at_levels(layout_of(self.works, self.question))]
         return {
             role: Passes(
                 forward=_between(share, [one[role].forward for one, _ in found]),
@@ -166,14 +166,16 @@ class Pricing:
         return found, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
 
     def memory(self, layouts: Layouts) -> StepMemory:
-        return memory_between(self._shares(), [self._memory(one) for one in self._levels(layouts)])
+        return memory_between(self._shares(), [self._memory(one) for one in self.at_levels(layouts)])
 
     def memory_of_ranks(self, layouts: Layouts) -> StepMemory:
         """What every pipeline rank holds, in arrays of all ranks."""
         stages = self.stages()
         if stages is None:
             return self.memory(layouts)
-        found = [memory_of_ranks(stages, self.family(one), one, self._memory_basis()) for one in self._levels(layouts)]
+        found = [
+            memory_of_ranks(stages, self.family(one), one, self._memory_basis()) for one in self.at_levels(layouts)
+        ]
         return memory_between(self._shares(), found)
 
     def flops(self, sequences: float) -> tuple[float, float]:
@@ -238,7 +240,7 @@ class Pricing:
     def _shares(self) -> list[float]:
         return [*level_shares(self.works, self.question).values()]
 
-    def _levels(self, layouts: Layouts) -> list[Layouts]:
+    def at_levels(self, layouts: Layouts) -> list[Layouts]:
         """The question's layout at every level of recomputation that some of its blocks have."""
         if layouts.recompute.size == 1 and float(layouts.recompute[0]) == 0.0:
             return [layouts]

@@ -196,7 +196,7 @@ def _stages(
     *,
     regather: bool,
 ) -> _Stages:
-    degrees, analysis, found = labelled
+    degrees, analysis, _ = labelled
     if degrees.num_stages == 1:
         return _Stages()
     call_s: tuple[float, ...] = ()

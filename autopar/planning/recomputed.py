@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.machine.machine import Speeds
-from autopar.cost_model.work.block_work import BlockWork, evaluate
+from autopar.cost_model.work.block_work import BlockWork, evaluate, sizes_on
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.cost_model.work.recomputable import Recomputable
 from autopar.ir.degrees import Degrees
@@ -46,7 +46,6 @@ def chosen_keys(
 ) -> tuple[str, ...]:
     """The keys of the operators of a block that selective recomputation computes again."""
     from autopar.cost_model.work.export import recomputable_of
-    from autopar.search.labels.recomputed_operators import sizes_on
 
     numbers = sizes_on(mesh, sequence)
     return choose(*evaluate((recomputable_of(flow, work), work), numbers))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from autopar.cost_model.work.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
 from autopar.errors import InputError, Problem, did_you_mean
-from autopar.ir.sharding import owned_by
+from autopar.ir.sharding import Mesh, owned_by
 from autopar.lowering.conversions import Collective
 
 if TYPE_CHECKING:
@@ -175,6 +175,13 @@ def evaluate(works: Any, numbers: Mapping[str, Number]) -> Any:
         named = ", ".join(f"{name} ({SYMBOLS.get(name, 'a size of the model')})" for name in missing)
         raise InputError(f"no number for {named}; give one for every symbol of the expressions")
     return build(evaluation.values(numbers))
+
+
+def sizes_on(mesh: Mesh, sequence: int | None, micro_batch: int | None = None) -> dict[str, float]:
+    """The numbers of the symbols of a captured block's expressions on a mesh; one sequence without `micro_batch`."""
+    numbers = {name: float(degree) for name, degree in mesh.as_dict().items()}
+    numbers |= {"t": numbers.get("tp", 1.0), "d": numbers.get("dp", 1.0), "b": float(micro_batch or 1)}
+    return numbers | dict.fromkeys(("s", "S"), float(sequence or 1))
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from typing import Any
 from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Operator
 from autopar.cost_model.work.recomputable import Recomputable
-from autopar.ir.sharding import Mesh
 from autopar.search.labels.mixed_program import MixedProgram
 
 MOST_FLOPS = 0.1  # more FLOP of a block, forward and backward, that selective recomputation may compute
@@ -86,13 +85,6 @@ def by_seconds(block: Recomputable[float], work: BlockWork[float], speeds: Speed
     if whole <= 0 or freed <= 0:
         return ()
     return keys_of(block, best_exchange(block, costs, freed / whole))
-
-
-def sizes_on(mesh: Mesh, sequence: int | None) -> dict[str, float]:
-    """The numbers of the symbols of a block's expressions on a mesh, for one sequence."""
-    numbers = {name: float(degree) for name, degree in mesh.as_dict().items()}
-    tokens = float(sequence or 1)
-    return numbers | {"b": 1.0, "s": tokens, "S": tokens, "t": numbers.get("tp", 1.0), "d": numbers.get("dp", 1.0)}
 
 
 def _seconds(one: Operator[float], speeds: Speeds) -> float:
