@@ -45,10 +45,10 @@ def chosen_keys(
     flow: "Flow", work: "SymbolicWork", mesh: Mesh, sequence: int | None, choose: Choose
 ) -> tuple[str, ...]:
     """The keys of the operators of a block that selective recomputation computes again."""
-    from autopar.cost_model.work.export import recomputable_of
+    from autopar.cost_model.work.recomputable import recomputable
 
     numbers = sizes_on(mesh, sequence)
-    return choose(*evaluate((recomputable_of(flow, work), work), numbers))
+    return choose(*evaluate((recomputable(flow, (*work.products, *work.eager)), work), numbers))
 
 
 def fastest(speeds: Speeds) -> Choose:

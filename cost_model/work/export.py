@@ -19,7 +19,7 @@ from autopar.cost_model.work.conversion_steps import ConversionStep, conversion_
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS, forward_flops, target_name
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
-from autopar.cost_model.work.recomputable import Recomputable, recomputable, selected
+from autopar.cost_model.work.recomputable import recomputable, selected
 from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
@@ -171,11 +171,6 @@ def selected_work(flow: Flow, work: SymbolicWork, keys: Sequence[str]) -> tuple[
     """A block and its work if the operators with these keys are recomputed selectively."""
     own = replace(flow, labels=replace(flow.labels, recomputed=tuple(keys)))
     return own, replace(work, selected=_selected(own, (*work.products, *work.eager)))
-
-
-def recomputable_of(flow: Flow, work: SymbolicWork) -> Recomputable[Polynomial]:
-    """What a block saves, and the operators that can be recomputed."""
-    return recomputable(flow, (*work.products, *work.eager))
 
 
 def _selected(flow: Flow, works: Sequence[Operator[Polynomial]]) -> Selected[Polynomial] | None:
