@@ -320,8 +320,6 @@ class _Run:
         if not self.notes[key]:
             del self.notes[key]
             self.values.pop(key, None)
-        if not self.notes:
-            self.inputs = None
 
     def _run_again(self) -> None:
         assert self.inputs is not None

@@ -7,13 +7,12 @@ search, and `recompute = "auto"`, recompute the operators that free more bytes f
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.work.block_work import BlockWork, evaluate, sizes_on
 from autopar.cost_model.work.program_costs import ProgramWorks
-from autopar.cost_model.work.recomputable import Recomputable
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
@@ -22,10 +21,11 @@ from autopar.ir.sharding import Mesh
 if TYPE_CHECKING:
     from autopar.cost_model.work.export import SymbolicWork
     from autopar.cost_model.work.fusion import Flow
+    from autopar.cost_model.work.recomputable import Recomputable
     from autopar.search.bounds.lower_bounds import Machinery
 
 SELECTS = ("selective", "auto")  # the values of `Degrees.recompute` that read `BlockLabels.recomputed`
-Choose = Callable[[Recomputable[float], BlockWork[float]], tuple[str, ...]]
+Choose: TypeAlias = "Callable[[Recomputable[float], BlockWork[float]], tuple[str, ...]]"
 
 
 def without_unread(labels: Sequence[BlockLabels], degrees: Degrees) -> tuple[BlockLabels, ...]:

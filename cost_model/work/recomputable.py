@@ -64,7 +64,7 @@ def recomputable(flow: Flow, works: Collection[Operator[Polynomial]]) -> Recompu
 
 def selected(block: Recomputable[Polynomial], keys: Collection[str]) -> Selected[Polynomial]:
     """What a block saves and computes again if the operators with some of these `keys` are recomputed."""
-    again = {k for k, one in enumerate(block.operators) if one.keys[0] in keys}
+    again = needed(block, {k for k, one in enumerate(block.operators) if one.keys[0] in keys})
     read = {value for k in again for value in block.operators[k].takes}
     kept = [
         one.num_bytes
@@ -77,6 +77,18 @@ def selected(block: Recomputable[Polynomial], keys: Collection[str]) -> Selected
         saved_bytes=sum((*kept, *own), start=block.other_bytes),
         operators=tuple(replace(one, backward_bytes=Polynomial(), kernels_backward=0) for one in works),
     )
+
+
+def needed(block: Recomputable[Polynomial], again: Collection[int]) -> set[int]:
+    """The recomputed operators that the backward pass runs: autograd or another one of them reads their tensors."""
+    saved = {one.maker for one in block.values if one.is_saved}
+    found: set[int] = set()
+    for k in sorted(again, reverse=True):  # an operator takes values of earlier ones
+        if k in saved or block.operators[k].own_bytes.terms:
+            found.add(k)
+        elif any(block.values[value].maker == k for later in found for value in block.operators[later].takes):
+            found.add(k)
+    return found
 
 
 class _Values:
