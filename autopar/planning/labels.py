@@ -21,7 +21,7 @@ from autopar.ir.sharding import I, Mesh
 from autopar.memo import Memo
 from autopar.planning.fixed import Labelled, choose_labels
 from autopar.planning.machine import own_machinery
-from autopar.planning.recomputed import chosen_keys, fastest, repeated_blocks
+from autopar.planning.recomputed import chosen_keys, fastest, recomputable_of, repeated_blocks
 from autopar.search.labels.check import check
 from autopar.search.labels.result import Labelling
 
@@ -120,7 +120,9 @@ class SearchLabels:
         choose = fastest(own_machinery(self.cluster, dtype_of(self.program)).machine.speeds)
         blocks, labels = self._blocks(found, mesh, 1), list(found.blocks)
         for index in repeated_blocks(self.program):
-            keys = chosen_keys(*blocks[index], mesh, self.program.sequence, choose)
+            flow, work = blocks[index]
+            values = self.memo(recomputable_of, flow, work)
+            keys = chosen_keys(values, work, mesh, self.program.sequence, choose)
             labels[index] = replace(labels[index], recomputed=keys)
         return replace(found, blocks=tuple(labels))
 
@@ -147,7 +149,7 @@ class SearchLabels:
         ]
         for index, labels in enumerate(found.blocks):
             if labels.recomputed:
-                every[index] = self.memo(_selected, *every[index], labels.recomputed)
+                every[index] = self.memo(_selected, self.memo, *every[index], labels.recomputed)
         return [one if chunks == 1 else self.memo(_in_chunks, *one, chunks) for one in every]
 
     def hold(self, chosen: int, tp: int) -> bool:
@@ -194,11 +196,12 @@ def _block(
     return flow, work_of(flow)
 
 
-def _selected(flow: "Flow", work: "SymbolicWork", keys: tuple[str, ...]) -> "tuple[Flow, SymbolicWork]":
+def _selected(memo: Memo, flow: "Flow", work: "SymbolicWork", keys: tuple[str, ...]) -> "tuple[Flow, SymbolicWork]":
     """A block with selective recomputation of some operators."""
-    from autopar.cost_model.work.export import selected_work
+    from autopar.cost_model.work.recomputable import selected
 
-    return selected_work(flow, work, keys)
+    own = replace(flow, labels=replace(flow.labels, recomputed=keys))
+    return own, replace(work, selected=selected(memo(recomputable_of, flow, work), keys))
 
 
 def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, SymbolicWork]":

@@ -21,6 +21,7 @@ from autopar.ir.sharding import Mesh
 if TYPE_CHECKING:
     from autopar.cost_model.work.export import SymbolicWork
     from autopar.cost_model.work.fusion import Flow
+    from autopar.cost_model.work.polynomials import Polynomial
     from autopar.cost_model.work.recomputable import Recomputable
     from autopar.search.bounds.lower_bounds import Machinery
 
@@ -41,14 +42,18 @@ def repeated_blocks(program: Program) -> list[int]:
     return found or list(range(len(program.blocks)))
 
 
+def recomputable_of(flow: "Flow", work: "SymbolicWork") -> "Recomputable[Polynomial]":
+    """What a block saves, and the operators that can be recomputed."""
+    from autopar.cost_model.work.recomputable import recomputable  # not needed if works are kept
+
+    return recomputable(flow, (*work.products, *work.eager))
+
+
 def chosen_keys(
-    flow: "Flow", work: "SymbolicWork", mesh: Mesh, sequence: int | None, choose: Choose
+    values: "Recomputable[Polynomial]", work: "SymbolicWork", mesh: Mesh, sequence: int | None, choose: Choose
 ) -> tuple[str, ...]:
     """The keys of the operators of a block that selective recomputation computes again."""
-    from autopar.cost_model.work.recomputable import recomputable
-
-    numbers = sizes_on(mesh, sequence)
-    return choose(*evaluate((recomputable(flow, (*work.products, *work.eager)), work), numbers))
+    return choose(*evaluate((values, work), sizes_on(mesh, sequence)))
 
 
 def fastest(speeds: Speeds) -> Choose:
@@ -77,7 +82,8 @@ def with_recomputed(
     runs, naming, found = block_runs(program, analysis), naming_of(analysis, degrees.mesh), list(labels)
     for index in repeated_blocks(program):
         flow = flow_of(program, index, analysis, labels[index], naming, runs[index], regather)
-        keys = chosen_keys(flow, work_of(flow), degrees.mesh, program.sequence, choose)
+        work = work_of(flow)
+        keys = chosen_keys(recomputable_of(flow, work), work, degrees.mesh, program.sequence, choose)
         found[index] = replace(labels[index], recomputed=keys)
     return tuple(found)
 

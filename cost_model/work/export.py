@@ -167,12 +167,6 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     )
 
 
-def selected_work(flow: Flow, work: SymbolicWork, keys: Sequence[str]) -> tuple[Flow, SymbolicWork]:
-    """A block and its work if the operators with these keys are recomputed selectively."""
-    own = replace(flow, labels=replace(flow.labels, recomputed=tuple(keys)))
-    return own, replace(work, selected=_selected(own, (*work.products, *work.eager)))
-
-
 def _selected(flow: Flow, works: Sequence[Operator[Polynomial]]) -> Selected[Polynomial] | None:
     keys = flow.labels.recomputed
     return selected(recomputable(flow, works), keys) if keys else None

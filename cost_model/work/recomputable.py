@@ -81,13 +81,12 @@ def selected(block: Recomputable[Polynomial], keys: Collection[str]) -> Selected
 
 def needed(block: Recomputable[Polynomial], again: Collection[int]) -> set[int]:
     """The recomputed operators that the backward pass runs: autograd or another one of them reads their tensors."""
-    saved = {one.maker for one in block.values if one.is_saved}
+    read = {one.maker for one in block.values if one.is_saved}
     found: set[int] = set()
     for k in sorted(again, reverse=True):  # an operator takes values of earlier ones
-        if k in saved or block.operators[k].own_bytes.terms:
+        if k in read or block.operators[k].own_bytes.terms:
             found.add(k)
-        elif any(block.values[value].maker == k for later in found for value in block.operators[later].takes):
-            found.add(k)
+            read.update(block.values[value].maker for value in block.operators[k].takes)
     return found
 
 
@@ -110,14 +109,17 @@ class _Values:
         flow = self.flow
         for name in flow.runs:
             self._save(name)
+        views: dict[str, list[str]] = {name: [] for name in self.position}
+        for name, run in flow.runs.items():
+            if run.owner != name and run.owner in views:
+                views[run.owner].append(name)
         operators = []
         for name in self.position:
             edges = ((name, k) for k in range(len(flow.operands[name])))
             takes = dict.fromkeys(at for edge in edges if (at := self._read(edge, flow.use_types(edge))) is not None)
-            views = [view for view in flow.runs if view != name and self._owner(view) == name]
             operators.append(
                 RecomputableOperator(
-                    keys=tuple(flow.nodes[one].meta["key"] for one in (name, *views)),
+                    keys=tuple(flow.nodes[one].meta["key"] for one in (name, *views[name])),
                     takes=tuple(takes),
                     own_bytes=sum(self.own.pop(name, ()), start=Polynomial()),
                     work=self.works[name],

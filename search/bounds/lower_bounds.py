@@ -242,8 +242,15 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
         one = end_passes(basis, blocks, few, role)
         return replace(one.at(of_blocks.index), weight=spread(np.asarray(one.weight), of_blocks.index))
 
+    known: list[tuple[Floats, DataPrices]] = []  # levels of recomputation have the same blocks
+
     def data(per_rank: Floats) -> DataPrices:
         per_rank = np.broadcast_to(per_rank, layouts.tp.shape)
+        if not known or not np.array_equal(known[0][0], per_rank):
+            known[:] = [(per_rank, data_of(per_rank))]
+        return known[0][1]
+
+    def data_of(per_rank: Floats) -> DataPrices:
         each = distinct([*(columns[name] for name in RANK_FIELDS), numbered(per_rank)])
         rows = each.rows
         at = layouts.only(RANK_FIELDS, rows)

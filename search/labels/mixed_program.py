@@ -64,9 +64,10 @@ class MixedProgram:
         count, empty = len(self._costs), np.array([], dtype=np.int32)
         costs, ones = np.array(self._costs, dtype=np.float64), np.ones(count)
         solver.addCols(count, costs, np.zeros(count), ones, 0, empty, empty, np.array([], dtype=np.float64))
-        binary = np.array(self._binary, dtype=np.int32)
-        kinds = np.full(len(binary), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
-        solver.changeColsIntegrality(len(binary), binary, kinds)
+        if self._binary:
+            binary = np.array(self._binary, dtype=np.int32)
+            kinds = np.full(len(binary), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
+            solver.changeColsIntegrality(len(binary), binary, kinds)
         solver.addRows(
             len(self._lower),
             np.array(self._lower, dtype=np.float64),
@@ -82,5 +83,7 @@ class MixedProgram:
             return None
         values = [float(v) for v in solver.getSolution().col_value]
         objective = float(info.objective_function_value)
+        if not self._binary:
+            return values, objective, 0.0
         gap = max(0.0, objective - float(info.mip_dual_bound)) / max(abs(objective), 1e-12)
         return values, objective, gap

@@ -43,7 +43,8 @@ def least_cost(block: Recomputable[float], costs: Sequence[float], most_bytes: f
 def best_exchange(block: Recomputable[float], costs: Sequence[float], bytes_per_cost: float) -> tuple[int, ...]:
     """The operators with the least sum of saved bytes and of cost, which counts `bytes_per_cost` bytes."""
     whole, every = _sums(block, costs)
-    found = _solved(block, costs, bytes_weight=1.0, cost_weight=bytes_per_cost * every / whole if whole else 1.0)
+    weight = bytes_per_cost * every / whole if whole else 1.0
+    found = _solved(block, costs, bytes_weight=1.0, cost_weight=weight, is_integral=True)
     assert found is not None
     return found
 
@@ -107,14 +108,16 @@ def _solved(
     cost_weight: float,
     most_cost: float | None = None,
     most_bytes: float | None = None,
+    is_integral: bool = False,
 ) -> tuple[int, ...] | None:
-    """The positions of the recomputed operators."""
+    """The positions of the recomputed operators. The linear relaxation of an `is_integral` program has them too."""
     whole, every = _sums(block, costs)
     if not whole:
         return () if most_bytes is None or block.other_bytes <= most_bytes else None
     program = MixedProgram()
+    column = program.continuous if is_integral else program.binary
     again = [
-        program.binary(cost_weight * cost / every - bytes_weight * one.own_bytes / whole)
+        column(cost_weight * cost / every - bytes_weight * one.own_bytes / whole)
         for one, cost in zip(block.operators, costs, strict=True)
     ]
     readers: dict[int, list[int]] = {}
@@ -142,4 +145,4 @@ def _solved(
     if most_bytes is not None:
         program.at_most(held, (most_bytes - fixed) / whole + _ROUNDING)
     found = program.solve(_TIME_LIMIT_S)
-    return None if found is None else tuple(n for n, column in enumerate(again) if found[0][column] > 0.5)
+    return None if found is None else tuple(n for n, at in enumerate(again) if found[0][at] > 0.5)

@@ -115,13 +115,17 @@ class _Steps:
 
     def seconds(self, excess: Floats, blocks: Floats, live: float) -> Floats:
         """Seconds of the fewest steps of so many blocks that free `excess` bytes. Infinite if there are none."""
+        if not np.any(excess > 0):
+            return np.zeros_like(excess)
         saves = [max(live * one, 1e-9) for one in self.freed]
         first = np.ceil((excess + self.working[0]) / saves[0])
-        second = np.ceil((excess + self.working[1] - blocks * live * self.freed[0]) / saves[1])
-        partly = np.where(first <= blocks, first * self.seconds_of[0], np.inf)
-        fully = blocks * self.seconds_of[0] + np.maximum(second, 1.0) * self.seconds_of[1]
-        found = np.where(first <= blocks, partly, np.where(second <= blocks, fully, np.inf))
-        return np.where(excess > 0, found, 0.0)
+        found = np.where(excess > 0, first * self.seconds_of[0], 0.0)
+        more = (excess > 0) & (first > blocks)
+        if np.any(more):
+            second = np.ceil((excess + self.working[1] - blocks * live * self.freed[0]) / saves[1])
+            fully = blocks * self.seconds_of[0] + np.maximum(second, 1.0) * self.seconds_of[1]
+            found = np.where(more, np.where(second <= blocks, fully, np.inf), found)
+        return found
 
 
 class Recomputed(NamedTuple):
@@ -143,26 +147,23 @@ def fewest_blocks(
     `needed_bytes` gives the bytes of every rank for numbers of recomputed blocks. `levels` are the levels that blocks
     can have, up to `most_level`.
     """
-    orders, ranks = _orders(stages), range(stages.pp)
+    orders = _orders(stages)
     phases = [level for level in levels[1:] if level <= most_level]
     size = np.array([len(order) for order in orders])
 
     def fits(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         return needed_bytes(_of_stages(stages, orders, steps, phases)) <= capacity_bytes
 
-    found = np.where(fits(np.zeros(stages.pp, dtype=np.int64)), 0, -1)
-    for phase in range(len(phases)):
-        low, high = size * phase, size * (phase + 1)
-        is_open = (found < 0) & fits(np.where(found < 0, high, found))
-        low, high = low + 1, np.maximum(high, low + 1)
-        while np.any(is_open & (low < high)):
-            middle = (low + high) // 2
-            does = fits(np.where(is_open, middle, np.maximum(found, 0)))
-            high, low = np.where(does, middle, high), np.where(does, low, np.minimum(middle + 1, high))
-        found = np.where(is_open, high, found)
-    found = np.where(found < 0, size * len(phases), found)
-    assert all(found[rank] <= size[rank] * len(phases) for rank in ranks)
-    return _of_stages(stages, orders, found, phases)
+    least, most = np.where(fits(0 * size), 0, 1), size
+    for phase in range(1, len(phases)):  # within a phase more steps need less memory
+        is_enough = (least == 0) | fits(np.where(least > 0, most, 0))
+        least, most = np.where(is_enough, least, phase * size + 1), np.where(is_enough, most, (phase + 1) * size)
+    most = np.where(least > 0, most, 0)
+    while np.any(least < most):
+        middle = (least + most) // 2
+        does = fits(middle)
+        least, most = np.where(does, least, np.minimum(middle + 1, most)), np.where(does, middle, most)
+    return _of_stages(stages, orders, most, phases)
 
 
 def _orders(stages: Stages) -> list[list[int]]:
