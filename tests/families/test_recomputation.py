@@ -36,8 +36,9 @@ SHORT = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("family", "plan"), thinned(product(FAMILIES, PLANS), keep=SHORT))
 def test_equal_to_one_device(tool: ModuleType, open_worlds: object, family: str, plan: str) -> None:
-    name = f"{family}_of_{tool.PIPELINE_BATCH}"
-    assert tool.worst_error(name, tool.RECOMPUTATIONS[plan], open_worlds) <= tool.TOLERANCE
+    table = tool.tables()["recomputation"]
+    spec = table.spec(f"zoo:{family}", table.plans[plan])
+    assert tool.worst_error(spec, table.plans[plan], open_worlds, table.check) <= tool.TOLERANCE
 
 
 def test_every_plan_is_compared(tool: ModuleType) -> None:
