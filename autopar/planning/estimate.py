@@ -124,9 +124,7 @@ def estimate(
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
     question = replace(question, cuts=_cuts(program, priceable, question) if own_plan is None else own_plan.cuts)
-    if chosen.name == OWN:
-        own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
-        priceable, question = replace(priceable, degrees=own), replace(question, degrees=own)
+    priceable, question = _with_recomputation(priceable, question)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
@@ -134,6 +132,14 @@ def estimate(
     report("counting the tensors of a rank")
     whole = own_plan or _whole_plan(program, priceable, question)
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+def _with_recomputation(priceable: Priceable, question: Question) -> tuple[Priceable, Question]:
+    """Both with the least recomputation that fits, if the degrees of autopar's own engine leave it open."""
+    if question.engine.name != OWN:
+        return priceable, question
+    own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
+    return replace(priceable, degrees=own), replace(question, degrees=own)
 
 
 def _uncompiled(given: nn.Module | Program) -> nn.Module | Program:

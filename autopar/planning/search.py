@@ -177,10 +177,7 @@ def search_captured(
     on = goal.parts[cluster.num_devices].on
     place = _checked_study(asked, question_of(asked, program, cluster, on, name))
     deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
-
-    def should_continue() -> bool:
-        return time.monotonic() < deadline
-
+    should_continue = partial(_is_before, deadline)
     constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     found = search_degrees(
         works_of, cluster, constraints, on,
@@ -226,6 +223,10 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _is_before(deadline_s: float) -> bool:
+    return time.monotonic() < deadline_s
 
 
 def _works_of(best: Priced | None, labels: SearchLabels) -> Works:
