@@ -123,8 +123,7 @@ def estimate(
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
-    question = replace(question, cuts=_cuts(program, priceable, question) if own_plan is None else own_plan.cuts)
-    priceable, question = _with_recomputation(priceable, question)
+    priceable, question = _as_it_runs(program, priceable, question, own_plan)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
@@ -134,8 +133,11 @@ def estimate(
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
 
 
-def _with_recomputation(priceable: Priceable, question: Question) -> tuple[Priceable, Question]:
-    """Both with the least recomputation that fits, if the degrees of autopar's own engine leave it open."""
+def _as_it_runs(
+    program: Program, priceable: Priceable, question: Question, plan: Plan | None
+) -> tuple[Priceable, Question]:
+    """Both with the cuts of stages, and with the least recomputation that fits if autopar's own plan leaves it open."""
+    question = replace(question, cuts=_cuts(program, priceable, question) if plan is None else plan.cuts)
     if question.engine.name != OWN:
         return priceable, question
     own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
