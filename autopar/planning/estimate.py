@@ -25,7 +25,7 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
@@ -139,6 +139,11 @@ def _as_it_runs(
     """Both with the cuts of stages, and with the least recomputation that fits if autopar's own plan leaves it open."""
     question = replace(question, cuts=_cuts(program, priceable, question) if plan is None else plan.cuts)
     if question.engine.name != OWN:
+        if question.degrees.is_recompute_open:
+            raise PlanError(
+                f"recompute = auto is found for engine {OWN} only; with engine {question.engine.name} give none, "
+                "selective or full"
+            )
         return priceable, question
     own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
     return replace(priceable, degrees=own), replace(question, degrees=own)

@@ -175,3 +175,13 @@ def test_an_unknown_operator_is_refused() -> None:
     made = block([("exp", torch.exp, ["x"]), ("mm", torch.mm, ["exp", "w"])])
     with pytest.raises(PlanError, match="names the operator 'exq', which the block does not run; did you mean 'exp'"):
         SelectiveBlock(made, ["exq"])
+
+
+def test_a_view_of_a_recomputed_result_is_that_part_of_it() -> None:
+    """Products save transposed and cut views of the result of `exp`."""
+    made = block(
+        [("exp", torch.exp, ["x"]), ("t", torch.t, ["exp"]), ("mm", torch.mm, ["t", "w"]),
+         ("cut", torch.narrow, ["exp", 0, 2, 4]), ("last", torch.mm, ["cut", "mm"])]
+    )  # fmt: skip
+    expected = gradients(made)
+    torch.testing.assert_close(gradients(SelectiveBlock(made, ["exp"])), expected, rtol=0, atol=0)

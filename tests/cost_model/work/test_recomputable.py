@@ -27,6 +27,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.stages import recomputed_calls, stages_of
 from autopar.planning.fixed import label_plan
 
 BATCH, TOKENS = 2, 4096
@@ -142,3 +143,11 @@ def test_scores_norms_and_activation_functions_come_first() -> None:
     work = work_of_a_layer("gpt2", planned("gpt2", 3, tp=2, recompute="selective"))
     assert work.selected is not None
     assert work.selected.saved_bytes < 0.25 * work.saved_eager_bytes
+
+
+def test_fully_recomputed_blocks_come_first_and_then_selective_ones() -> None:
+    captured = program("llama", 3)
+    degrees = Degrees(recompute="auto", recompute_blocks=1, selective_blocks=1)
+    found = recomputed_calls(captured, degrees, stages_of(captured, ()))
+    layers = [i for i, call in enumerate(captured.calls) if call.path.startswith("model.layers.")]
+    assert found == {layers[0]: "full", layers[1]: "selective"}
