@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from autopar.planning.fixed import coverage
     from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
+    from autopar.runtime.data.loader import ParallelLoader
     from autopar.runtime.model.grad_scaler import GradScaler
     from autopar.runtime.model.module import ParallelModel
+    from autopar.runtime.recording.run import Run
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
 
@@ -32,7 +34,9 @@ _HOMES = {
     "Estimate": "autopar.cost_model.estimate",
     "GradScaler": "autopar.runtime.model.grad_scaler",
     "Plan": "autopar.ir.plan",
+    "ParallelLoader": "autopar.runtime.data.loader",
     "ParallelModel": "autopar.runtime.model.module",
+    "Run": "autopar.runtime.recording.run",
     "SearchResult": "autopar.search.result.result",
     "prove_rule": "autopar.testing.rule_proof",
     "register_rule": "autopar.rules.registry",
@@ -43,8 +47,10 @@ __all__ = [
     "ClusterSpec",
     "Estimate",
     "GradScaler",
+    "ParallelLoader",
     "ParallelModel",
     "Plan",
+    "Run",
     "SearchResult",
     "__version__",
     "capture_program",

@@ -222,6 +222,17 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """A reference that frees nothing later, but keeps the number of the tensor's storage from being used again."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`: pack and unpack. None without hooks."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of the live storages that operators made in this context, and their peak.
 

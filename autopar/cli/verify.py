@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.next_step import VerifyCommand, next_after_difference, suggesting_next_step
 from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
+from autopar.commands.next_step import VerifyCommand, next_after_difference, suggesting_next_step
 from autopar.errors import InputError
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions

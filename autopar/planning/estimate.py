@@ -24,8 +24,8 @@ from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
-from autopar.cost_model.work.program_costs import ProgramWorks, program_works
-from autopar.errors import InputError
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
@@ -33,7 +33,8 @@ from autopar.ir.precision import PRECISIONS
 from autopar.ir.program import Program
 from autopar.planning.degrees import ranks_of_a_part, resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
-from autopar.planning.machine import machinery_of
+from autopar.planning.machine import machinery_of, own_machinery
+from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.search.bounds.lower_bounds import Beyond, Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
 from autopar.search.pricing.recomputed_values import values_to_recompute
@@ -123,7 +124,7 @@ def estimate(
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
-    question = replace(question, cuts=_cuts(program, priceable, question) if own_plan is None else own_plan.cuts)
+    priceable, question = _as_it_runs(program, priceable, question, own_plan)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
@@ -147,6 +148,22 @@ def _with_precision(
     if precision in PRECISIONS and not isinstance(model_or_program, Program):
         return {**(given or {}), "precision": precision}, precision
     return given, precision
+
+
+def _as_it_runs(
+    program: Program, priceable: Priceable, question: Question, plan: Plan | None
+) -> tuple[Priceable, Question]:
+    """Both with the cuts of stages, and with the least recomputation that fits if autopar's own plan leaves it open."""
+    question = replace(question, cuts=_cuts(program, priceable, question) if plan is None else plan.cuts)
+    if question.engine.name != OWN:
+        if question.degrees.is_recompute_open:
+            raise PlanError(
+                f"recompute = auto is found for engine {OWN} only; with engine {question.engine.name} give none, "
+                "selective or full"
+            )
+        return priceable, question
+    own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
+    return replace(priceable, degrees=own), replace(question, degrees=own)
 
 
 def _uncompiled(given: nn.Module | Program) -> nn.Module | Program:
@@ -218,7 +235,12 @@ def _whole_plan(program: Program, priceable: Priceable, question: Question) -> P
         machine, analysis = _machinery(question).machine, analyse(program, degrees.mesh)
         again = values_to_recompute(program, analysis, cuts, degrees, machine)
     return Plan(
-        fingerprint=program.fingerprint, model="", degrees=degrees, blocks=priceable.labels, cuts=cuts, recomputed=again
+        fingerprint=program.fingerprint,
+        model="",
+        degrees=degrees,
+        cuts=cuts,
+        recomputed=again,
+        blocks=without_unread(priceable.labels, degrees),
     )
 
 
@@ -265,6 +287,9 @@ def _priceable(
         wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1)
         found, analysis, labelling = choose_labels(program, cluster, wanted)
         labels = labelling.blocks
+        if is_own:
+            speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
+            labels = with_recomputed(program, analysis, labels, found, speeds, regather=regather)
     works = program_works(
         program, analysis, labels, found.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
     )

@@ -31,6 +31,7 @@ def machinery_of(
     reduce_dtype: str | None = None,
     *,
     recompute_blocks: int | tuple[int, ...] | None = None,
+    most_level: int = 2,
     cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":
     """The machine of `machine_of` with the decisions that price candidates.
@@ -42,6 +43,7 @@ def machinery_of(
     return Machinery(
         machine=machine_of(cluster, profile, precision, reduce_dtype),
         recompute_blocks=recompute_blocks,
+        most_level=most_level,
         cuts=cuts,
     )
 

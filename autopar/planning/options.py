@@ -69,7 +69,9 @@ class PlanOptions:
         ORDERS[0],
     )
     recompute: str | None = _option(
-        "Activations that backward computes again: none, or full (all activations inside blocks).", "none"
+        "Activations that backward computes again: none, selective (of the operators that free many bytes for little "
+        "work), full (all activations inside blocks), or auto (the least that fits).",
+        "none",
     )
     recompute_blocks: str | None = _option(
         "Recompute only the first k repeated blocks of each stage: one number, or one for every stage such as 3,2,1,0.",

@@ -35,7 +35,7 @@ from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.check import check_result
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
-from autopar.search.driver.priced_only import contender_of, search_beyond
+from autopar.search.driver.priced_only import search_beyond, with_beyond
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
@@ -46,7 +46,14 @@ from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, goal_of
 from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
-from autopar.search.space.constraints import Constraints, Values, recompute_blocks_of, shared_degrees
+from autopar.search.space.constraints import (
+    Constraints,
+    Values,
+    is_selective,
+    most_level_of,
+    recompute_blocks_of,
+    shared_degrees,
+)
 
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
@@ -160,22 +167,22 @@ def search_captured(
     regather, chunks, sums = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks", "reduce_dtype"))
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress,
+        loss_chunks=chunks or 1, folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
     )  # fmt: skip
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
         precision = asked.precision or precision_of(works_of(1).dtype, cluster)
-        return machinery_of(part, asked.profile, precision, sums, recompute_blocks=recompute_blocks_of(fix), cuts=cuts)
+        return machinery_of(
+            part, asked.profile, precision, sums,
+            recompute_blocks=recompute_blocks_of(fix), most_level=most_level_of(fix), cuts=cuts,
+        )  # fmt: skip
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
     place = _checked_study(asked, question_of(asked, program, cluster, on, name))
     deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
-
-    def should_continue() -> bool:
-        return time.monotonic() < deadline
-
+    should_continue = partial(_is_before, deadline)
     constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     found = search_degrees(
         works_of, cluster, constraints, on,
@@ -207,9 +214,9 @@ def search_captured(
         model=name,
         plan=decided,
         closest=nearest,
-        beyond=None if more is None else contender_of(more, best, cluster),
         seconds=time.monotonic() - started,
     )
+    result = result if more is None else with_beyond(result, more, best, cluster)
     if best is not None and decided is not None and asked.report:
         on_progress("asking what if")
         base = Base(
@@ -221,6 +228,10 @@ def search_captured(
     if asked.study is not None:
         keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _is_before(deadline_s: float) -> bool:
+    return time.monotonic() < deadline_s
 
 
 def _works_of(best: Priced | None, labels: SearchLabels) -> Works:

@@ -9,7 +9,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import stored_dtype, summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
-from autopar.ir.stages import Stage, recomputed_calls, separates, stages_of
+from autopar.ir.stages import How, Stage, recomputed_calls, separates, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
 
 
@@ -80,7 +80,7 @@ class RankView:
         return self.analysis.outer[value].local_shape(self.types[value], self.plan.mesh.degrees)
 
     @cached_property
-    def recomputed(self) -> frozenset[int]:
+    def recomputed(self) -> Mapping[int, How]:
         return recomputed_calls(self.program, self.plan.degrees, self.stages)
 
     def splits_backward(self, stage: Stage) -> bool:

@@ -23,6 +23,7 @@ from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged
 from autopar.lowering.local_graph import local_graph
+from autopar.lowering.recomputation import SelectiveBlock
 
 _Values = dict[str, Any]
 
@@ -86,6 +87,7 @@ class _Run:
         self.ledger = Ledger()
         self.kept = needed_results(self.program)
         self.modules: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = {}
+        self.selective_blocks: dict[int, SelectiveBlock] = {}
         self.infos = value_infos(self.program)
 
     def empty(self, shape: Sequence[int], dtype: Any, *, flows: bool = False) -> torch.Tensor:
@@ -119,6 +121,11 @@ class _Run:
                 setattr(root, name, PricedDim(name, mesh.degree_of(name), at, self.ledger))
             self.modules[key] = fx.GraphModule(root, made.graph, f"Block{index}")
         return self.modules[key]
+
+    def selective(self, index: int, module: fx.GraphModule) -> SelectiveBlock:
+        if index not in self.selective_blocks:
+            self.selective_blocks[index] = SelectiveBlock(module, self.plan.blocks[index].recomputed)
+        return self.selective_blocks[index]
 
     def given(self) -> _Values:
         """This rank's part of a micro-batch, constants, buffers that forward changes, and the loss's denominator."""
@@ -241,8 +248,11 @@ class _Run:
         else:
             pairs = zip(self.program.blocks[call.block].outputs, call.results, strict=True)
             module = self.module(call.block, [o for o, r in pairs if r in again])
-        if index not in self.setting.recomputed:
+        how = self.setting.recomputed.get(index)
+        if how is None:
             return module
+        if how == "selective":
+            return self.selective(call.block, module)
         return partial(self.checkpointed, module, call)
 
     def checkpointed(self, module: fx.GraphModule, call: CallSite, *arguments: Any) -> Any:

@@ -1,18 +1,21 @@
 """The traffic of one rank in one `forward_backward`: calls and bytes of every collective by mesh dimension.
 
-    part         what                                   mesh dimension          times a step
-    comparison   comparison of ranks before the step    all ranks               1
-    denominator  the loss's denominator                 of its conversions      n
-    blocks       conversions of every block call        of the conversion       n, forward, recomputed and backward
-    zero         ZeRO's gathers and sums                dp, or dp_shard and     by ZeRO stage and schedule
-                 (`autopar.cost_model.dry_run.zero`)    dp_replicate
-    replicated   gradients of replicated parameters     of the replication      1, in buckets
-    tied         gradients of tied parameters           pp                      1, in buckets
-    messages     messages between stages                pp ("send", "recv")     n each way
-    loss         the loss, from the last stage          pp                      1
+    part         sends                                  mesh dimension
+    comparison   comparison of ranks before the step    all ranks
+    denominator  the loss's denominator                 of its conversions
+    blocks       conversions of every block call        of the conversion
+    zero         ZeRO's gathers and sums                dp, or dp_shard and dp_replicate
+    replicated   gradients of replicated parameters     of the replication
+    tied         gradients of tied parameters           pp
+    messages     messages between stages                pp ("send", "recv")
+    loss         the loss, from the last stage          pp
 
-n are the step's micro-batches. Clipping, the optimizer and evaluation are not part of it. Bytes are those of the
-operand that this rank puts in (`autopar.cost_model.dry_run.ledger.CollectiveTotal`), of a message those of its tensor.
+Denominators and blocks send once for each micro-batch. Blocks send in the forward, the recomputed and the backward
+pass. Messages go each way for each micro-batch. ZeRO's number depends on the ZeRO stage and the schedule
+(`autopar.cost_model.dry_run.zero`). Every other part sends once in a step, the gradients in buckets.
+
+Clipping, the optimizer and evaluation are no part of a step. The bytes of a collective are the bytes of this rank's
+operand (`autopar.cost_model.dry_run.ledger.CollectiveTotal`). The bytes of a message are the bytes of its tensor.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -43,9 +46,9 @@ def step_traffic(
 ) -> Mapping[Key, CollectiveTotal]:
     """The traffic of a rank in one step, by (mesh dimension, kind).
 
-    `analysis` is the analysis of the program on the plan's mesh. `device` is the device type of the real step; it
-    decides which tensors attention saves. Mesh dimensions are those of the plan, joined ones (``tp0_tp1``),
-    ``dp_shard`` and ``dp_replicate`` where both are above 1, ``pp`` and ``all ranks``.
+    `analysis` is the analysis of the program on the plan's mesh. `device` is the device type of the real step. It
+    decides which tensors attention saves. A mesh dimension is one of the plan, a joined one (``tp0_tp1``), ``pp`` or
+    ``all ranks``. If ``dp_shard`` and ``dp_replicate`` are both above 1, they are two dimensions.
     """
     setting = RankView(program, analysis, plan, rank)
     return sends_of(setting, run_stages(setting, device), device)

@@ -41,6 +41,8 @@ class Engine(NamedModel):
                            "kernel" of its own
     data_ranks             data-parallel ranks share only sums of gradients ("own"); or blocks are split over them too,
                            and the experts work on the tokens of all ranks ("joint")
+    expert_rows            with expert parallelism, the rows of an expert are "counted", and the host waits for the
+                           counts (`autopar.cost_model.step.experts`); or "padded" to a capacity, and others are dropped
     gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
     gradient_bytes         of one element in the sums of gradients
     parameter_sync         ZeRO 1: updated parameters are "gathered", and the step waits as for the sums of gradients;
@@ -91,6 +93,7 @@ class Engine(NamedModel):
     sharded_state_bytes: Literal[12, 16, 24]
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     optimizer_place: Literal["device", "host"] = "device"
+    expert_rows: Literal["counted", "padded"] = "counted"
     sources: dict[str, _Text]
 
 

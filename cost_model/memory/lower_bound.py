@@ -1,10 +1,12 @@
-"""A lower bound on the memory of one rank: what every schedule holds at once, whatever else it does.
+"""A lower bound on the memory of one rank, for every schedule.
 
-    state            every trained parameter, its gradient and Adam's two moments, all in the parameter's dtype,
-                     divided by what the labels and the ZeRO stage split; of a frozen parameter only itself
-    + one operator   operands and output of the operator that holds most; its parameter operands are counted above
+    part             bytes
+    state            trained parameters, their gradients and two moments
+    one operator     operands and output of the operator that holds most
 
-Activations kept for the backward pass come on top, so a plan that this bound refuses cannot run.
+State has the parameter's dtype. The labels and the ZeRO stage divide it. A frozen parameter has neither gradient nor
+moments. The parameter operands of the operator are part of the state and are counted once. Saved activations come on
+top, so a plan that this bound refuses cannot run.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """`RunningModel`: how one rank runs the stages that it holds, one micro-batch after another."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.ir.stages import How, Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place
 from autopar.runtime.distributed.mesh import RankMesh, training_mesh
@@ -26,7 +28,7 @@ from autopar.runtime.model.inputs import (
 )
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
-from autopar.runtime.model.preflight_check import EVALUATION, PreflightCheck
+from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
@@ -55,7 +57,9 @@ class RunningModel(ShardedModel):
         super().__init__(program, plan, mesh, source, device, drawing, buffers or source)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
+        self._selective_code = WeakKeyDictionary[CompiledProgram, dict[int, SelectiveBlock]]()
         self._step = 0
+        self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
         self._waits = False  # whether gradients of earlier calls wait for their sums
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
@@ -80,6 +84,21 @@ class RunningModel(ShardedModel):
             True
         """
         return self._shapes.base.code_modules(outputs=outputs)
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Give the integers of all ranks, sent over gloo on the host. Collective.
+
+        Args:
+            row: This rank's integers, at most 4 + 2 × inputs.
+
+        Returns:
+            The rows of all ranks, padded with zeros.
+
+        Example:
+            >>> parallel.exchange([7])[0][0]
+            7
+        """
+        return self._preflight.exchange(row)
 
     def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
         """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
@@ -120,10 +139,20 @@ class RunningModel(ShardedModel):
             state={name: self.buffer(name) for name in compiled.program.updates},
             streams=self.streams,
             when=when,
-            recomputed=frozenset() if outputs else self._recomputed(compiled),
+            recomputed={} if outputs else self._recomputed(compiled),
+            selective=partial(self._selective, compiled),
         )
 
-    def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
+    def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
+        """The code of a block with selective recomputation."""
+        made = self._selective_code.setdefault(compiled, {})
+        if block not in made:
+            options = self._compile_options
+            how = (lambda module: module) if options is None else partial(torch.compile, **options)
+            made[block] = compiled.selective_module(block, how)
+        return made[block]
+
+    def _recomputed(self, compiled: CompiledProgram) -> Mapping[int, How]:
         return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _prepared(
@@ -161,8 +190,30 @@ class RunningModel(ShardedModel):
         compiled.decisions.check(pieces, compiled.constants(), self._preflight.exchange)
         if own.sequences:
             self._fillers = first_rows(self.program, own)
+        if kind == STEP:
+            samples = sum(counts) * self.plan.degrees.dp // self.plan.degrees.world_size
+            tokens = samples * (compiled.program.sequence or 0)
+            self.num_trained = (self.num_trained[0] + samples, self.num_trained[1] + tokens)
         read = self._inputs_read(compiled)
         return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+
+    def _refusal_of(self, counts: Sequence[int], micro_batches: int) -> str:
+        """Why a step cannot run these numbers of sequences of the data-parallel ranks; empty if it can."""
+        shapes = self._shapes
+        try:
+            sequences_to_run(
+                counts,
+                shapes.base.micro_batch * micro_batches,
+                micro_batches,
+                pads=shapes.base.ignored is not None,
+                captures=shapes.can_capture,
+                wants_outputs=False,
+                per_micro_batch=self.plan.degrees.per_micro_batch,
+            )
+        except RuntimeInputError:
+            of = f" of {micro_batches}" if micro_batches > 1 else ""
+            return f"the model cannot ignore samples, nor do all ranks have the same multiple{of} of them"
+        return ""
 
     def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
         """The inputs that this rank's stages read, for the loss's denominator too."""

@@ -1,7 +1,7 @@
 """`StageModule`: the parameters of one pipeline stage and how its calls run; without a pipeline there is one stage."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
 from autopar.ir.program import CallSite, Program
-from autopar.ir.stages import Stage, owners
+from autopar.ir.stages import How, Stage, owners
 from autopar.ir.storage import Storage
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
@@ -51,8 +51,9 @@ def attribute(name: str) -> str:
 class Execution:
     """How a stage runs one micro-batch.
 
-    `functions` run the distinct blocks; `partly` runs one block for some of its results. `state` are the buffers that
-    the forward pass changes. `when` is (step, micro-batch). `recomputed` are the calls that the backward pass repeats.
+    `functions` run the distinct blocks, and `selective` run them with selective recomputation; `partly` runs one block
+    for some of its results. `state` are the buffers that the forward pass changes. `when` is (step, micro-batch).
+    `recomputed` are the calls that the backward pass repeats, fully or selectively.
     """
 
     compiled: CompiledProgram
@@ -62,7 +63,8 @@ class Execution:
     state: Mapping[str, torch.Tensor]
     streams: Streams
     when: tuple[int, int]
-    recomputed: frozenset[int] = frozenset()
+    recomputed: Mapping[int, How] = field(default_factory=dict)
+    selective: Callable[[int], BlockFunction] | None = None
 
 
 class StageModule(nn.Module):
@@ -137,7 +139,10 @@ class StageModule(nn.Module):
         compiled, call = run.compiled, run.compiled.program.calls[index]
         kept = stage.again.get(index)
         function = run.functions[call.block] if kept is None else run.partly(call.block, _outputs(compiled, call, kept))
-        training = run.streams.training
+        how, training = run.recomputed.get(index), run.streams.training
+        if how == "selective" and kept is None:
+            assert run.selective is not None
+            function = run.selective(call.block)
 
         def inner(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
             if private.is_profiling():
@@ -151,7 +156,7 @@ class StageModule(nn.Module):
             filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
             return function(*filled)
 
-        outer: Callable[..., Any] = _recomputing(inner) if index in run.recomputed else inner
+        outer: Callable[..., Any] = _recomputing(inner) if how == "full" else inner
         for segment in self._segments_of(call):
             outer = _within(segment, outer)
         return lambda *arguments: outer({}, *arguments)

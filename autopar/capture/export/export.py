@@ -33,6 +33,7 @@ from autopar.capture.export.loss_arguments import (
     names_of_loss,
     num_of_loss,
 )
+from autopar.capture.export.module_conversions import converted_alike
 from autopar.capture.export.own_changes import assigned_in_place, unchanged
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.export.without_data import device_of_regions, on_device_without_data
@@ -87,6 +88,7 @@ class _Outputs(nn.Module):
         with (
             DataReads(self.model, given, self._traced.reading) as reads,
             assigned_in_place(self.model, notes),
+            converted_alike(self.model),
             autocast_as(self._traced.autocast),
         ):
             found = self._outputs(*args, **kwargs)

@@ -41,6 +41,7 @@ def case(spec: str, *, regather: bool = True, layers: int = 2, **wish: Any) -> C
     return Case(spec, tuple(wish.items()), regather, layers)
 
 
+BY_STAGE: dict[str, Any] = {"recompute": "auto", "recompute_blocks": (1, 0), "selective_blocks": (1, 2)}
 CASES = (
     case(LLAMA, tp=4, sequence_parallel=False),
     case(LLAMA, tp=4, sequence_parallel=True),
@@ -93,8 +94,18 @@ CASES = (
     case(MIXTRAL, dp=4, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
     case(MIXTRAL, pp=2, dp=2, zero=2, micro_batches=2),
     case(T5, pp=2, tp=2, micro_batches=2),
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="selective"),
+    case(LLAMA, tp=4, sequence_parallel=True, recompute="selective", loss_chunks=4, regather=False),
+    case(LLAMA, dp=4, zero=3, accumulate=2, recompute="auto", recompute_blocks=1, selective_blocks=1),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, layers=4, **BY_STAGE),
+    case(GPT2, tp=2, dp=2, zero=2, accumulate=2, recompute="selective", recompute_blocks=1),
+    case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble", recompute="selective"),
+    case(MIXTRAL, dp=4, zero=3, accumulate=2, recompute="selective"),
+    case(T5, pp=2, tp=2, micro_batches=2, recompute="selective"),
 )
 SHORT = (
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="selective"),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, layers=4, **BY_STAGE),
     case(LLAMA, tp=4, sequence_parallel=True, loss_chunks=4),
     case(LLAMA, dp=4, zero=3, accumulate=2, recompute="full", loss_chunks=8),
     case(LLAMA, tp=4, sequence_parallel=True),

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from priced_models import Case, captured
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar._torch import private
 from autopar.ir.plan import Plan
@@ -20,6 +22,7 @@ from autopar.runtime.profile.trace_step import tracks_of
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.verify import this_ranks_part
 
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 Counts = dict[tuple[str, str], tuple[int, int]]
 
 
@@ -45,6 +48,37 @@ def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, i
         "saved": most[0],
     }
     return counts, memory
+
+
+def counted_flops(rank: int, one: Case, plan: Plan, classes: int) -> tuple[int, int]:
+    """FLOP of one step by torch's own count, and the elements of the largest product of `classes` columns."""
+    program, source = captured(one.spec, one.layers)
+    model = ParallelModel(program, plan, source, torch.device("cpu"))
+    (batch,) = random_batches(program, plan.degrees, 1, 0)
+    part = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    counting = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: sum_of_products})
+    with counting as counter, LargestProduct(classes) as largest:
+        model.forward_backward(part)
+    return counter.get_total_flops(), largest.elements
+
+
+def sum_of_products(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """FLOP of `addmm_`, which torch does not count: of a product that is added to `total` in place."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+class LargestProduct(TorchDispatchMode):
+    """The elements of the largest result of a matrix product whose last dimension has `columns` elements."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.elements = columns, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS and found.shape[-1] == self.columns:
+            self.elements = max(self.elements, found.numel())
+        return found
 
 
 def counted(model: ParallelModel, mesh: RankMesh, part: Mapping[str, Any]) -> Counts:
