@@ -85,12 +85,8 @@ class _Outputs(nn.Module):
         given = [(name, "input", tensor, value) for name, tensor, value in inputs]
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
         notes: list[str] = []
-        with (
-            DataReads(self.model, given, self._traced.reading) as reads,
-            assigned_in_place(self.model, notes),
-            converted_alike(self.model),
-            autocast_as(self._traced.autocast),
-        ):
+        reading, changes = DataReads(self.model, given, self._traced.reading), assigned_in_place(self.model, notes)
+        with reading as reads, changes, converted_alike(self.model), autocast_as(self._traced.autocast):
             found = self._outputs(*args, **kwargs)
         self._traced.decided[:] = [decision for decision, _ in reads.decided]
         self._traced.notes[:] = [*reads.notes, *notes]
