@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from autopar.planning.fixed import coverage
     from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
+    from autopar.runtime.data.loader import ParallelLoader
+    from autopar.runtime.model.grad_scaler import GradScaler
     from autopar.runtime.model.module import ParallelModel
+    from autopar.runtime.recording.run import Run
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
 
@@ -29,8 +32,11 @@ _HOMES = {
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
+    "GradScaler": "autopar.runtime.model.grad_scaler",
     "Plan": "autopar.ir.plan",
+    "ParallelLoader": "autopar.runtime.data.loader",
     "ParallelModel": "autopar.runtime.model.module",
+    "Run": "autopar.runtime.recording.run",
     "SearchResult": "autopar.search.result.result",
     "prove_rule": "autopar.testing.rule_proof",
     "register_rule": "autopar.rules.registry",
@@ -40,8 +46,11 @@ __all__ = [
     "AutoparError",
     "ClusterSpec",
     "Estimate",
+    "GradScaler",
+    "ParallelLoader",
     "ParallelModel",
     "Plan",
+    "Run",
     "SearchResult",
     "__version__",
     "capture_program",

@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from autopar._torch import private
 from autopar.capture.any_size import capture
 from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
+from autopar.capture.passes.autocast import ambient_autocast, autocast_as
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.weightless import weightless
 from autopar.errors import AutoparError, InfeasibleError, InputError, PlanError
@@ -268,13 +269,15 @@ def _replan(
     loss_fn: LossFunction | None,
 ) -> Replan:
     """Captures the model, of which it holds no weights, for other shapes or in eval mode, cut into the same stages."""
+    around = ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
     def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
         example = inputs_of_shapes(model, inputs, sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
         own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)
-        again = capture_for(model, example, own, loss_fn, training=training, decided_as=program)
+        with autocast_as(around):
+            again = capture_for(model, example, own, loss_fn, training=training, decided_as=program)
         name = type(model).__name__
         return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
 

@@ -69,9 +69,7 @@ class Measured:
 
     def ours(self, *, asynchronous: bool = False) -> None:
         self.count += 1
-        self.parallel.save(
-            self.root / "ours", self.optimizer, step=self.count, keep_last=2, asynchronous=asynchronous
-        )
+        self.parallel.save(self.root / "ours", self.optimizer, step=self.count, keep_last=2, asynchronous=asynchronous)
 
     def loaded(self) -> None:
         self.parallel.load(self.root / "ours", self.optimizer)
@@ -144,7 +142,9 @@ def report(found: dict[str, list[float]], num_bytes: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", type=Path, default=None, help="where files are written (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where files are written (default: a temporary folder)"
+    )
     arguments = parser.parse_args()
     os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
     folder = tempfile.mkdtemp(dir=arguments.folder)

@@ -26,6 +26,7 @@ from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import usable_bytes
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
+from autopar.cost_model.step.experts import expert_assumptions
 from autopar.cost_model.step.step import StepSeconds
 from autopar.errors import InputError, Problem
 from autopar.ir.arrays import Floats
@@ -166,7 +167,11 @@ def estimate_works(
         least_devices=devices // degrees.dp,
         run=None if tokens is None else run_cost(cluster, tokens, per_step, seconds, grams_co2_per_kwh),
         formula_only=formula_only(question, precision),
-        assumptions=(*machine.assumptions, *dtype_assumptions(works.dtype, precision, cluster)),
+        assumptions=(
+            *machine.assumptions,
+            *dtype_assumptions(works.dtype, precision, cluster),
+            *expert_assumptions(machine, question.ep),
+        ),
     )
 
 

@@ -8,6 +8,7 @@ COMPUTE = {
     "attention": "attention",
     "memory-bound": "memory-bound operators",
     "host": "waiting for the host",
+    "expert counts": "waiting for counts of experts",
     "recomputation": "recomputation",
     "embedding, head, loss": "embedding, head and loss",
 }

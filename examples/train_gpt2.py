@@ -3,10 +3,11 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt2.py --tp 2 --text README.md
 
 The weights start from GPT-2's own initialisation. The bytes of the text are the tokens. `--save` writes a checkpoint
-that loads under any other split, and on one device.
+that loads under any other split, and on one device. `autopar status runs/train_gpt2` shows the run while it goes on.
 """
 
 import argparse
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4, help="sequences of one data-parallel rank")
     parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--run", type=Path, default=Path("runs/train_gpt2"), help="the directory of the run")
     parser.add_argument("--save", type=Path, help="a folder for the checkpoint")
     options = parser.parse_args()
 
@@ -52,18 +54,22 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
 
-    # Ranks that differ only in tp must read the same data; the seed follows the data-parallel coordinate.
-    generator = torch.Generator().manual_seed(parallel.rank_mesh.dims["dp"].coordinate)
+    # Equal parts of the text are the samples. The loader gives each data-parallel rank its part of every batch.
     text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8)
-    for step in range(options.steps):
-        starts = torch.randint(len(text) - options.seq_len, (options.batch,), generator=generator)
-        ids = torch.stack([text[s : s + options.seq_len] for s in starts.tolist()]).long()
-        loss = parallel.forward_backward({"input_ids": ids, "labels": ids.clone()})
-        parallel.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0 and (step % 10 == 0 or step == options.steps - 1):
-            print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
+    samples = text[: len(text) // options.seq_len * options.seq_len].view(-1, options.seq_len).long()
+    loader = parallel.loader([{"input_ids": ids, "labels": ids} for ids in samples], shuffle=True)
+    step = 0
+    with autopar.Run(options.run, parallel, total_steps=options.steps) as run:
+        while step < options.steps:
+            for batch in islice(loader, options.steps - step):
+                loss = parallel.forward_backward(batch)
+                norm = parallel.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(step, loss, gradient_norm=norm)
+                if dist.get_rank() == 0 and (step % 10 == 0 or step == options.steps - 1):
+                    print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
+                step += 1
     if options.save is not None:
         dcp.save(parallel.state_dict(), checkpoint_id=options.save)
     dist.destroy_process_group()

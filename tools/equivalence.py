@@ -1,11 +1,10 @@
-"""Every family on every mesh, six of them in pipelines, and mixtures of experts, over gloo ranks against one device:
+"""Model families under many plans over gloo ranks against one device, in float64:
 
-    python tools/equivalence.py [--family NAME] [--pipelines] [--mixtures]
+    python tools/equivalence.py [--family NAME] [--meshes] [--pipelines] [--mixtures] ...
 
-All are in float64.
-
-Writes docs/equivalence.md unless families were picked. Each cell is the worst error over loss, outputs, gradients, clip
-norm and weights after AdamW. Worlds are reused; a rank that fails ends its world, and the next cell starts another.
+A flag picks a table, and no flag picks all of them. Each cell is the worst error over loss, outputs, gradients, clip
+norm and weights after three AdamW steps. Each table is written into its section of docs/equivalence.md, unless families
+were picked. Worlds are reused; a rank that fails ends its world, and the next cell starts another.
 """
 
 import argparse
@@ -14,13 +13,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "equivalence.md"
 TOLERANCE = 1e-9
-MESHES: Mapping[str, Mapping[str, Any]] = {
+MADE_BY = "Written by `python tools/equivalence.py "
+Wish = Mapping[str, Any]
+Check = Callable[[Any, Sequence[Sequence[int]]], None]  # of a report, and of the rows of each expert in every product
+
+MESHES: Mapping[str, Wish] = {
     "tp=2": {"tp": 2},
     "tp=4": {"tp": 4},
     "tp=2 × dp=2, ZeRO 3, sequence": {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
@@ -30,8 +35,7 @@ MESHES: Mapping[str, Mapping[str, Any]] = {
 
 # At least four blocks with parameters, two stages of a rank, six micro-batches: legal for every schedule.
 PIPELINE_FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
-PIPELINE_BATCH = 12
-PIPELINES: Mapping[str, Mapping[str, Any]] = {
+PIPELINES: Mapping[str, Wish] = {
     "pp=2": {"pp": 2, "micro_batches": 3},
     "pp=4": {"pp": 4, "micro_batches": 3},
     "pp=2, gpipe": {"pp": 2, "schedule": "gpipe", "micro_batches": 6},
@@ -60,8 +64,30 @@ PIPELINES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+RECOMPUTED_FAMILIES = ("llama", "gpt2", "mixtral", "t5", "convnext")
+RECOMPUTATIONS: Mapping[str, Wish] = {
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "1 block full, 1 selective": {"recompute": "auto", "recompute_blocks": 1, "selective_blocks": 1},
+    "selective, tp=2, sequence": {"recompute": "selective", "tp": 2, "sequence_parallel": True},
+    "selective, tp=2 × dp=2, ZeRO 1": {"recompute": "selective", "tp": 2, "dp": 2, "zero": 1, "accumulate": 2},
+    "selective, tp=2 × dp=2, ZeRO 2": {"recompute": "selective", "tp": 2, "dp": 2, "zero": 2, "accumulate": 2},
+    "selective, tp=2 × dp=2, ZeRO 3": {"recompute": "selective", "tp": 2, "dp": 2, "zero": 3, "accumulate": 2},
+    "full, tp=2 × dp=2, ZeRO 3": {"recompute": "full", "tp": 2, "dp": 2, "zero": 3, "accumulate": 2},
+    "selective, pp=2 × tp=2": {"recompute": "selective", "pp": 2, "tp": 2, "micro_batches": 3},
+    "selective, pp=2, interleaved-zero-bubble": {
+        "recompute": "selective", "pp": 2, "schedule": "interleaved-zero-bubble", "virtual_stages": 2,
+        "micro_batches": 6,
+    },
+    "stages of their own, pp=2 × dp=2, ZeRO 3": {
+        "recompute": "auto", "recompute_blocks": (1, 0), "selective_blocks": (0, 1), "pp": 2, "dp": 2, "zero": 3,
+        "micro_batches": 3,
+    },
+    "selective, 4 chunks of the loss, tp=2": {"recompute": "selective", "tp": 2, "loss_chunks": 4},
+}  # fmt: skip
+
 # Of mixtures of experts. A data-parallel rank has 4 sequences.
-MIXTURE_PLANS: Mapping[str, Mapping[str, Any]] = {
+MIXTURE_PLANS: Mapping[str, Wish] = {
     "tp=2": {"tp": 2},
     "tp=4": {"tp": 4},
     "dp=4, ZeRO 3": {"dp": 4, "zero": 3},
@@ -70,9 +96,174 @@ MIXTURE_PLANS: Mapping[str, Mapping[str, Any]] = {
     "dp=2, accumulate 2, ZeRO 3": {"dp": 2, "accumulate": 2, "zero": 3},
     "dp=2, recompute": {"dp": 2, "recompute": "full"},
 }
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "minimax_m2")
+ROUTING_PLANS: Mapping[str, Wish] = {
+    "tp=2": {"tp": 2},
+    "dp=2, accumulate 2, ZeRO 3": {"dp": 2, "accumulate": 2, "zero": 3},
+    "tp=2 × dp=2": {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
+    "pp=2, recompute": {"pp": 2, "micro_batches": 2, "recompute": "full"},
+}
+
+DENSE = ("llama", "gpt2", "gemma2", "mistral", "phi3", "qwen3", "t5")
+ODD_PLANS: Mapping[str, Wish] = {
+    "tp=2": {"tp": 2},
+    "tp=3": {"tp": 3},
+    "dp=3, ZeRO 3": {"dp": 3, "zero": 3},
+    "tp=2 × dp=2, ZeRO 3": {"tp": 2, "dp": 2, "zero": 3},
+    "tp=3 × pp=2": {"tp": 3, "pp": 2, "micro_batches": 3},
+}
+ONE_SEQUENCE_PLANS: Mapping[str, Wish] = {
+    "tp=2": {"tp": 2},
+    "pp=2": {"pp": 2, "micro_batches": 1},
+    "tp=2 × pp=2, 2 micro-batches": {"tp": 2, "pp": 2, "micro_batches": 2},
+    "tp=2, sequence, accumulate 3": {"tp": 2, "sequence_parallel": True, "accumulate": 3},
+    "pp=2, 2 micro-batches twice": {"pp": 2, "micro_batches": 2, "accumulate": 2},
+}
+_CHUNKED: Mapping[str, Wish] = {
+    "tp=2": {"tp": 2, "sequence_parallel": False},
+    "tp=2, sequence": {"tp": 2, "sequence_parallel": True},
+    "dp=2, ZeRO 3": {"dp": 2, "zero": 3},
+    "pp=2": {"pp": 2, "micro_batches": 3},
+    "tp=2, sequence, recompute": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+    "dp=2, accumulate 3": {"dp": 2, "accumulate": 3},
+    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "zero": 3,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "micro_batches": 3,
+    },
+}
+CHUNK_PLANS: Mapping[str, Wish] = {name: {**wish, "loss_chunks": 3} for name, wish in _CHUNKED.items()}
 
 
-def world_size(wish: Mapping[str, Any]) -> int:
+def no_check(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    """The check of a table whose cells are compared and nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of the page: families under plans."""
+
+    heading: str  # of its section
+    about: str
+    families: tuple[str, ...]  # a module and a family: `zoo:llama`
+    plans: Mapping[str, Wish]
+    suffix: str = ""  # of every factory: the sizes and the routing
+    micro_batch: int | None = None  # sequences of a micro-batch, instead of a number for all plans
+    plans_are_rows: bool = False
+    check: Check = no_check
+
+    def spec(self, family: str, wish: Wish) -> str:
+        """The factory of a cell."""
+        if self.micro_batch is None:
+            return f"{family}{self.suffix}"
+        batch = self.micro_batch * wish.get("accumulate", 1) * wish.get("micro_batches", 1)
+        return f"{family}_of_{batch}{self.suffix}"
+
+
+def _recomputes(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert report.plan.degrees.recompute != "none", report.plan.degrees
+
+
+def _has_empty_experts(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert loads and all(0 in load and sum(count > 0 for count in load) > 1 for load in loads), loads
+
+
+def _has_one_expert(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert loads and all(sum(count > 0 for count in load) == 1 for load in loads), loads
+
+
+def _has_one_sequence(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert report.plan.degrees.micro_batch == report.plan.batch == 1, report.plan.degrees
+
+
+def _is_in_chunks(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert report.plan.degrees.loss_chunks > 1, report.plan.degrees
+    assert not [note for note in report.plan.notes if "chunks" in note], report.plan.notes
+
+
+def tables() -> Mapping[str, Table]:
+    """All tables, by their flags. Needs the folder of the families in `sys.path`."""
+    import mixtures  # type: ignore[import-not-found]
+    import zoo  # type: ignore[import-not-found]
+
+    dense, routed = (tuple(f"zoo:{f}" for f in DENSE), tuple(f"mixtures:{f}" for f in ROUTED))
+    return {
+        "meshes": Table(
+            heading="Equivalence",
+            about="every family on every mesh",
+            families=tuple(f"zoo:{f}" for f in zoo.FAMILIES),
+            plans=MESHES,
+        ),
+        "pipelines": Table(
+            heading="Pipelines",
+            about="plans with pipelines",
+            families=tuple(f"zoo:{f}" for f in PIPELINE_FAMILIES),
+            plans=PIPELINES,
+            suffix="_of_12",
+            plans_are_rows=True,
+        ),
+        "recomputation": Table(
+            heading="Recomputation",
+            about="selective and full recomputation",
+            families=tuple(f"zoo:{f}" for f in RECOMPUTED_FAMILIES),
+            plans=RECOMPUTATIONS,
+            suffix="_of_12",
+            plans_are_rows=True,
+            check=_recomputes,
+        ),
+        "mixtures": Table(
+            heading="Mixtures of experts",
+            about="mixtures of experts",
+            families=tuple(f"mixtures:{f}" for f in mixtures.FAMILIES),
+            plans=MIXTURE_PLANS,
+        ),
+        "empty-experts": Table(
+            heading="Empty experts",
+            about="mixtures whose tokens leave experts without a row",
+            families=routed,
+            plans=ROUTING_PLANS,
+            suffix=f"_{mixtures.EMPTY}",
+            check=_has_empty_experts,
+        ),
+        "one-expert": Table(
+            heading="All tokens to one expert",
+            about="mixtures whose tokens all choose the same expert",
+            families=routed,
+            plans=ROUTING_PLANS,
+            suffix=f"_{mixtures.ONE}",
+            check=_has_one_expert,
+        ),
+        "odd-lengths": Table(
+            heading="Odd lengths",
+            about="sequences and widths that degrees do not divide",
+            families=(*dense, *routed),
+            plans=ODD_PLANS,
+            suffix="_of_3_by_13",
+        ),
+        "one-sequence": Table(
+            heading="One sequence",
+            about="micro-batches of one sequence",
+            families=(*dense, *routed),
+            plans=ONE_SEQUENCE_PLANS,
+            micro_batch=1,
+            check=_has_one_sequence,
+        ),
+        "loss-in-chunks": Table(
+            heading="Loss in chunks",
+            about="logits and loss in chunks of tokens",
+            families=(*dense, *routed[:2]),
+            plans=CHUNK_PLANS,
+            suffix="_of_6",
+            check=_is_in_chunks,
+        ),
+    }
+
+
+def world_size(wish: Wish) -> int:
     """Ranks that a wish needs."""
     size: int = (
         wish.get("pp", 1) * wish.get("tp", 1) * wish.get("dp", wish.get("dp_shard", 1)) * wish.get("dp_replicate", 1)
@@ -109,37 +300,58 @@ def worlds() -> Iterator[Worlds]:
         found.close()
 
 
-def worst_error(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> float:
+@contextlib.contextmanager
+def counted_rows() -> Iterator[list[list[int]]]:
+    """The rows of each expert in every product that this process computes meanwhile: the steps on one device."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    from autopar.rules.routed import PRODUCT
+
+    found: list[list[int]] = []
+
+    class Counter(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is PRODUCT and type(args[2]) is torch.Tensor and not args[2].is_meta:  # else nothing is computed
+                found.append(torch.bincount(args[2], minlength=args[1].shape[0]).tolist())
+            return func(*args, **(kwargs or {}))
+
+    with Counter():
+        yield found
+
+
+def worst_error(model: str, wish: Wish, open_worlds: Worlds, check: Check = no_check) -> float:
     """The worst error of a factory under a wish. A name without a module is one of the zoo.
 
     Sequence parallelism is left out for a model without a sequence. Raises `AutoparError` if the plan is refused or a
-    rank fails.
+    rank fails, and `AssertionError` if the run is not what the `check` of its table asks for.
     """
     from autopar.commands.verify import verify
     from autopar.errors import PlanError
 
     size = world_size(wish)
+    spec = model if ":" in model else f"zoo:{model}"
     try:
-        report = verify(
-            model if ":" in model else f"zoo:{model}", world_size=size, degrees=wish, ranks=open_worlds.of(size)
-        )
+        with counted_rows() as loads:
+            report = verify(spec, world_size=size, degrees=wish, ranks=open_worlds.of(size))
     except PlanError as error:
         if "no input has a sequence" not in str(error):
             raise
         without = {name: value for name, value in wish.items() if name != "sequence_parallel"}
-        return worst_error(model, without, open_worlds)
+        return worst_error(model, without, open_worlds, check)
     # the comparison with the unmodified model is of float32 and has a tolerance of its own
     captured = [q for q in report.quantities if q.name.startswith("captured")]
     assert all(q.passed for q in captured), (model, captured)
+    check(report, loads)
     return max(float(q.scaled_error) for q in report.quantities if q not in captured)
 
 
-def cell(model: str, wish: Mapping[str, Any], open_worlds: Worlds) -> tuple[str, bool]:
+def cell(spec: str, wish: Wish, open_worlds: Worlds, check: Check = no_check) -> tuple[str, bool]:
     """The text of a cell, and whether it is a failure."""
     from autopar.errors import AutoparError, PlanError
 
     try:
-        error = worst_error(model, wish, open_worlds)
+        error = worst_error(spec, wish, open_worlds, check)
     except PlanError as refusal:
         return f"refused: {_reason(str(refusal))}", False
     except (AutoparError, AssertionError) as failure:
@@ -152,122 +364,72 @@ def _reason(message: str) -> str:
     return " ".join(message.split()).partition("; ")[0][:200].replace("|", "/")
 
 
-def table(
-    families: Sequence[str],
-    say: Callable[[str], None],
-    plans: Mapping[str, Mapping[str, Any]] = MESHES,
-    module: str = "zoo",
-) -> tuple[list[str], int]:
-    """Rows in Markdown, and how many cells failed."""
-    rows = [f"| family | {' | '.join(plans)} |", "|---" * (len(plans) + 1) + "|"]
+def rows_of(table: Table, say: Callable[[str], None]) -> tuple[list[str], int]:
+    """The rows of a table in Markdown, and how many cells failed."""
+    names = {family: family.partition(":")[2] for family in table.families}
+    first, columns = ("plan", list(names.values())) if table.plans_are_rows else ("family", list(table.plans))
+    rows = [f"| {first} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     failures = 0
     with worlds() as open_worlds:
-        for family in families:
+        for label, cells in _cells_by_row(table, names):
             started, texts = time.monotonic(), []
-            for wish in plans.values():
-                text, failed = cell(f"{module}:{family}", wish, open_worlds)
+            for family, wish in cells:
+                text, failed = cell(table.spec(family, wish), wish, open_worlds, table.check)
                 failures += failed
                 texts.append(text)
-            rows.append(f"| {family} | {' | '.join(texts)} |")
+            rows.append(f"| {label} | {' | '.join(texts)} |")
             say(f"{rows[-1]} {time.monotonic() - started:.0f} s")
     return rows, failures
 
 
-def pipeline_table(families: Sequence[str], say: Callable[[str], None]) -> tuple[list[str], int]:
-    """Rows of plans with pipelines, a column for each family, and how many cells failed."""
-    rows = [f"| plan | {' | '.join(families)} |", "|---" * (len(families) + 1) + "|"]
-    failures = 0
-    with worlds() as open_worlds:
-        for name, wish in PIPELINES.items():
-            started, texts = time.monotonic(), []
-            for family in families:
-                text, failed = cell(f"{family}_of_{PIPELINE_BATCH}", wish, open_worlds)
-                failures += failed
-                texts.append(text)
-            rows.append(f"| {name} | {' | '.join(texts)} |")
-            say(f"{rows[-1]} {time.monotonic() - started:.0f} s")
-    return rows, failures
+def _cells_by_row(table: Table, names: Mapping[str, str]) -> Iterator[tuple[str, list[tuple[str, Wish]]]]:
+    if table.plans_are_rows:
+        yield from ((plan, [(family, wish) for family in names]) for plan, wish in table.plans.items())
+    else:
+        yield from ((name, [(family, wish) for wish in table.plans.values()]) for family, name in names.items())
 
 
-PAGE = """# Equivalence
-
-`autopar verify MODEL --world-size 4 --tp 2 --dp 2` makes such a comparison for your model. Here are all families of
-the tests.
-
-Each family runs three AdamW steps in float64, with random weights, on gloo ranks and on one device. A cell is the
-worst error of loss, outputs, gradients, clip norm and weights, by the measure of [semantics](semantics.md). The
-tolerance is {tolerance:.0e}. The models are presets shrunk to two layers, and plain torch networks
-(`tests/families`). Errors near 1e-10 belong to the biases of attention keys: their gradients are zero except for
-rounding. A refusal is the message that a user gets.
-
-{rows}
-
-## Pipelines
-
-The same for plans with stages. A data-parallel rank has {batch} sequences. The schedule is `1f1b` if no other is
-named. `tests/integration/test_pipelines.py` and `test_pipeline_checkpoints.py` compare uneven cuts, short batches,
-checkpoints and evaluation in stages, and tied, frozen, unused and empty parameters.
-
-{pipelines}
-
-## Mixtures of experts
-
-Experts by sorted tokens, as [experts](experts.md) describes. A data-parallel rank has 4 sequences. `llama4_text`
-computes every expert for every token.
-
-{mixtures}
-
-Written by `make verify-all` (`python tools/equivalence.py`), torch {torch} on CPU, {day}.
-"""
-
-
-def document(rows: Sequence[str], pipelines: Sequence[str], mixtures: Sequence[str]) -> str:
-    """The page."""
-    import torch
-
-    day = time.strftime("%-d %B %Y")
-    return PAGE.format(
-        tolerance=TOLERANCE,
-        rows="\n".join(rows),
-        pipelines="\n".join(pipelines),
-        mixtures="\n".join(mixtures),
-        batch=PIPELINE_BATCH,
-        torch=torch.__version__,
-        day=day,
-    )
+def with_table(page: str, heading: str, rows: Sequence[str], source: str) -> str:
+    """The page with a new table in the section of a heading, and with the table's source below it."""
+    lines = page.split("\n")
+    try:
+        section = next(i for i, line in enumerate(lines) if line.lstrip("#") == f" {heading}")
+        begin = next(i for i in range(section, len(lines)) if lines[i].startswith("|"))
+    except StopIteration:
+        raise ValueError(f"{TARGET.name} needs the heading {heading!r} and a table below it") from None
+    end = next(i for i in range(begin, len(lines)) if not lines[i].startswith("|"))
+    old = end + 1 if lines[end + 1 : end + 2] and lines[end + 1].startswith(MADE_BY) else None
+    rest = lines[old + 1 :] if old is not None else lines[end:]
+    return "\n".join([*lines[:begin], *rows, "", source, *rest])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "families")]
+    every = tables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", help="only this one, printed and not written; may be repeated")
-    parser.add_argument("--pipelines", action="store_true", help="only the plans with pipelines, printed")
-    parser.add_argument("--mixtures", action="store_true", help="only the mixtures of experts, printed")
+    for flag, table in every.items():
+        parser.add_argument(f"--{flag}", action="append_const", const=flag, dest="tables", help=table.about)
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "families")]
-    import mixtures  # type: ignore[import-not-found]
-    import zoo  # type: ignore[import-not-found]
+    import torch
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    wanted = options.family or list(zoo.FAMILIES)
-    routed = [family for family in mixtures.FAMILIES if not options.family or family in options.family]
-    everything = not options.family and not options.pipelines and not options.mixtures
-    meshes = [family for family in wanted if family in zoo.FAMILIES and not options.mixtures]
-    rows, failures = table(meshes, say) if meshes and not options.pipelines else ([], 0)
-    staged = [family for family in PIPELINE_FAMILIES if family in meshes]
-    pipelines, more = pipeline_table(staged, say) if staged else ([], 0)
-    by_experts, others = ([], 0) if options.pipelines else table(routed, say, MIXTURE_PLANS, "mixtures")
-    if everything:
-        TARGET.write_text(document(rows, pipelines, by_experts), encoding="utf-8")
-    count = max(0, len(rows) - 2) * len(MESHES) + len(staged) * len(PIPELINES)
-    count += max(0, len(by_experts) - 2) * len(MIXTURE_PLANS)
-    failed = failures + more + others
-    print(f"{failed} of {count} cells failed")
-    return 1 if failed else 0
+    count = failures = 0
+    for flag in options.tables or every:
+        table = every[flag]
+        if options.family:
+            picked = tuple(f for f in table.families if f.partition(":")[2] in options.family)
+            table = replace(table, families=picked)
+        rows, failed = rows_of(table, partial(print, flush=True))
+        count, failures = count + len(table.families) * len(table.plans), failures + failed
+        if not options.family:
+            made = f"{MADE_BY}--{flag}`, torch {torch.__version__} on CPU, {time.strftime('%-d %B %Y')}."
+            page = TARGET.read_text(encoding="utf-8")
+            TARGET.write_text(with_table(page, table.heading, rows, made), encoding="utf-8")
+    print(f"{failures} of {count} cells failed")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -140,3 +140,18 @@ def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         del function.apply
+
+
+@contextmanager
+def module_conversions(convert: Callable[..., Any]) -> Iterator[None]:
+    """A context in which ``module.to(...)``, ``.float()`` and the like call ``convert(module, function, plain)``.
+
+    `function` converts a tensor. ``plain()`` converts the module.
+    """
+    original: Any = torch.nn.Module._apply
+
+    def applied(module: torch.nn.Module, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        return convert(module, function, lambda: original(module, function, *given, **named))
+
+    with patch.object(torch.nn.Module, "_apply", applied):
+        yield

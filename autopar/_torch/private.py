@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import schedules
@@ -222,6 +222,17 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """A reference that frees nothing later, but keeps the number of the tensor's storage from being used again."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`: pack and unpack. None without hooks."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of the live storages that operators made in this context, and their peak.
 
@@ -284,6 +295,11 @@ def takes_device(operator: Any) -> bool:
 def fake_tensors() -> AbstractContextManager[Any]:
     """A context whose tensors have shapes, strides, dtypes, storages and autograd, but no elements."""
     return FakeTensorMode()
+
+
+def unscale_and_check(gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply gradients by a number in place. `found` becomes 1 if an element is NaN or infinite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
 
 
 def group_name_of(arguments: dict[str, Any]) -> str | None:

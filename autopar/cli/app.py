@@ -18,6 +18,7 @@ Exit status: 0 done; 1 a check or a rank failed, or a bug; 2 wrong input; 3 no p
 COMMANDS = (
     "plan",
     "report",
+    "status",
     "estimate",
     "coverage",
     "verify",

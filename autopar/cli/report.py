@@ -14,7 +14,8 @@ def report(
         str,
         typer.Argument(
             metavar="RESULT",
-            help="A file with the output of `autopar plan --json`, a study (file or database URL), or a plan file.",
+            help="A file with the output of `autopar plan --json`, a study (file or database URL), a plan file, or the "
+            "directory of a run.",
             show_default=False,
         ),
     ],
@@ -26,7 +27,9 @@ def report(
         typer.Option(help="Write the predicted time line to this file, for ui.perfetto.dev.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a page about a search or a plan: the best plan and the reason, time, memory, all candidates.
+    """Write a page about a search, a plan or a training run.
+
+    Of a search it shows the best plan and the reason, time, memory and all candidates; of a run its curves.
 
     The page is one HTML file that needs no network.
 

@@ -17,6 +17,7 @@ SECONDS_COLOURS: Mapping[str, str] = {
     "attention": "#4a8fd3",
     "memory-bound": "#8fbbe8",
     "host": "#b9cbe0",
+    "expert counts": "#d3dff0",
     "recomputation": "#6f5cb8",
     "embedding, head, loss": "#2f9a94",
     "tensor collectives": "#d9741a",

@@ -1,6 +1,7 @@
 """From a file of a search or a plan to a page or a trace, each written whole or not at all."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import InputError
@@ -10,20 +11,35 @@ from autopar.ir.plan import Plan
 from autopar.report.page import html_report
 from autopar.report.perfetto import perfetto_trace
 from autopar.report.plan_page import plan_report
+from autopar.report.run_page import run_report
+from autopar.runs.record import read_info
 from autopar.search.driver.study import is_study, kept_result
 from autopar.search.result.result import KIND, SearchResult
 
 _MAX_BYTES = 256 * 1024 * 1024
 
 
-def read_source(path: str | Path) -> SearchResult | Plan:
-    """The search result, the study's search result, or the plan in a file.
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The directory of a training run."""
+
+    path: str
+
+
+Source = SearchResult | Plan | RunDirectory
+
+
+def read_source(path: str | Path) -> Source:
+    """The search result, the study's search result, or the plan in a file; or a run directory.
 
     Raises `InputError` that names file, field and remedy.
     """
     if is_study(str(path)):
         return SearchResult.from_dict(json.loads(kept_result(str(path))), str(path))
     file = Path(path)
+    if file.is_dir():
+        read_info(file)
+        return RunDirectory(str(file))
     if not file.is_file():
         raise InputError(
             f"there is no file {file}; write one with `autopar plan MODEL --cluster C --json > result.json`"
@@ -38,13 +54,17 @@ def read_source(path: str | Path) -> SearchResult | Plan:
     raise InputError(f"{file} is neither a search result nor a plan; write one with `autopar plan`")
 
 
-def write_report(source: SearchResult | Plan, path: str | Path) -> int:
-    """Write the page of a search or of a plan alone; its bytes. Raises `InputError` where it cannot be written."""
+def write_report(source: Source, path: str | Path) -> int:
+    """Write the page of a search, of a plan alone or of a run; its bytes. Raises `InputError` where it cannot be."""
+    if isinstance(source, RunDirectory):
+        return write_text(path, run_report(source.path))
     return write_text(path, html_report(source) if isinstance(source, SearchResult) else plan_report(source))
 
 
-def write_trace(source: SearchResult | Plan, path: str | Path) -> int:
+def write_trace(source: Source, path: str | Path) -> int:
     """Write the predicted time line for ui.perfetto.dev; its bytes. Raises `InputError` where there is none."""
+    if isinstance(source, RunDirectory):
+        raise InputError("a run has no predicted time line; `parallel.trace` writes a measured one")
     if isinstance(source, Plan):
         raise InputError("a plan alone has no predicted time line; give the result of a search (`autopar plan --json`)")
     return write_text(path, json.dumps(perfetto_trace(source), separators=(",", ":")) + "\n")

@@ -19,9 +19,11 @@ from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
+from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged
 from autopar.lowering.local_graph import local_graph
+from autopar.lowering.recomputation import SelectiveBlock
 
 _Values = dict[str, Any]
 
@@ -85,6 +87,7 @@ class _Run:
         self.ledger = Ledger()
         self.kept = needed_results(self.program)
         self.modules: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = {}
+        self.selective_blocks: dict[int, SelectiveBlock] = {}
         self.infos = value_infos(self.program)
 
     def empty(self, shape: Sequence[int], dtype: Any, *, flows: bool = False) -> torch.Tensor:
@@ -118,6 +121,11 @@ class _Run:
                 setattr(root, name, PricedDim(name, mesh.degree_of(name), at, self.ledger))
             self.modules[key] = fx.GraphModule(root, made.graph, f"Block{index}")
         return self.modules[key]
+
+    def selective(self, index: int, module: fx.GraphModule) -> SelectiveBlock:
+        if index not in self.selective_blocks:
+            self.selective_blocks[index] = SelectiveBlock(module, self.plan.blocks[index].recomputed)
+        return self.selective_blocks[index]
 
     def given(self) -> _Values:
         """This rank's part of a micro-batch, constants, buffers that forward changes, and the loss's denominator."""
@@ -229,7 +237,9 @@ class _Run:
             if again is None:
                 self.made[index] = any(value.requires_grad for value in values)
         if stage.index == len(self.setting.stages) - 1:
-            scope[self.program.loss] = scope[self.program.loss] / num_averaged(self.program, self.plan.degrees)
+            loss = scope[self.program.loss]
+            wide = loss.float() if is_low(loss.dtype) else loss
+            scope[self.program.loss] = wide / num_averaged(self.program, self.plan.degrees)
         return scope
 
     def function(self, call: CallSite, index: int, again: tuple[str, ...] | None) -> Callable[..., Any]:
@@ -238,8 +248,11 @@ class _Run:
         else:
             pairs = zip(self.program.blocks[call.block].outputs, call.results, strict=True)
             module = self.module(call.block, [o for o, r in pairs if r in again])
-        if index not in self.setting.recomputed:
+        how = self.setting.recomputed.get(index)
+        if how is None:
             return module
+        if how == "selective":
+            return self.selective(call.block, module)
         return partial(self.checkpointed, module, call)
 
     def checkpointed(self, module: fx.GraphModule, call: CallSite, *arguments: Any) -> Any:

@@ -1,18 +1,21 @@
 """The traffic of one rank in one `forward_backward`: calls and bytes of every collective by mesh dimension.
 
-    part         what                                   mesh dimension          times a step
-    comparison   comparison of ranks before the step    all ranks               1
-    denominator  the loss's denominator                 of its conversions      n
-    blocks       conversions of every block call        of the conversion       n, forward, recomputed and backward
-    zero         ZeRO's gathers and sums                dp, or dp_shard and     by ZeRO stage and schedule
-                 (`autopar.cost_model.dry_run.zero`)    dp_replicate
-    replicated   gradients of replicated parameters     of the replication      1, in buckets
-    tied         gradients of tied parameters           pp                      1, in buckets
-    messages     messages between stages                pp ("send", "recv")     n each way
-    loss         the loss, from the last stage          pp                      1
+    part         sends                                  mesh dimension
+    comparison   comparison of ranks before the step    all ranks
+    denominator  the loss's denominator                 of its conversions
+    blocks       conversions of every block call        of the conversion
+    zero         ZeRO's gathers and sums                dp, or dp_shard and dp_replicate
+    replicated   gradients of replicated parameters     of the replication
+    tied         gradients of tied parameters           pp
+    messages     messages between stages                pp ("send", "recv")
+    loss         the loss, from the last stage          pp
 
-n are the step's micro-batches. Clipping, the optimizer and evaluation are not part of it. Bytes are those of the
-operand that this rank puts in (`autopar.cost_model.dry_run.ledger.CollectiveTotal`), of a message those of its tensor.
+Denominators and blocks send once for each micro-batch. Blocks send in the forward, the recomputed and the backward
+pass. Messages go each way for each micro-batch. ZeRO's number depends on the ZeRO stage and the schedule
+(`autopar.cost_model.dry_run.zero`). Every other part sends once in a step, the gradients in buckets.
+
+Clipping, the optimizer and evaluation are no part of a step. The bytes of a collective are the bytes of this rank's
+operand (`autopar.cost_model.dry_run.ledger.CollectiveTotal`). The bytes of a message are the bytes of its tensor.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +29,7 @@ from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stages
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, shard_elements, stage_passes, zero_step
 from autopar.ir.plan import Plan
+from autopar.ir.precision import is_low, summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, needs_denominator, stages_by_parameter
@@ -34,6 +38,7 @@ from autopar.ir.storage import buckets
 ALL_RANKS, PIPELINE = "all ranks", "pp"
 StepPart = Literal["comparison", "denominator", "blocks", "zero", "messages", "loss", "tied", "replicated"]
 _AGREEMENT_BYTES, _AGREEMENT_BYTES_PER_INPUT = 32, 16
+_WIDE_LOSS_BYTES = 4  # losses of 16 bits are summed in float32
 
 
 def step_traffic(
@@ -41,9 +46,9 @@ def step_traffic(
 ) -> Mapping[Key, CollectiveTotal]:
     """The traffic of a rank in one step, by (mesh dimension, kind).
 
-    `analysis` is the analysis of the program on the plan's mesh. `device` is the device type of the real step; it
-    decides which tensors attention saves. Mesh dimensions are those of the plan, joined ones (``tp0_tp1``),
-    ``dp_shard`` and ``dp_replicate`` where both are above 1, ``pp`` and ``all ranks``.
+    `analysis` is the analysis of the program on the plan's mesh. `device` is the device type of the real step. It
+    decides which tensors attention saves. A mesh dimension is one of the plan, a joined one (``tp0_tp1``), ``pp`` or
+    ``all ranks``. If ``dp_shard`` and ``dp_replicate`` are both above 1, they are two dimensions.
     """
     setting = RankView(program, analysis, plan, rank)
     return sends_of(setting, run_stages(setting, device), device)
@@ -115,7 +120,8 @@ def _all_messages(setting: RankView, ledger: Ledger) -> None:
 def _loss(setting: RankView, ledger: Ledger) -> None:
     ranks = setting.plan.degrees.pp
     if ranks > 1:
-        size = value_infos(setting.program)[setting.program.loss].dtype.itemsize
+        dtype = value_infos(setting.program)[setting.program.loss].dtype
+        size = dtype.itemsize if not is_low(dtype) else _WIDE_LOSS_BYTES
         ledger.add(PIPELINE, "all_reduce", collective("all_reduce", ranks, size))
 
 
@@ -151,8 +157,9 @@ def local_gradient_elements(setting: RankView, name: str) -> int:
 
 def _summed(setting: RankView, names: Iterable[str], mesh_dim: str, ranks: int, ledger: Ledger) -> None:
     """Gradients of parameters summed over ranks in buckets."""
-    infos = setting.program.parameters
-    sizes = [(local_gradient_elements(setting, n) * infos[n].dtype.itemsize, infos[n].dtype) for n in names]
+    infos, degrees = setting.program.parameters, setting.plan.degrees
+    dtypes = [(n, summed_dtype(infos[n].dtype, degrees)) for n in names]
+    sizes = [(local_gradient_elements(setting, n) * dtype.itemsize, dtype) for n, dtype in dtypes]
     for bucket in buckets(sizes):
         size = sum(sizes[i][0] for i in bucket)
         ledger.add(mesh_dim, "all_reduce", collective("all_reduce", ranks, size))

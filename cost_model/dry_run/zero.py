@@ -27,8 +27,8 @@ ROOT = -1
 class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
 
-    Bytes of one rank: the operand of a gather is its padded shard. The operand of a reduce-scatter is the padded whole
-    of the parameters with a gradient.
+    Bytes of one rank: the operand of a gather is its padded shard in the dtype of computing. The operand of a
+    reduce-scatter is the padded whole of the parameters with a gradient, in the dtype in which gradients are summed.
     """
 
     call: int
@@ -78,13 +78,13 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
     found = []
     for at in order:
         names = by_call[at]
-        sizes = {n: padded_elements(setting, n) * setting.program.parameters[n].dtype.itemsize for n in names}
+        infos, elements = setting.program.parameters, {n: padded_elements(setting, n) for n in names}
         found.append(
             ParameterGroup(
                 call=at,
                 names=tuple(names),
-                shard_bytes=sum(sizes.values()) // setting.plan.degrees.dp_shard,
-                gradient_bytes=sum(sizes[n] for n in names if n in run.gradients),
+                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names) // setting.plan.degrees.dp_shard,
+                gradient_bytes=sum(elements[n] * setting.summed_itemsize(n) for n in names if n in run.gradients),
                 flows=at == ROOT or stage.calls[at] in run.flows,
             )
         )

@@ -82,6 +82,8 @@ def cluster_machine(
     if dtype not in device.peak_flops_per_s and not (precision == "bf16" and "float16" in device.peak_flops_per_s):
         known = tuple(name for name, its in PRECISIONS.items() if its in device.peak_flops_per_s)
         raise InputError(f"device {device.name!r} has no unit for {precision}; use {' or '.join(known)}")
+    if found.expert_imbalance is not None:
+        mechanisms = replace(mechanisms, expert_imbalance=found.expert_imbalance)
     given = group.in_host or _NO_LINK
     in_host = replace(found.link("in_host").link or given, is_switched=given.is_switched)  # no ranks measure that
     links = links_of(

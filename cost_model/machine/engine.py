@@ -19,6 +19,7 @@ from autopar.errors import InputError, did_you_mean
 from autopar.files.strict_model import NamedModel, read_folder, read_named
 
 DEFAULT = "autopar"
+MASTER = "fp32"
 _Text = Annotated[str, Field(min_length=8, max_length=400)]
 
 
@@ -40,6 +41,8 @@ class Engine(NamedModel):
                            "kernel" of its own
     data_ranks             data-parallel ranks share only sums of gradients ("own"); or blocks are split over them too,
                            and the experts work on the tokens of all ranks ("joint")
+    expert_rows            with expert parallelism, the rows of an expert are "counted", and the host waits for the
+                           counts (`autopar.cost_model.step.experts`); or "padded" to a capacity, and others are dropped
     gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
     gradient_bytes         of one element in the sums of gradients
     parameter_sync         ZeRO 1: updated parameters are "gathered", and the step waits as for the sums of gradients;
@@ -90,6 +93,7 @@ class Engine(NamedModel):
     sharded_state_bytes: Literal[12, 16, 24]
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     optimizer_place: Literal["device", "host"] = "device"
+    expert_rows: Literal["counted", "padded"] = "counted"
     sources: dict[str, _Text]
 
 
@@ -118,6 +122,14 @@ def engine_named(name: str) -> Engine:
 
 def _folder() -> AbstractContextManager[Path]:
     return resources.as_file(resources.files("autopar.cost_model.machine") / "engines")
+
+
+def with_sums_in(engine: Engine, reduce_dtype: str | None) -> Engine:
+    """autopar's engine if ranks sum gradients in a dtype of `autopar.ir.precision`. Other engines keep their bytes."""
+    if reduce_dtype is None or engine.name != DEFAULT:
+        return engine
+    size = 4 if reduce_dtype == MASTER else 2
+    return engine.model_copy(update={"gradient_bytes": size, "shard_gradient_bytes": size})
 
 
 def engine_of_framework(framework: str | None) -> Engine | None:

@@ -8,8 +8,10 @@ import torch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
+from typing import Any
 
 from autopar.errors import InputError
 from autopar.files.strict_yaml import read_yaml
@@ -32,7 +34,7 @@ class Mechanisms:
     straggler            deviation of one rank's step time: n ranks wait for the slowest, sqrt(2 ln n) deviations
     step_s               fixed seconds of a step: data, clipping, logging
     allocator_cache      unused memory that the framework's allocator holds, as part of the memory in use
-    expert_imbalance     tokens of the busiest expert rank over the mean (≥ 1)
+    expert_imbalance     tokens of the busiest expert rank over the mean (≥ 1), unless the device profile states it
     """
 
     first_attention: float
@@ -54,6 +56,16 @@ class Mechanisms:
 @functools.cache
 def mechanisms() -> Mechanisms:
     """The numbers of ``fitted_constants.yaml``. Raises InputError if the file is malformed."""
+    return Mechanisms(**{name: float(entry["value"]) for name, entry in _entries().items()})
+
+
+def source_of(name: str) -> str:
+    """The source of one number of ``fitted_constants.yaml``. Raises InputError if the file is malformed."""
+    return str(_entries()[name]["source"])
+
+
+@functools.cache
+def _entries() -> Mapping[str, Any]:
     with resources.as_file(resources.files("autopar.cost_model.machine") / "fitted_constants.yaml") as path:
         content, problems = read_yaml(path)
     names = [field.name for field in fields(Mechanisms)]
@@ -61,4 +73,4 @@ def mechanisms() -> Mechanisms:
         raise InputError(
             "fitted_constants.yaml must have a value and a source for each of " + ", ".join(names), problems
         )
-    return Mechanisms(**{name: float(content[name]["value"]) for name in names})
+    return content

@@ -126,6 +126,7 @@ class DeviceProfile:
     links: Mapping[Tier, LinkProfile] = field(hash=False)
     overlap_slowdown: float
     reserve_bytes: int  # the framework's own memory on the device
+    expert_imbalance: float | None = None  # rows of the busiest expert rank over the mean; None: the assumed number
     device: Device | None = None  # the figures that were measured with the profile
     measured: Measurement | None = None
     fit: Mapping[str, FitError] = field(default_factory=dict, hash=False)

@@ -66,6 +66,11 @@ class SlowdownFigure(StrictModel):
     source: _Source
 
 
+class ImbalanceFigure(StrictModel):
+    value: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+    source: _Source
+
+
 class EfficiencyEntry(StrictModel):
     float64: PartFigure | None = None
     float32: PartFigure | None = None
@@ -149,6 +154,7 @@ class ProfileEntry(StrictModel):
     links: LinksEntry
     overlap_slowdown: SlowdownFigure
     reserve_gb: AmountFigure
+    expert_imbalance: ImbalanceFigure | None = None
     fit: Annotated[dict[_Name, FitEntry], Field(max_length=50)] = Field(default_factory=dict)
 
 
@@ -201,6 +207,7 @@ def _of_entry(entry: ProfileEntry) -> DeviceProfile:
         links={tier: _link(found) for tier, found in tiers.items() if found is not None},
         overlap_slowdown=float(entry.overlap_slowdown.value),
         reserve_bytes=int(si(entry.reserve_gb.value, GB)),
+        expert_imbalance=float(entry.expert_imbalance.value) if entry.expert_imbalance is not None else None,
         device=device_of_entry(entry.device) if entry.device is not None else None,
         measured=Measurement(**measured.model_dump()) if measured is not None else None,
         fit={name: FitError(**one.model_dump()) for name, one in entry.fit.items()},
@@ -270,6 +277,8 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
         content["links"][tier] |= {"link": link_entry(link.link)} if link.link is not None else {}
     content["overlap_slowdown"] = figure("overlap_slowdown", profile.overlap_slowdown)
     content["reserve_gb"] = figure("reserve_gb", in_unit(profile.reserve_bytes, GB))
+    if profile.expert_imbalance is not None:
+        content["expert_imbalance"] = figure("expert_imbalance", profile.expert_imbalance)
     if profile.fit:
         content["fit"] = {name: asdict(one) for name, one in profile.fit.items()}
     return content

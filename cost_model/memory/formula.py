@@ -1,17 +1,22 @@
 """Peak memory of one rank for many layouts at once: state, gathered weights, activations in flight, logits, reserve.
 
-    state        16 to 28 bytes of a trained parameter (Rajbhandari et al. 2020, "ZeRO", section 3.1); ZeRO 1 divides
-                 master weights and moments, 2 the gradients too, 3 all of it
-    gathered     under ZeRO 3 two blocks' weights in 16 bits at once, one computing and one prefetched; with stages all
-                 of a rank's weights and gradients, which stay whole for a step (torchtitan, FSDP under pipelines)
-    activations  what the backward pass needs of every block of every micro-batch in flight; under full recomputation
-                 the blocks' inputs, and one block's values while it is computed again
-    in flight    min(n, p) under 1F1B on the first rank, p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
-                 section 2.2; Korthikanti et al. 2022, section 4.2.3)
-    logits       of the last rank: 16 bits, and their float32 copy and its gradient
-    reserve      the framework's own memory on the device
+    part           bytes
+    state          16 to 28 for each trained parameter, divided by ZeRO
+    gathered       the whole weights of two blocks, under ZeRO 3
+    activations    the saved tensors of all micro-batches in flight
+    logits         the logits of the last rank, their float32 copy and its gradient
+    reserve        the framework's own memory on the device
 
-The fullest is the first or the last pipeline rank.
+State is by Rajbhandari et al. 2020, "ZeRO", section 3.1. ZeRO 1 divides master weights and moments. ZeRO 2 divides the
+gradients too. ZeRO 3 divides all state, and gathers one block for computing and one ahead of it. With stages, a rank's
+weights and gradients stay whole for a step (torchtitan, FSDP under pipelines).
+
+Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. Under
+selective recomputation, they are the tensors of the other operators, and the recomputed values of one block. The first
+rank has min(n, p) micro-batches in flight under 1F1B, and p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
+section 2.2; Korthikanti et al. 2022, section 4.2.3).
+
+The fullest rank is the first or the last pipeline rank.
 """
 
 from dataclasses import dataclass
@@ -44,7 +49,7 @@ class MemoryBasis:
     shape: Shape
     engine: Engine
     reserve_bytes: float  # the framework's own memory on the device
-    cache: float  # what the allocator keeps beyond the tensors, as a part of them
+    cache: float  # memory that the allocator keeps beyond the tensors, as a fraction of the tensors
     fused: bool  # attention is one kernel, which saves no scores
 
 
@@ -74,18 +79,40 @@ class StepMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockBytes:
-    """Bytes that one mean block saves of one micro-batch, bytes of its input, and bytes of the logits."""
+class SavedBytes:
+    """Bytes that a block saves of one micro-batch under each kind of recomputation (`RECOMPUTE`).
 
-    saved: Floats
-    inputs: Floats
+    `again` is what selective recomputation makes again at once.
+    """
+
+    none: Floats
+    selective: Floats
+    full: Floats  # the block's input
+    again: Floats
+
+    def at(self, index: Any) -> "SavedBytes":
+        """The bytes of an index."""
+        return SavedBytes(**{name: spread(np.asarray(getattr(self, name)), index) for name in self.__slots__})
+
+    def kept(self, recompute: Floats) -> Floats:
+        """The saved bytes of layouts."""
+        return np.where(recompute == 2, self.full, np.where(recompute == 1, self.selective, self.none))
+
+    def working(self, recompute: Floats) -> Floats:
+        """The bytes that exist besides while the block runs backward."""
+        return np.where(recompute == 2, self.none, np.where(recompute == 1, self.again, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBytes:
+    """Bytes that one mean block saves of one micro-batch, and bytes of the logits."""
+
+    saved: SavedBytes
     logits: Floats
 
     def at(self, index: Any) -> "BlockBytes":
         """The bytes of an index."""
-        return BlockBytes(
-            saved=spread(self.saved, index), inputs=spread(self.inputs, index), logits=spread(self.logits, index)
-        )
+        return BlockBytes(saved=self.saved.at(index), logits=spread(self.logits, index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +145,8 @@ def fuller(first: RankBytes, last: RankBytes, of_first: Floats, of_last: Floats)
 
 def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> BlockBytes:
     """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
-    saved, inputs = activations(family, basis.shape, layouts, basis.engine, fused=basis.fused)
-    return BlockBytes(saved=saved, inputs=inputs, logits=logit_bytes(family, basis.shape))
+    saved = activations(family, basis.shape, layouts, basis.engine, fused=basis.fused)
+    return BlockBytes(saved=saved, logits=logit_bytes(family, basis.shape))
 
 
 def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:
@@ -136,8 +163,7 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
     flight = np.where(has_stages, flight, 1)
     at_last = np.where(has_stages, np.minimum(n, np.maximum(flight - p + 1, 1)), 1)
     per_rank = blocks_per_rank(shape.blocks, layouts, engine)[0]
-    kept = kept_bytes(blocks.saved, blocks.inputs, layouts.recompute, engine)
-    working = np.where(layouts.recompute == 2, blocks.saved, 0.0)
+    kept, working = blocks.saved.kept(layouts.recompute), blocks.saved.working(layouts.recompute)
 
     def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
         parts = state_bytes(parameters, shape, layouts, engine)
@@ -177,18 +203,9 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
     return {name: np.asarray(size * parameters.sharded(layouts, stage)) for name, (size, stage) in each.items()}
 
 
-def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
-    """The bytes that a block saves of a micro-batch, from `saved` (without recomputation) and its `inputs`."""
-    partly = saved if engine.selective == "attention" else (saved + inputs) / 2
-    selective = np.where(recompute == 1, partly, saved)
-    return np.where(recompute == 2, inputs, selective)
-
-
-def activations(
-    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool
-) -> tuple[Floats, Floats]:
-    """Bytes that one mean block keeps of one micro-batch, and bytes of its input."""
-    saved, inputs = np.zeros(1), np.zeros(1)
+def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> SavedBytes:
+    """Bytes that one mean block keeps of one micro-batch."""
+    saved, inputs, selective, again = (np.zeros(1) for _ in range(4))
     for role, count in shape.counts:
         if not np.any(count > 0):
             continue
@@ -197,9 +214,15 @@ def activations(
             work = family.block(role, variant)
             one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
             one = one + (0.0 if fused else _scores(work))
-            saved = saved + share * is_chosen * one
-            inputs = inputs + share * is_chosen * work.input_bytes
-    return saved, inputs
+            weight = share * is_chosen
+            saved, inputs = saved + weight * one, inputs + weight * work.input_bytes
+            if work.selected is not None:
+                selective = selective + weight * work.selected.saved_bytes
+                again = again + weight * (one - work.selected.saved_bytes)
+            else:
+                attention = engine.selective == "attention"
+                selective = selective + weight * (one if attention else (one + work.input_bytes) / 2)
+    return SavedBytes(none=saved, selective=selective, full=inputs, again=again)
 
 
 def _scores(work: BlockWork[Any]) -> Floats:

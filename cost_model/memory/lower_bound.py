@@ -1,10 +1,12 @@
-"""A lower bound on the memory of one rank: what every schedule holds at once, whatever else it does.
+"""A lower bound on the memory of one rank, for every schedule.
 
-    state            every trained parameter, its gradient and Adam's two moments, all in the parameter's dtype,
-                     divided by what the labels and the ZeRO stage split; of a frozen parameter only itself
-    + one operator   operands and output of the operator that holds most; its parameter operands are counted above
+    part             bytes
+    state            trained parameters, their gradients and two moments
+    one operator     operands and output of the operator that holds most
 
-Activations kept for the backward pass come on top, so a plan that this bound refuses cannot run.
+State has the parameter's dtype. The labels and the ZeRO stage divide it. A frozen parameter has neither gradient nor
+moments. The parameter operands of the operator are part of the state and are counted once. Saved activations come on
+top, so a plan that this bound refuses cannot run.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import readable_bytes
 from autopar.ir.plan import BlockLabels
+from autopar.ir.precision import stored_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import needed_results, stages_of
@@ -123,6 +126,9 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
         info = program.parameters[name]
         split = prod(d for t, d in zip(types.get(name, ()), degrees.mesh.degrees, strict=False) if t.kind == "S")
         totals[rank] += (
-            info.num_elements * info.dtype.itemsize / split * (per_byte if info.requires_grad else weights_only)
+            info.num_elements
+            * stored_dtype(info.dtype, degrees).itemsize
+            / split
+            * (per_byte if info.requires_grad else weights_only)
         )
     return max(totals.values())

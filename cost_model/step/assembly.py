@@ -111,7 +111,10 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
 
 
 def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes]) -> dict[str, Passes]:
-    known = {role: replace(one, weight=prices.blocks[role].weight) for role, one in blocks.items()}
+    known = {
+        role: replace(one, weight=prices.blocks[role].weight, selective=prices.blocks[role].selective)
+        for role, one in blocks.items()
+    }
     return {**known, "first": prices.first, "last": prices.last}
 
 

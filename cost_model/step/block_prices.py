@@ -5,13 +5,14 @@ block sends over data-parallel ranks, its price depends on the distance between 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autopar.cost_model.step.block_time import BlockSeconds, computing_seconds
 from autopar.cost_model.step.context import Basis, Passes
+from autopar.cost_model.step.experts import count_seconds, exchange_seconds, has_experts
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
@@ -54,10 +55,10 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     seconds = _of_variants(basis, family, layouts, role, in_float8=basis.machine.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context = _context(basis, family, layouts, role)
-    experts = _all_to_all(basis, layouts) if role.startswith("moe_layer") else np.zeros(1)
+    experts, counts = _experts(basis, family, layouts, role)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
-    forward, backward = forward + context + experts, backward + 2 * context + experts
+    forward, backward = forward + context + experts + counts, backward + 2 * context + experts
     parts = {
         "products": seconds.products,
         "attention": seconds.attention,
@@ -66,16 +67,28 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         "tensor collectives": tensor,
         "context collectives": 3 * context + 0.0 * forward,
         "expert collectives": 2 * experts + 0.0 * forward,
+        "expert counts": counts + 0.0 * forward,
     }
     hidden = {"tensor collectives": behind, "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1)}
     return BlockPrices(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
         weight=seconds.products / PASSES,
-        selective=seconds.attention_forward if basis.machine.engine.selective == "attention" else seconds.forward / 2,
+        selective=_selective(basis, family, layouts, role, seconds),
         parts=parts,
         hidden=hidden,
     )
+
+
+def _selective(basis: Basis, family: Family[Any], layouts: Layouts, role: str, whole: BlockSeconds) -> Floats:
+    """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes."""
+    work = family.block(role, "tp")
+    if work.selected is None:
+        return whole.attention_forward if basis.machine.engine.selective == "attention" else whole.forward / 2
+    again = work.selected.operators
+    products, others = (tuple(one for one in again if (one.kind == "memory") is kind) for kind in (False, True))
+    own = replace(work, products=products, eager=others, fused=others, sent=())
+    return _seconds(basis, own, layouts, basis.machine.in_float8).forward
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
@@ -164,10 +177,9 @@ def _context(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> 
     return np.where(layouts.cp > 1, CONTEXT_EXPOSED * spent, 0.0)
 
 
-def _all_to_all(basis: Basis, layouts: Layouts) -> Floats:
-    """Seconds of sending tokens to their experts and back in one pass: two all-to-alls over the expert ranks."""
-    shape = basis.shape
-    tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
-    moved = shape.element_bytes * tokens * shape.experts_per_token * shape.hidden
-    spent = basis.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
-    return np.where(layouts.ep > 1, 2 * spent, 0.0)
+def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
+    """Seconds of sending tokens to their experts and back in one pass, and of waiting for their counts before it."""
+    if not has_experts(role):
+        return np.zeros(1), np.zeros(1)
+    one = exchange_seconds(basis, layouts)
+    return 2 * one, count_seconds(basis, family, layouts, role, one)

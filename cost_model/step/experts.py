@@ -1,12 +1,48 @@
-"""Expert parallelism: a rank's part of a block's work if experts are divided over ranks."""
+"""Expert parallelism: a rank's part of a block's work, and the exchanges of tokens and of their counts.
+
+A dropless exchange sends as many rows as the routing of a batch asks for. Ranks first send each other these numbers,
+the *counts*. The host needs the counts to start the exchange of rows, so it waits for them:
+
+    counts       launch_s + an all-to-all of 8·E·(n-1)/n bytes a rank
+    reading      launch_s + one hop of a link inside a host: a kernel copies the counts to the host
+    relaunch     3·h + max(0, 4·h - x)
+
+E is the number of experts, n the expert ranks, h the host seconds of one kernel, x the seconds of the exchange of rows,
+and launch_s the gap before a kernel on the device.
+
+The wait empties the launch queue. A host that runs ahead hides its launches behind the kernels of the queue. After the
+wait the queue has no kernel. The launch of the exchange counts as three kernels (`COLLECTIVE_KERNELS`). The device is
+idle during this launch. Then the exchange runs for x seconds, and the host starts the next kernels. Four kernels lead
+to the first product of experts: the order of received rows, their permutation, the ends of the groups, the product.
+The exchange hides x seconds of these four launches. The rest is exposed. Behind this product a block has its usual
+price, which gives the host no lead over the block.
+
+The wait comes once for each call of a block in the forward pass, and again with a recomputation of the block. The
+backward pass knows the counts. Three cases have no wait: one expert rank; rows of fixed number (an engine that pads
+them, a block without a grouped product); a replayed graph, whose sizes are fixed. On a CPU the host is the device and
+has no queue: only the all-to-all of counts takes time.
+
+Sources. torchtitan, torchtitan/distributed/expert_parallel.py, exchanges the counts and copies them to the host before
+the rows. PyTorch, "CUDA semantics", asynchronous execution, describes the queue. No run measured this wait. No profile
+has the latency of a link between host and device: a hop of the link inside a host stands for it.
+"""
 
 from dataclasses import replace
 from typing import Any
 
-from autopar.cost_model.machine.fitted_constants import Mechanisms
+import numpy as np
+
+from autopar.cost_model.machine.fitted_constants import Mechanisms, source_of
+from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.step.block_time import COLLECTIVE_KERNELS
+from autopar.cost_model.step.context import Basis
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.work.block_work import Family
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
+from autopar.ir.arrays import Floats
+
+COUNT_BYTES = 8.0  # of one count: a whole number of 64 bits
+KERNELS_TO_PRODUCT = 4.0  # from the exchange of rows to the first product of experts, this product included
 
 
 def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -> Family[Any]:
@@ -16,12 +52,69 @@ def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -
     """
 
     def divided(one: Any) -> Any:
-        if one.kind != "matmul" or not one.name.startswith(EXPERT_PRODUCTS):
+        if not _is_expert_product(one):
             return one
         return replace(one, count=one.count / layouts.ep, m=one.m * layouts.ep * constants.expert_imbalance)
 
     def of_variants(variants: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
         return tuple((name, replace(work, products=tuple(map(divided, work.products)))) for name, work in variants)
 
-    blocks = tuple((role, of_variants(v) if role.startswith("moe_layer") else v) for role, v in family.blocks)
+    blocks = tuple((role, of_variants(v) if has_experts(role) else v) for role, v in family.blocks)
     return replace(family, blocks=blocks)
+
+
+def has_experts(role: str) -> bool:
+    """Whether blocks of a role have experts."""
+    return role.startswith("moe_layer")
+
+
+def exchange_seconds(basis: Basis, layouts: Layouts) -> Floats:
+    """Seconds of one all-to-all of a micro-batch's rows over the expert ranks; 0 for one expert rank.
+
+    Every pass sends tokens to their experts and back: two exchanges.
+    """
+    shape = basis.shape
+    tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
+    moved = shape.element_bytes * tokens * shape.experts_per_token * shape.hidden
+    return basis.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
+
+
+def count_seconds(basis: Basis, family: Family[Any], layouts: Layouts, role: str, exchange_s: Floats) -> Floats:
+    """Seconds of one forward pass of a block in which a rank waits for the counts of its experts' rows.
+
+    Args:
+        basis: The model's shape and the machine.
+        family: The blocks, with their expert products divided by `with_experts`.
+        layouts: The candidates.
+        role: The role of the block.
+        exchange_s: Seconds of one exchange of rows (`exchange_seconds`).
+    """
+    machine, speeds = basis.machine, basis.machine.speeds
+    grouped = [one for one in family.block(role, "tp").products if _is_expert_product(one)]
+    if not grouped or machine.engine.expert_rows == "padded" or machine.engine.dispatch == "graph":
+        return np.zeros(1)
+    experts = grouped[0].count * layouts.ep
+    counts = machine.links.seconds("all_to_all", COUNT_BYTES * experts * layouts.ep, layouts.ep, layouts.tp)
+    if not speeds.in_one_thread:
+        not_hidden = np.maximum(KERNELS_TO_PRODUCT * speeds.host_s - exchange_s, 0.0)
+        reading = 2 * speeds.launch_s + machine.links.in_host_latency_s
+        counts = counts + reading + COLLECTIVE_KERNELS * speeds.host_s + not_hidden
+    return np.where(layouts.ep > 1, counts, 0.0)
+
+
+def expert_assumptions(machine: Machine, ep: int) -> tuple[str, ...]:
+    """The assumptions of a price with `ep` expert ranks, as sentences with their source; none for one expert rank."""
+    if ep <= 1:
+        return ()
+    imbalance, profile = machine.mechanisms.expert_imbalance, machine.profile
+    stated = f"profile {profile.name}: {profile.sources.get('expert_imbalance', 'no source was given')}"
+    source = source_of("expert_imbalance") if profile.expert_imbalance is None else stated
+    found = [f"the busiest expert rank has {imbalance:.4g} times the mean of rows (expert_imbalance; {source})"]
+    if machine.engine.expert_rows == "counted" and machine.engine.dispatch != "graph":
+        found.append("the host's wait for counts of experts is a formula that no run measured (docs/experts.md)")
+    return tuple(found)
+
+
+def _is_expert_product(one: Any) -> bool:
+    found: bool = one.kind == "matmul" and one.name.startswith(EXPERT_PRODUCTS)
+    return found

@@ -18,7 +18,7 @@ from pathlib import Path
 from autopar.errors import CheckpointError
 from autopar.files.strict_text import read_text
 
-MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
+MANIFEST, LATEST = "manifest.json", "latest"
 _STEP = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 _ASIDE = re.compile(r"\.step-\d{8,18}(?:\.\d{1,9})?\.(?:partial|removed)")
 _MAX_LATEST_BYTES = 256

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar._version import __version__
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, InputError
+from autopar.files.lock import FolderLock, take_lock
 from autopar.runtime.checkpoint.folder import new_partial, parsed, publish, remove_old
-from autopar.runtime.checkpoint.lock import FolderLock, take_lock
 from autopar.runtime.checkpoint.manifest import FORMAT, Manifest, write_manifest
 from autopar.runtime.checkpoint.optimizers import SavedOptimizer, merged
 from autopar.runtime.checkpoint.storage import Contents, ManifestWriter
@@ -148,9 +148,16 @@ class Saver:
             raise CheckpointError(f"step {snapshot.step} was not saved: {type(error).__name__}: {error}") from error
 
     def lock(self, root: Path) -> FolderLock:
-        """The lock of a folder, taken by the first save."""
-        if root not in self._locks:
-            self._locks[root] = take_lock(root)
+        """The lock of a folder, taken by the first save and confirmed by every one.
+
+        Raises `CheckpointError` if another job holds it.
+        """
+        try:
+            if root not in self._locks:
+                self._locks[root] = take_lock(root, again=True)
+            self._locks[root].confirm()
+        except InputError as error:
+            raise CheckpointError(str(error)) from None
         return self._locks[root]
 
 
@@ -195,7 +202,7 @@ class _Target:
         assert current is not None
         try:
             write_manifest(self._partial, manifest)
-            self._saver.lock(own.root).confirm()
+            self._saver.lock(own.root)
             publish(own.root, self._partial, self._final)
             self._partial = None
             remove_old(own.root, current, own.keep_last)

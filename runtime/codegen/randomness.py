@@ -32,6 +32,14 @@ class RandomStream:
         self._when = (step, micro_batch, call)
         self._draws = 0
 
+    def position(self) -> tuple[tuple[int, int, int], int, bool]:
+        """The call, the number of draws so far, and whether dropout drops."""
+        return self._when, self._draws, self.training
+
+    def go_to(self, position: tuple[tuple[int, int, int], int, bool]) -> None:
+        """Draw as at an earlier `position`."""
+        self._when, self._draws, self.training = position
+
     def _seed_of(self, draw: int, at: tuple[int, ...]) -> int:
         names = tuple(dim.name for dim in self.dims)
         digest = hashlib.sha256(repr((self.seed, self._when, draw, names, at)).encode()).digest()

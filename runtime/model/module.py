@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, default_collate
 
 from autopar.errors import RuntimeInputError
+from autopar.runtime.data.loader import LoaderOptions, ParallelLoader
+from autopar.runtime.data.make import make_loader
+from autopar.runtime.data.parts import Collate
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
 from autopar.runtime.model.checkpointed import CheckpointedModel
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
+from autopar.runtime.model.grad_scaler import adopted
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
 from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
@@ -110,6 +114,7 @@ class ParallelModel(CheckpointedModel):
         refuse_compiling(self.plan.degrees)
         self._compile_options = options
         self._compiled_code.clear()
+        self._selective_code.clear()
 
     @reports_position
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:
@@ -142,12 +147,14 @@ class ParallelModel(CheckpointedModel):
             )
         refuse_autocast(self.device.type)
         compiled, (values,), _ = self._prepared(batch, STEP, 1)
+        self._forget_copies()
         (denominator,) = self._denominators(compiled, [values])
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         zero.before_backward(module, degrees, last=self._sums)
         found = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
         loss: torch.Tensor = found[compiled.program.loss]
         self._step += 1
+        self._forget_copies()
         if not loss.requires_grad:
             zero.free_gathered(module)
             return loss
@@ -174,7 +181,9 @@ class ParallelModel(CheckpointedModel):
             self._sums = before
 
     @reports_position
-    def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
+    def forward_backward(
+        self, batch: Mapping[str, Any] | Sequence[Any], *, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor:
         """Compute the loss and gradients of one training step.
 
         Gradients are added to `.grad`, already summed over ranks. With fewer sequences than planned the batch is
@@ -187,10 +196,12 @@ class ParallelModel(CheckpointedModel):
         Args:
             batch: This rank's part of the global batch, ``micro_batch × micro_batches × accumulate`` sequences: a dict
                 of tensors by name, or a tuple. Ranks that differ only in ``tp`` or ``pp`` pass the same data.
+            scaler: The scaler of the loss, for float16. Gradients are scaled, as after ``scaler.scale(loss)``. A
+                `torch.amp.GradScaler` becomes an `autopar.GradScaler`. Every rank passes one with the same settings.
 
         Returns:
-            The loss of the global batch, a scalar that is equal on every rank. If the plan says `per_micro_batch`, it
-            is the mean of the micro-batches' losses.
+            The loss of the global batch, not scaled, a scalar that is equal on every rank. If the plan says
+            `per_micro_batch`, it is the mean of the micro-batches' losses.
 
         Raises:
             RuntimeInputError: A batch has a wrong name, shape or dtype, or the ranks disagree. All ranks raise it.
@@ -208,11 +219,14 @@ class ParallelModel(CheckpointedModel):
         denominators = self._denominators(compiled, micro_batches)
         values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]
         earlier = self._set_aside()
+        self._forget_copies()
         self.ties.copy_to_twins(self.stage_modules())
+        scale = None if scaler is None else adopted(scaler).scale(torch.ones((), device=self.device))
         if degrees.pp == 1:
-            loss = self._step_without_stages(compiled, values)
+            loss = self._step_without_stages(compiled, values, scale)
         else:
-            loss = self._step_in_stages(compiled, values)
+            loss = self._step_in_stages(compiled, values, scale)
+        self._forget_copies()
         with torch.no_grad():
             self.ties.sum_gradients(self.stage_modules())
             self._sum_deferred()
@@ -239,22 +253,69 @@ class ParallelModel(CheckpointedModel):
         dp = self.rank_mesh.dims["dp"]
         return rows_of_rank(self.program, batch, dp.coordinate, dp.degree)
 
-    def sampler(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
-        """Make a sampler that gives each data-parallel rank its part of a dataset, and equal data to its other ranks.
+    def loader(
+        self,
+        dataset: Dataset[Any] | Iterable[Any],
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        global_batch: int | None = None,
+        drop_last: bool = False,
+        collate_fn: Collate = default_collate,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+    ) -> ParallelLoader:
+        """Make a loader that gives each rank its part of every global batch of a dataset. Collective.
+
+        The order of samples depends on `seed` and the epoch alone. `state_dict()` of the loader is the position in the
+        data, and `load_state_dict` goes on from it under any plan: no sample is left out or repeated. Ranks that differ
+        only in ``tp`` or ``pp`` get equal batches, also if `dataset` or `collate_fn` draw random numbers.
 
         Args:
-            dataset: The dataset of a `DataLoader`.
-            options: Options of `torch.utils.data.DistributedSampler`, such as ``shuffle`` and ``seed``.
+            dataset: A dataset with a length and an index, or an iterable. Every rank and worker reads an iterable
+                whole, and keeps its own samples.
+            shuffle: Whether each epoch has another order. An iterable shuffles itself.
+            seed: The seed of the order, and of the random numbers that `dataset` and `collate_fn` draw.
+            global_batch: The samples of a batch on all ranks, by default those of the plan's step.
+            drop_last: Whether an epoch ends before a short global batch. By default the last batch may be short, or
+                empty on some ranks, if the model can ignore padding.
+            collate_fn: A function from a list of samples to a batch.
+            num_workers: The number of processes that read data ahead. They are started for every epoch.
+            prefetch_factor: The batches that each worker holds in advance, 2 by default.
+            pin_memory: Whether batches are copied into pinned memory, for faster copies to a GPU.
 
         Returns:
-            The sampler. Call its `set_epoch` before every epoch, as in DDP.
+            The loader. Iterating over it yields this rank's batches of the rest of the epoch.
+
+        Raises:
+            RuntimeInputError: An argument cannot be used, or the last batch could not run. All ranks raise it.
 
         Example:
-            >>> len(parallel.sampler(torch.utils.data.TensorDataset(torch.zeros(8, 2)))) * parallel.plan.degrees.dp
-            8
+            >>> loader = parallel.loader(torch.utils.data.TensorDataset(*batch), shuffle=True, seed=7)
+            >>> losses = [parallel.forward_backward(part) for part in loader]
+            >>> loader.epoch
+            1
         """
-        dp = self.rank_mesh.dims["dp"]
-        return DistributedSampler(dataset, num_replicas=dp.degree, rank=dp.coordinate, **options)
+        options = LoaderOptions(
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
+        return make_loader(
+            dataset,
+            options,
+            global_batch,
+            degrees=self.plan.degrees,
+            micro_batch=self._shapes.base.micro_batch,
+            index=self.rank_mesh.dims["dp"].coordinate,
+            ranks=self._preflight,
+            refusal=self._refusal_of,
+        )
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over this rank's batches until all ranks run out of data together.
@@ -362,7 +423,7 @@ class ParallelModel(CheckpointedModel):
         Example:
             >>> parallel.trace("step.json", batch)
         """
-        step, grads = self._step, [(p, p.grad) for _, p in self.stored_parameters()]
+        step, trained, grads = self._step, self.num_trained, [(p, p.grad) for _, p in self.stored_parameters()]
         buffers = [(held, held.clone()) for held in map(self.buffer, self.program.updates)]
 
         def one_step() -> None:
@@ -376,7 +437,7 @@ class ParallelModel(CheckpointedModel):
             }
             trace_step(path, one_step, self.rank_mesh, self.plan.degrees, self.device, sizes=sizes)
         finally:
-            self._step = step
+            self._step, self.num_trained = step, trained
             for parameter, grad in grads:
                 parameter.grad = grad
             for held, before in buffers:

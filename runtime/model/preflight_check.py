@@ -14,22 +14,30 @@ A rank also says here whether it is unsure of the indices in its batch (`autopar
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar._torch import private
-from autopar.errors import RuntimeInputError
+from autopar.errors import Problem, RuntimeInputError
 from autopar.ir.program import InputInfo
 from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
 from autopar.runtime.model.inputs import Batch, batch_error
 
-_KINDS = ("reading data", "at the end of its data", "failing", "in forward_backward", "in evaluate", "not saved")
-READING, ENDED, FAILED, STEP, EVALUATION, NOT_SAVED = range(len(_KINDS))
+_KINDS = (
+    "reading data",
+    "at the end of its data",
+    "failing",
+    "in forward_backward",
+    "in evaluate",
+    "logging metrics",
+    "not saved",
+)
+READING, ENDED, FAILED, STEP, EVALUATION, LOGGING, NOT_SAVED = range(len(_KINDS))
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
 FITS, UNFIT, UNSURE = range(3)  # what a rank knows of its own batch; unsure of its indices
@@ -74,6 +82,27 @@ class PreflightCheck:
             raise RuntimeInputError(text)
         return [r[3] for r in rows], any(r[2] == UNSURE for r in rows)
 
+    def agree(self, values: Mapping[str, object]) -> None:
+        """Raise `RuntimeInputError` on all ranks if their values differ. Collective."""
+        text = ", ".join(f"{name} {value}" for name, value in values.items())
+        rows = self.exchange([2 * READING, 0, FITS, _number(text)])
+        groups = list(_groups([tuple(row[:1] + row[3:4]) for row in rows]).values())
+        if len(groups) > 1:
+            others = disagreement([row[:3] for row in rows], (), lambda rank: rank) or (
+                f"{_ranks(_joined(groups[1:]))} read other data than {_ranks(groups[0])}; here {text}; pass equal "
+                "arguments, and load the same state on every rank"
+            )
+            raise RuntimeInputError(others)
+
+    def all_or_none(self, message: str, problems: Sequence[Problem]) -> None:
+        """Raise `RuntimeInputError` on all ranks if one has problems. Collective."""
+        rows = self.exchange([2 * READING, 0, UNFIT if problems else FITS, 0])
+        if problems:
+            raise RuntimeInputError(message, problems)
+        bad = [rank for rank, row in enumerate(rows) if row[2] == UNFIT]
+        if bad:
+            raise RuntimeInputError(f"{message} on {_ranks(bad)}; the error of that rank says why")
+
     def in_lockstep(self, loader: Any) -> Iterator[Any]:
         """The items of a loader as long as every rank has one. Raises `RuntimeInputError` on all ranks if one ends or
         fails before the others."""
@@ -116,7 +145,7 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
             count = rows[kinds[ENDED][0]][1]
             return (
                 f"{_ranks(kinds[ENDED])} ran out of data after {count} batches, {_ranks(kinds[READING])} did not; give "
-                "every rank the same number of batches: use a sampler that pads or drops the last ones"
+                "every rank the same number of batches: parallel.loader(dataset) does"
             )
         places = "; ".join(f"{_ranks(r)} {_KINDS[k]}" for k, r in kinds.items())
         return f"ranks call different methods: {places}; make the same calls in the same order on every rank"
@@ -158,7 +187,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
             why = "differ only in tp or pp" if batched else "share this input, which has no batch"
             return (
                 f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; pass the "
-                "same data on these ranks (seed and shard the sampler by the data-parallel rank)"
+                "same data on these ranks: parallel.loader(dataset) does"
             )
     return ""
 
@@ -185,7 +214,11 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 
 def _shape_hash(value: torch.Tensor, info: InputInfo) -> int:
     rows = tuple(size for d, size in enumerate(value.shape) if d != info.batch_dim)
-    return int.from_bytes(hashlib.sha256(repr(rows).encode()).digest()[:7], "big")
+    return _number(repr(rows))
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:

@@ -1,6 +1,7 @@
 """`RunningModel`: how one rank runs the stages that it holds, one micro-batch after another."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.ir.stages import How, Stage, needs_denominator, num_averaged, recomputed_calls
+from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place
@@ -25,9 +27,9 @@ from autopar.runtime.model.inputs import (
     read_batch,
     sequences_to_run,
 )
-from autopar.runtime.model.outputs import as_dtensor, refuse_autocast
+from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
-from autopar.runtime.model.preflight_check import EVALUATION, PreflightCheck
+from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
@@ -57,7 +59,9 @@ class RunningModel(ShardedModel):
         super().__init__(program, plan, mesh, source, device, drawing, buffers or source)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
+        self._selective_code = WeakKeyDictionary[CompiledProgram, dict[int, SelectiveBlock]]()
         self._step = 0
+        self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
         self._waits = False  # whether gradients of earlier calls wait for their sums
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
@@ -84,6 +88,21 @@ class RunningModel(ShardedModel):
             True
         """
         return self._shapes.base.code_modules(outputs=outputs)
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Give the integers of all ranks, sent over gloo on the host. Collective.
+
+        Args:
+            row: This rank's integers, at most 4 + 2 × inputs.
+
+        Returns:
+            The rows of all ranks, padded with zeros.
+
+        Example:
+            >>> parallel.exchange([7])[0][0]
+            7
+        """
+        return self._preflight.exchange(row)
 
     def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
         """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
@@ -124,10 +143,20 @@ class RunningModel(ShardedModel):
             state={name: self.buffer(name) for name in compiled.program.updates},
             streams=self.streams,
             when=when,
-            recomputed=frozenset() if outputs else self._recomputed(compiled),
+            recomputed={} if outputs else self._recomputed(compiled),
+            selective=partial(self._selective, compiled),
         )
 
-    def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
+    def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
+        """The code of a block with selective recomputation."""
+        made = self._selective_code.setdefault(compiled, {})
+        if block not in made:
+            options = self._compile_options
+            how = (lambda module: module) if options is None else partial(torch.compile, **options)
+            made[block] = compiled.selective_module(block, how)
+        return made[block]
+
+    def _recomputed(self, compiled: CompiledProgram) -> Mapping[int, How]:
         return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _prepared(
@@ -136,7 +165,8 @@ class RunningModel(ShardedModel):
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
         shapes, evaluates = self._shapes, kind == EVALUATION
         planned = shapes.base.micro_batch * micro_batches
-        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
+        casts = self.plan.degrees.precision is not None
+        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts)
         is_unsure = shapes.is_unsure(own, micro_batches, self.training)
         counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure)
         sequences = sequences_to_run(
@@ -164,8 +194,30 @@ class RunningModel(ShardedModel):
         compiled.decisions.check(pieces, compiled.constants(), self._preflight.exchange)
         if own.sequences:
             self._fillers = first_rows(self.program, own)
+        if kind == STEP:
+            samples = sum(counts) * self.plan.degrees.dp // self.plan.degrees.world_size
+            tokens = samples * (compiled.program.sequence or 0)
+            self.num_trained = (self.num_trained[0] + samples, self.num_trained[1] + tokens)
         read = self._inputs_read(compiled)
         return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+
+    def _refusal_of(self, counts: Sequence[int], micro_batches: int) -> str:
+        """Why a step cannot run these numbers of sequences of the data-parallel ranks; empty if it can."""
+        shapes = self._shapes
+        try:
+            sequences_to_run(
+                counts,
+                shapes.base.micro_batch * micro_batches,
+                micro_batches,
+                pads=shapes.base.ignored is not None,
+                captures=shapes.can_capture,
+                wants_outputs=False,
+                per_micro_batch=self.plan.degrees.per_micro_batch,
+            )
+        except RuntimeInputError:
+            of = f" of {micro_batches}" if micro_batches > 1 else ""
+            return f"the model cannot ignore samples, nor do all ranks have the same multiple{of} of them"
+        return ""
 
     def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
         """The inputs that this rank's stages read, for the loss's denominator too."""
@@ -180,17 +232,21 @@ class RunningModel(ShardedModel):
         stages = self.stages_in(compiled)
         return needs_denominator(compiled.program, (stages[index] for index in self.stage_modules()))
 
-    def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_without_stages(
+        self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         loss, count = torch.zeros((), device=self.device), num_averaged(compiled.program, self.plan.degrees)
         for index, values in enumerate(micro_batches):
             zero.before_backward(module, self.plan.degrees, last=index == len(micro_batches) - 1)
             out = self._run_stage(compiled, module, stage, values, index, count)[compiled.program.loss]
-            out.backward()
+            (out if scale is None else out * scale).backward()
             loss = loss + out.detach()
         return loss
 
-    def _step_in_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_in_stages(
+        self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """Every run of the schedule; the loss is sent from the last stage to all."""
         pipeline, count = self.rank_mesh.pipeline, self.plan.degrees.micro_batches
         averaged = num_averaged(compiled.program, self.plan.degrees)
@@ -200,12 +256,16 @@ class RunningModel(ShardedModel):
 
             def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
                 values = micro_batches[at + index] | received
-                return self._run_stage(compiled, module, stage, values, at + index, averaged)
+                found = self._run_stage(compiled, module, stage, values, at + index, averaged)
+                if scale is not None and stage.index == len(self.stages_in(compiled)) - 1:
+                    found[compiled.program.loss] = found[compiled.program.loss] * scale
+                return found
 
             is_final = first + count == len(micro_batches)
             found = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
             loss = found if loss is None else loss + found
         assert loss is not None
+        loss = loss if scale is None else loss / scale
         dist.all_reduce(loss, group=pipeline.group)
         return loss
 
@@ -232,7 +292,7 @@ class RunningModel(ShardedModel):
                 if update in found:
                     self.buffer(name).copy_(found[update])  # it may be sent too
         if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
-            found[program.loss] = found[program.loss] / num_averaged
+            found[program.loss] = wide(found[program.loss]) / num_averaged
         return found
 
     def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
@@ -267,6 +327,7 @@ class RunningModel(ShardedModel):
         program = compiled.program
         if program.denominator is not None and self._needs_denominator(compiled):
             values[program.denominator] = compiled.denominator(values)
+        self._forget_copies()
         self.streams.training = not self.training  # what a model in eval mode still draws is meant
         run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)
         scope: dict[str, Any] = {}
@@ -278,6 +339,7 @@ class RunningModel(ShardedModel):
             loss = self._evaluate_in_stages(compiled, run, values, scope)
         for module in self.stage_modules().values():
             zero.free_gathered(module)
+        self._forget_copies()
         found = {"loss": loss}
         whole = self.rank_mesh.device_mesh.size() == 1
         for key, name in program.outputs.items() if not is_padded else ():
@@ -301,6 +363,6 @@ class RunningModel(ShardedModel):
         assert pipeline is not None
         stages.evaluate(run)
         is_last = len(self.stages_in(compiled)) - 1 in self.stage_modules()
-        loss = scope[compiled.program.loss].clone() if is_last else stages.no_loss.clone()
+        loss = wide(scope[compiled.program.loss].clone()) if is_last else stages.no_loss.clone()
         dist.all_reduce(loss, group=pipeline.group)
         return loss

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch.private import IncompatibleKeys
 from autopar.errors import RuntimeInputError
 from autopar.ir.plan import Plan
+from autopar.ir.precision import stored_dtype, summed_dtype
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
@@ -20,7 +21,7 @@ from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
-from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
+from autopar.runtime.model.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
@@ -73,6 +74,8 @@ class ShardedModel(nn.Module):
         for name, parameter in self.stored_parameters():
             show_parameter(parameter, name, self.placements[name])
         self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))
+        infos = program.every_parameter
+        self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self.stored_parameters()}
         self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
     def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
@@ -134,7 +137,7 @@ class ShardedModel(nn.Module):
         at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
         for name, how in names.items():
             info = self.program.every_parameter[name]
-            whole = source(name).to(info.dtype)
+            whole = source(name).to(stored_dtype(info.dtype, self.plan.degrees))
             used = name in self.program.parameters
             zero_dim = how.zero_dim(self.plan.degrees.dp_shard) if used else None
             over = zero.mesh_of(self.plan.degrees, mesh, zero_dim)
@@ -379,7 +382,14 @@ class ShardedModel(nn.Module):
 
     def _sum_deferred(self) -> None:
         for dim, parameters in self._deferred():
-            sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group)
+            pairs = [(g, self._summed[p]) for p in parameters if (g := local_gradient(p)) is not None]
+            sum_over([g for g, _ in pairs], dim.group, [dtype for _, dtype in pairs])
+
+    def _forget_copies(self) -> None:
+        """Drop the copies of master weights, which hold for one step."""
+        for module in self.stage_modules().values():
+            for copies in module.all_copies():
+                copies.clear()
 
     def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""
@@ -419,14 +429,19 @@ class ShardedModel(nn.Module):
         )
 
     @reports_position
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
         Args:
             max_norm: The largest allowed norm.
+            error_if_nonfinite: Whether a norm that is NaN or infinite raises, on all ranks, before any gradient
+                changes. With a scaler leave it off: the scaler skips such a step.
 
         Returns:
             The norm before scaling, a float64 scalar that is equal on every rank.
+
+        Raises:
+            RuntimeInputError: The norm is not finite. The message names the first parameter, its ranks and the reason.
 
         Example:
             >>> norm = parallel.clip_grad_norm_(1.0)
@@ -436,6 +451,8 @@ class ShardedModel(nn.Module):
         named = {name: p for name, p in self.stored_parameters() if p.grad is not None}
         parameters = list(named.values())
         norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise nonfinite_error(named, list(self.program.every_parameter), float(norm))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             grad = local_gradient(parameter)

@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar._torch import private
 from autopar.ir.degrees import Degrees
+from autopar.ir.precision import compute_dtype
 from autopar.runtime.distributed.mesh import RankMesh
 
 _Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
@@ -64,10 +65,21 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
         reshard_after_forward=degrees.zero == 3 and not root and not degrees.splits_backward,
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
         ignored_params=whole,
+        mp_policy=_mixed_precision(degrees),
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
     module.set_force_sum_reduction_for_comms(True)  # else float32 and bfloat16 use an operator that gloo lacks
+
+
+def _mixed_precision(degrees: Degrees) -> MixedPrecisionPolicy:
+    """What FSDP2 gathers and sums in. The master weights are float32, and float32 is summed if nothing else is said."""
+    precision, summed = degrees.precision, degrees.reduce_dtype or ("fp32" if degrees.precision else None)
+    return MixedPrecisionPolicy(
+        param_dtype=None if precision is None else compute_dtype(precision),
+        reduce_dtype=None if summed is None else compute_dtype(summed),
+        cast_forward_inputs=False,
+    )
 
 
 def _names(degrees: Degrees) -> tuple[str, ...]:

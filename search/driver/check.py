@@ -1,13 +1,16 @@
 """Checks of a search's result before its use, by other means than the search itself.
 
-    degrees      multiply to the devices used, batch and micro-batches to the requested batch; none is forbidden
-    schedule     exists for the numbers of ranks, stages and micro-batches
-    cuts         rise, and leave a block in every stage
-    price        seconds and bytes, counted again for this one plan (`autopar.cost_model.pricing`)
-    proof        the bound is not above the best price, and no priced candidate that fits is better
+    of           check
+    degrees      their product is the number of used devices
+    batch        the product of micro-batches is the requested batch
+    schedule     it exists for these ranks, stages and micro-batches
+    cuts         they rise, and leave a block in every stage
+    price        seconds and bytes are counted again for this one plan
+    proof        the bound is at most the best price
     plan         the returned plan is the priced plan
 
-A failed check is an error of the search, not of its user.
+No degree may be forbidden, and no priced candidate that fits may be better than the best. A failed check is an error
+of the search, not of its user.
 """
 
 from collections.abc import Iterator
@@ -29,7 +32,7 @@ from autopar.search.space.dimensions import DIMENSIONS
 _SAME = 1e-9  # of a number that is counted twice
 # the fields of `Degrees` that a search decides
 DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
-           "virtual_stages", "recompute", "recompute_blocks", "order")  # fmt: skip
+           "virtual_stages", "recompute", "recompute_blocks", "selective_blocks", "order")  # fmt: skip
 
 
 def check_result(found: Searched, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:

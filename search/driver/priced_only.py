@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.cost_model.estimate import formula_only
 from autopar.cost_model.pricing import Question
+from autopar.cost_model.step.experts import expert_assumptions
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
@@ -21,7 +22,7 @@ from autopar.search.bounds.lower_bounds import Beyond, Machinery
 from autopar.search.driver.search import Works, search_degrees
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, parts_of
-from autopar.search.result.result import Contender, degrees_in_plain
+from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.space.candidates import MOST_TENSOR_RANKS
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import divisors
@@ -49,6 +50,11 @@ class Found:
             cluster=cluster, degrees=self.best.degrees, engine=on.machine.engine, cp=beyond.cp, ep=beyond.ep
         )
         return formula_only(question, on.machine.precision)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """The assumptions of the plan's price beyond the search's own."""
+        return expert_assumptions(self.machinery.machine, self.beyond.ep)
 
 
 def search_beyond(
@@ -82,6 +88,12 @@ def search_beyond(
             if best is None or value < best.value:
                 best = Found(best=found.best, value=value, bound=bound, machinery=on)
     return best if best is None else replace(best, bound=min(bound, best.value))
+
+
+def with_beyond(result: SearchResult, found: Found, best: Priced | None, cluster: ClusterSpec) -> SearchResult:
+    """The result with the plan that autopar does not run, and with the assumptions of its price."""
+    assumptions = (*result.assumptions, *found.assumptions)
+    return replace(result, beyond=contender_of(found, best, cluster), assumptions=assumptions)
 
 
 def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Contender:

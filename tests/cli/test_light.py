@@ -32,6 +32,8 @@ LIGHT_COMMANDS = (
     ["capacity", "--help"],
     ["calibrate", "--ranks", "0", "--minutes", "0"],
     ["report", "--help"],
+    ["status", "--help"],
+    ["status", "missing"],
     ["report", str(EXAMPLES / "pipeline.json"), "--perfetto", os.devnull + "/trace.json"],
     ["models"],
     ["clusters", "--json"],

@@ -1,7 +1,9 @@
 """Mixtures of experts of transformers as tiny models, by their config's `model_type`.
 
-``mixtures:name`` is a factory for `autopar.commands.verify.verify`. Models are in float32, so that experts are
-multiplied in groups; `verify` and the tests compute in float64.
+``mixtures:name`` is a factory for `autopar.commands.verify.verify`, with sizes and a routing at the end of the name:
+``mixtures:name_of_3_by_13`` has 3 sequences of 13 tokens and widths that 3 does not divide,
+``mixtures:name_empty_experts`` leaves experts without a token, ``mixtures:name_one_expert`` sends all tokens to one.
+Models are in float32, so that experts are multiplied in groups; `verify` and the tests compute in float64.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo import randomise
+from zoo import randomise, sizes_of
 
 Example = tuple[nn.Module, dict[str, Any]]
 TOKENS, LOCAL_BATCH, VOCABULARY = 16, 4, 64
@@ -56,9 +58,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 32},
 }  # fmt: skip
 BY_BMM = ("llama4_text",)  # every expert computes every token
+ODD_WIDTHS = {"vocab_size": 61, "intermediate_size": 20, "moe_intermediate_size": 20}  # torch.grouped_mm takes 4 n
+EMPTY, ONE = "empty_experts", "one_expert"  # routings
 
 
-def example(family: str, batch: int = LOCAL_BATCH, **fields: Any) -> Example:
+def example(family: str, batch: int = LOCAL_BATCH, tokens: int = TOKENS, **fields: Any) -> Example:
     """A model with random weights, and a batch whose sequences have different numbers of targets."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,14 +71,41 @@ def example(family: str, batch: int = LOCAL_BATCH, **fields: Any) -> Example:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).train()
-        ids = torch.randint(3, VOCABULARY, (batch, TOKENS))
+        ids = torch.randint(3, config.vocab_size, (batch, tokens))
     labels = ids.clone()
     for row in range(batch):
         labels[row, 1 : 2 + row % 3] = -100
     return randomise(model), {"input_ids": ids, "labels": labels}
 
 
+def routed(family: str, routing: str, **fields: Any) -> Example:
+    """A mixture with 8 experts whose tokens leave some of them empty, or all choose the same one, whatever their ids.
+
+    The first channel is large and positive in every token, and routers look at it first.
+    """
+    model, inputs = example(family, **fields, **({"num_experts_per_tok": 1} if routing == ONE else {}))
+    routers = [p for n, p in model.named_parameters() if p.shape == (8, 32) and ("gate" in n or "router" in n)]
+    assert routers
+    by_first = torch.tensor([2.0] * 4 + [-2.0] * 4) if routing == EMPTY else torch.linspace(0.4, -0.4, 8)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.shape == (32,):
+                parameter[0] = parameter[0].abs() + 0.5  # of norms
+            elif "router.bias" in name:
+                parameter.zero_()
+        model.get_input_embeddings().weight[:, 0] = 2.0 if routing == EMPTY else 20.0
+        for router in routers:
+            router[:, 0] = by_first
+            router[:, 1:] *= 1.0 if routing == EMPTY else 0.0
+    return model, inputs
+
+
 def __getattr__(name: str) -> Callable[[], Example]:
-    if name not in FAMILIES:
+    for routing in (EMPTY, ONE):
+        if name.endswith(f"_{routing}") and name.removesuffix(f"_{routing}") in FAMILIES:
+            return partial(routed, name.removesuffix(f"_{routing}"), routing)
+    family, batch, tokens = sizes_of(name)
+    if family not in FAMILIES:
         raise AttributeError(name)
-    return partial(example, name)
+    widths = ODD_WIDTHS if tokens else {}
+    return partial(example, family, batch or LOCAL_BATCH, tokens or TOKENS, **widths)

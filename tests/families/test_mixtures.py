@@ -73,3 +73,41 @@ def test_a_balance_loss_is_exact_over_ranks_and_refused_over_micro_batches() -> 
 )
 def test_equal_over_gloo(tool: ModuleType, open_worlds: object, family: str, plan: str) -> None:
     assert tool.worst_error(f"mixtures:{family}", tool.MIXTURE_PLANS[plan], open_worlds) <= tool.TOLERANCE
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("table", "family", "plan"),
+    thinned(
+        [
+            *product(("empty-experts", "one-expert"), ("mixtral", "gpt_oss"), ("tp=2 × dp=2", "pp=2, recompute")),
+            ("odd-lengths", "qwen3_moe", "tp=3"),
+            ("one-sequence", "mixtral", "tp=2 × pp=2, 2 micro-batches"),
+            ("loss-in-chunks", "mixtral", "tp=2, sequence"),
+        ],
+        keep=[("empty-experts", "mixtral", "tp=2 × dp=2"), ("one-expert", "mixtral", "tp=2 × dp=2")],
+    ),
+)
+def test_cells_of_the_page(tool: ModuleType, open_worlds: object, table: str, family: str, plan: str) -> None:
+    found = tool.tables()[table]
+    wish = found.plans[plan]
+    spec = found.spec(f"mixtures:{family}", wish)
+    assert tool.worst_error(spec, wish, open_worlds, found.check) <= tool.TOLERANCE
+
+
+def test_a_routing_that_does_not_occur_fails_its_check(tool: ModuleType) -> None:
+    with pytest.raises(AssertionError):
+        tool.tables()["empty-experts"].check(None, [[2, 2, 4], [3, 3, 2]])
+    with pytest.raises(AssertionError):
+        tool.tables()["one-expert"].check(None, [[8, 0, 0], [7, 1, 0]])
+    with pytest.raises(AssertionError):
+        tool.tables()["empty-experts"].check(None, [])
+
+
+def test_a_table_replaces_the_table_of_its_section(tool: ModuleType) -> None:
+    page = "# A\n\n| x |\n|---|\n| 1 |\n\n## B\n\nText.\n\n| y |\n\nMore.\n"
+    once = tool.with_table(page, "B", ["| z |", "|---|"], f"{tool.MADE_BY}--b`, now.")
+    assert once == page.replace("| y |", f"| z |\n|---|\n\n{tool.MADE_BY}--b`, now.")
+    assert tool.with_table(once, "B", ["| y |"], f"{tool.MADE_BY}--b`, now.").count(tool.MADE_BY) == 1
+    with pytest.raises(ValueError, match="needs the heading 'C'"):
+        tool.with_table(page, "C", [], "")

@@ -51,7 +51,9 @@ def some_results(block: Block, kept: Sequence[str]) -> fx.GraphModule:
 def run_in_stages(case: Case, stages: Sequence[Stage]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """One stage after the other on one device, each with nothing but what it has and receives."""
     program, modules = case.program, captured_modules(case.program)
-    parameters = {n: p.detach().clone().requires_grad_() for n, p in case.parameters.items()}
+    parameters = {n: p.detach().clone() for n, p in case.parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(program.parameters[name].requires_grad)
     constants = constant_values(program.constants, case.buffers, "cpu")
     base: dict[str, Any] = {**constants, **case.inputs, **{n: case.buffers[n] for n in program.updates}}
     for call in program.calls:

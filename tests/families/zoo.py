@@ -2,12 +2,12 @@
 
 Two layers, heads and widths that divide by 4, no dropout, random values for every parameter. `FAMILIES` maps a name to
 a function of the batch; ``zoo:name`` is a factory for `autopar.commands.verify.verify` with `LOCAL_BATCH` sequences,
-``zoo:name_of_12`` one with 12.
+``zoo:name_of_12`` one with 12, and ``zoo:name_of_3_by_13`` one with 3 sequences of 13 tokens.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import plain
 import torch
@@ -67,12 +67,12 @@ def randomise(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
     return model
 
 
-def _preset(family: str, batch: int) -> Example:
+def _preset(family: str, batch: int, tokens: int = TOKENS) -> Example:
     found = resolve_model(
         PRESETS[family],
         layers=MORE_LAYERS.get(family, LAYERS),
         hidden=HIDDEN,
-        seq_len=TOKENS,
+        seq_len=tokens,
         batch=batch,
         dtype="float64",
         device="cpu",
@@ -95,8 +95,28 @@ FAMILIES: Mapping[str, Callable[[int], Example]] = {
 }
 
 
+class Sizes(NamedTuple):
+    """The sizes in the name of a factory."""
+
+    family: str
+    batch: int | None
+    tokens: int | None
+
+
+def sizes_of(name: str) -> Sizes:
+    """A family, its sequences and the tokens of each.
+
+    >>> sizes_of("gpt2_of_3_by_13")
+    Sizes(family='gpt2', batch=3, tokens=13)
+    """
+    name, _, tokens = name.partition("_by_")
+    family, _, batch = name.partition("_of_")
+    return Sizes(family, int(batch) if batch else None, int(tokens) if tokens else None)
+
+
 def __getattr__(name: str) -> Callable[[], Example]:
-    family, _, count = name.partition("_of_")
+    family, batch, tokens = sizes_of(name)
     if family not in FAMILIES:
         raise AttributeError(name)
-    return partial(FAMILIES[family], int(count or LOCAL_BATCH))
+    factory = partial(FAMILIES[family], batch or LOCAL_BATCH)
+    return partial(factory, tokens=tokens) if tokens else factory

@@ -232,6 +232,6 @@ def test_two_jobs_in_one_folder(worlds: Callable[[int], Ranks], tmp_path: Path) 
     with Ranks(1) as ranks:
         (pid,) = ranks.run("checkpoint_fault_ranks:locked", str(tmp_path), 1)
         first, other = worlds(2).run("checkpoint_fault_ranks:refused", str(tmp_path))
-        assert first == other and f"is in use: process {pid} on {os.uname().nodename} saves there" in first
+        assert first == other and f"is in use by process {pid} on {os.uname().nodename}" in first
         os.kill(int(pid), 9)
     assert worlds(2).run("checkpoint_fault_ranks:refused", str(tmp_path)) == ["no error"] * 2

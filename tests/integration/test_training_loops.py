@@ -96,11 +96,6 @@ def test_a_call_in_stages_shows_the_line_to_write(four_ranks: Ranks) -> None:
         assert "loss = parallel.forward_backward(batch)" in message
 
 
-def test_a_sampler_gives_tensor_ranks_the_same_data(four_ranks: Ranks) -> None:
-    found = four_ranks.run("loop_ranks:sampled", {"tp": 2, "dp": 2}, 4)
-    assert sorted({(rank, tuple(samples)) for rank, samples in found}) == [(0, (0, 2, 4, 6)), (1, (1, 3, 5, 7))]
-
-
 def test_scaled_losses_and_autocast_are_refused_by_name(two_ranks: Ranks) -> None:
     for messages in two_ranks.run("loop_ranks:refused", {"tp": 2}, 2):
         assert ["autocast is on" in one for one in messages] == [True, True, False, False, False]

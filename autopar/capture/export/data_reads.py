@@ -50,6 +50,7 @@ _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
 }
 REMEDY = "use torch.where, or fixed shapes, at this line"
 _SHAPE = "makes a tensor whose shape depends on data"
+_ROWS = ", such as zeros for rows that count for nothing (for a loop over experts see docs/experts.md)"
 _UNCHANGED = (
     "do this outside of forward, between two steps, or turn it off in the configuration (such as "
     f"feature_redraw_interval=None); otherwise {REMEDY}"
@@ -103,7 +104,7 @@ class DataReads(TorchFunctionMode):
             made = func(*args, **kwargs)
         results = made if isinstance(made, (tuple, list)) else (made,)
         if not all(isinstance(size, int) for one in results if isinstance(one, Tensor) for size in one.shape):
-            raise self._refusal(line_that_runs(self._model), _SHAPE)
+            raise self._refusal(line_that_runs(self._model), _SHAPE, _ROWS)
         return made
 
     def _size(self, tensor: Tensor) -> int:
@@ -135,7 +136,7 @@ class DataReads(TorchFunctionMode):
             inputs, buffers = frozenset(answers[key].inputs), frozenset(answers[key].buffers)
         else:
             reads = f"{_SHAPE}, and the data depends on" if is_size else "reads a value that depends on"
-            more = f", {_CHANCE}" if found.reason == RANDOM_NUMBERS else ""
+            more = f", {_CHANCE}" if found.reason == RANDOM_NUMBERS else _ROWS * is_size
             raise self._refusal(line, f"{reads} {found.reason}", more)
         if inputs and not self._reading.specialise:
             names = " and ".join(map(repr, sorted(inputs)))

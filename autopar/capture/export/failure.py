@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.capture.export.data_reads import REMEDY
-from autopar.capture.export.source_lines import line_that_failed
+from autopar.capture.export.source_lines import left_out, line_that_failed
 from autopar.errors import CaptureError
 
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
@@ -53,7 +53,7 @@ def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_m
             f"the model runs with the example inputs, but fails on one device with other sizes of them: "
             f"{_described(own, model)}\n{calls.resized}"
         )
-    return CaptureError(f"the model cannot be captured: {_described(failed, model)}\n{_advice(failed)}")
+    return CaptureError(f"the model cannot be captured: {_described(failed, model)}\n{_advice(failed, model)}")
 
 
 def _described(error: Exception, model: nn.Module) -> str:
@@ -62,8 +62,12 @@ def _described(error: Exception, model: nn.Module) -> str:
     return text.removesuffix(": ")
 
 
-def _advice(failed: Exception) -> str:
+def _advice(failed: Exception, model: nn.Module) -> str:
     kind, text = type(failed).__name__, str(failed)
+    missing = left_out(failed, model) if "NoneType" in text else ()
+    if missing:
+        names = " and ".join(map(repr, missing))
+        return f"A run without torch.export fills in {names} and a capture does not: give it in the example inputs."
     if kind in _DATA_DEPENDENT or "data-dependent" in text or "unbacked" in text:
         return f"The shapes or branches of this code depend on data: {REMEDY}."
     if kind in _NO_KERNEL or any(part in text for part in _NO_KERNEL_TEXTS):

@@ -1,7 +1,9 @@
 """The module and the source line of a model that runs now, or that raised an error."""
 
+import inspect
 import linecache
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,8 +55,20 @@ def line_that_runs(model: nn.Module) -> SourceLine:
 
 def line_that_failed(error: BaseException, model: nn.Module) -> SourceLine:
     """The deepest line of the user's code in the traceback of an error. A line of torch only if there is no other."""
+    return _failed(error, model)[0]
+
+
+def left_out(error: BaseException, model: nn.Module) -> tuple[str, ...]:
+    """The inputs of a model that are None in the line that failed."""
+    line, variables = _failed(error, model)
+    names = inspect.signature(model.forward).parameters
+    return tuple(n for n in names if n in variables and variables[n] is None and re.search(rf"\b{n}\b", line.code))
+
+
+def _failed(error: BaseException, model: nn.Module) -> tuple[SourceLine, Mapping[str, Any]]:
+    """The line of the user's code that failed, and the variables there."""
     paths, module = _paths(model), ""
-    users, torchs = ("", 0), ("", 0)
+    users, torchs, variables = ("", 0), ("", 0), dict[str, Any]()
     seen: BaseException | None = error
     while seen is not None:
         trace = seen.__traceback__
@@ -64,13 +78,13 @@ def line_that_failed(error: BaseException, model: nn.Module) -> SourceLine:
             inside = inside or bool(owner)
             module = owner or module
             if inside and _is_of_a_model(code, torch_too=False):
-                users = code.co_filename, trace.tb_lineno
+                users, variables = (code.co_filename, trace.tb_lineno), trace.tb_frame.f_locals
             elif owner and _is_of_a_model(code, torch_too=True):
                 torchs = code.co_filename, trace.tb_lineno
             trace = trace.tb_next
         seen = seen.__cause__ or seen.__context__
     file, number = users if users[1] else torchs
-    return SourceLine(module=module or f"module {type(model).__name__}", file=file, number=number)
+    return SourceLine(module=module or f"module {type(model).__name__}", file=file, number=number), variables
 
 
 def _paths(model: nn.Module) -> Mapping[int, str]:

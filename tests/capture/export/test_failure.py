@@ -112,3 +112,22 @@ def test_a_second_capture_that_fails_logs_nothing(capfd: pytest.CaptureFixture[s
     bound = torch.randn(4, 6)
     capture_program(OneLayer(lambda y: (y + bound).square().sum()), X)
     assert capfd.readouterr() == ("", "")
+
+
+class Masked(nn.Module):
+    """A mask that a run makes and a capture does not, as T5's descendants write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones(x.shape[0])
+        return (self.head(x) * mask[:, None]).square().mean()  # type: ignore[index]
+
+
+def test_an_input_that_a_run_fills_in_is_named() -> None:
+    text = refusal(Masked(), X)
+    assert "test_failure.py" in text and "'mask'" in text and "give it in the example inputs" in text
+    assert capture_program(Masked(), X | {"mask": torch.ones(4)}).blocks

@@ -289,12 +289,6 @@ def called_in_stages(rank: int, wish: Mapping[str, Any], world_size: int) -> str
     return "no error"
 
 
-def sampled(rank: int, wish: Mapping[str, Any], world_size: int) -> tuple[int, list[int]]:
-    """The data-parallel rank, and the samples that it reads."""
-    parallel, _ = models(wish, world_size)
-    return parallel.rank_mesh.dims["dp"].coordinate, list(parallel.sampler(range(8), shuffle=False))  # type: ignore[arg-type]
-
-
 def refused(rank: int, wish: Mapping[str, Any], world_size: int) -> list[str]:
     """The messages of loops that would train on other numbers."""
     parallel, _ = models(wish, world_size)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from priced_models import Case, captured
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar._torch import private
 from autopar.ir.plan import Plan
@@ -20,12 +22,13 @@ from autopar.runtime.profile.trace_step import tracks_of
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.verify import this_ranks_part
 
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 Counts = dict[tuple[str, str], tuple[int, int]]
 
 
 def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, int]]:
     """Calls and operand bytes of every collective of one step, and bytes of what this rank holds, by category."""
-    program, source = captured(one.spec, one.layers)
+    program, source = captured(one.spec, one.layers, plan.degrees.precision)
     model = ParallelModel(program, plan, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = random_batches(program, plan.degrees, 2, 0)
@@ -45,6 +48,37 @@ def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, i
         "saved": most[0],
     }
     return counts, memory
+
+
+def counted_flops(rank: int, one: Case, plan: Plan, classes: int) -> tuple[int, int]:
+    """FLOP of one step by torch's own count, and the elements of the largest product of `classes` columns."""
+    program, source = captured(one.spec, one.layers)
+    model = ParallelModel(program, plan, source, torch.device("cpu"))
+    (batch,) = random_batches(program, plan.degrees, 1, 0)
+    part = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    counting = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: sum_of_products})
+    with counting as counter, LargestProduct(classes) as largest:
+        model.forward_backward(part)
+    return counter.get_total_flops(), largest.elements
+
+
+def sum_of_products(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """FLOP of `addmm_`, which torch does not count: of a product that is added to `total` in place."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+class LargestProduct(TorchDispatchMode):
+    """The elements of the largest result of a matrix product whose last dimension has `columns` elements."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.elements = columns, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS and found.shape[-1] == self.columns:
+            self.elements = max(self.elements, found.numel())
+        return found
 
 
 def counted(model: ParallelModel, mesh: RankMesh, part: Mapping[str, Any]) -> Counts:
@@ -108,7 +142,10 @@ class Kept:
 def kept_for_backward(
     model: ParallelModel, program: Program, part: Mapping[str, torch.Tensor]
 ) -> Iterator[Sequence[int]]:
-    """The most bytes that autograd keeps at once in here, without parameters, inputs, constants and buffers."""
+    """The most bytes that autograd keeps at once in here, without parameters, inputs, constants and buffers.
+
+    Copies of master weights in the dtype of computing count as parameters.
+    """
     outside = {private.storage_id(t) for t in (*part.values(), *model.base.constants().values())}
     outside |= {private.storage_id(model.buffer(name)) for name in program.updates}
     counter, sizes, most = Counter[int](), dict[int, int](), [0]
@@ -117,8 +154,13 @@ def kept_for_backward(
         names = module.names if hasattr(module, "names") else module.shared
         outside.update(private.storage_id(local(getattr(module, attribute(name)))) for name in names)
 
+    def is_copy(at: int) -> bool:
+        copies = [c for stage in model.stage_modules().values() for c in stage.all_copies()]
+        return any(private.storage_id(tensor) == at for copy in copies for tensor in copy.tensors())
+
     def pack(tensor: torch.Tensor) -> Any:
-        if private.storage_id(tensor) in outside:
+        at = private.storage_id(tensor)
+        if at in outside or is_copy(at):
             return tensor
         kept = Kept(tensor, counter, sizes)
         if sum(sizes.values()) > most[0]:

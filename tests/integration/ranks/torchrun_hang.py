@@ -10,6 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tiny"))  # torchrun starts this file alone
+
 from data_ranks import LENGTH, made, own_rows
 from pipeline_ranks import planted
 

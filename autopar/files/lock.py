@@ -1,12 +1,10 @@
-"""The lock of a folder of checkpoints: one job saves there at a time.
+"""The lock of a folder: one job uses it at a time.
 
 The file `lock` names the process of the job's first rank. The lock of a process that has ended is stale and is taken
-over. A process on this host is looked up by its number and start time. A process on another host renews the file every
-few seconds, so a file that nobody renews is stale. A job checks before it names a new checkpoint that the file is still
-its own.
+over. A process of this host is looked up by its number and start time. A process of another host renews the file every
+few seconds, so a file that nobody renews is stale.
 """
 
-import fcntl
 import json
 import os
 import secrets
@@ -19,11 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from weakref import finalize
 
-from autopar.errors import CheckpointError
+from autopar.errors import InputError
+from autopar.files.atomic import write_text
 from autopar.files.plain_data import read_plain
 from autopar.files.strict_text import read_json
-from autopar.runtime.checkpoint.folder import LOCK, write_durably
 
+LOCK = "lock"
 RENEWED_S = 5.0
 STALE_S = 30.0
 _MAX_BYTES = 4096
@@ -41,10 +40,12 @@ class Holder:
 
     @property
     def is_local(self) -> bool:
+        """Whether the process is or was one of this host."""
         return (self.host, self.namespace) == (socket.gethostname(), _namespace())
 
     @property
     def is_this_process(self) -> bool:
+        """Whether this process holds the lock."""
         return self.is_local and (self.pid, self.started) == (os.getpid(), _started(os.getpid()))
 
 
@@ -58,18 +59,21 @@ class FolderLock:
         self.release = finalize(self, _release, self._path, holder, ended)
 
     def confirm(self) -> None:
-        """Raise `CheckpointError` if another job has taken the lock meanwhile."""
+        """Raise `InputError` if another job has taken the lock meanwhile."""
         held = read_holder(self._path.parent)
         if held != self._holder:
             by = "is gone" if held is None else f"is now held by process {held.pid} on {held.host}"
-            raise CheckpointError(f"the lock {self._path} {by}; let one job save in a folder")
+            raise InputError(f"the lock {self._path} {by}; let one job use a folder")
 
 
-def take_lock(root: Path, *, stale_s: float = STALE_S) -> FolderLock:
-    """Take the lock of a folder. Waits `stale_s` at most, for the process of another host to renew its lock.
+def take_lock(root: Path, *, again: bool = False, stale_s: float = STALE_S) -> FolderLock:
+    """Take the lock of a folder that exists.
+
+    Waits `stale_s` at most, for the process of another host to renew its lock. With `again` this process may hold it
+    already.
 
     Raises:
-        CheckpointError: Another process holds it.
+        InputError: Another process holds it, or the folder cannot be written to.
     """
     holder = Holder(
         host=socket.gethostname(),
@@ -79,41 +83,43 @@ def take_lock(root: Path, *, stale_s: float = STALE_S) -> FolderLock:
         token=secrets.token_hex(8),
     )
     found = read_holder(root)
-    if found is not None and not _is_stale(root, found, stale_s):
-        raise CheckpointError(
-            f"{root} is in use: process {found.pid} on {found.host} saves there; save to another folder, or end that "
-            f"job. If it has ended, remove {root / LOCK}"
+    if found is not None and not (found.is_this_process and again) and not _is_stale(root, found, stale_s):
+        raise InputError(
+            f"{root} is in use by process {found.pid} on {found.host}; name another folder, or end that job. If it has "
+            f"ended, remove {root / LOCK}"
         )
     with _one_at_a_time(root):
         if read_holder(root) not in (found, None):
-            raise CheckpointError(f"{root} is in use: another job has just begun to save there")
-        write_durably(root / LOCK, json.dumps(asdict(holder)).encode())
+            raise InputError(f"{root} is in use: another job has just begun to use it")
+        write_text(root / LOCK, json.dumps(asdict(holder)))
     return FolderLock(root, holder)
 
 
 def read_holder(root: Path) -> Holder | None:
-    """The process that holds the lock of a folder, or held it when it was killed. None without a lock."""
+    """The process that holds the lock of a folder, or held it when it was killed. None without a lock.
+
+    Raises:
+        InputError: The lock file is none of autopar's.
+    """
     if not os.path.lexists(root / LOCK):
         return None
     content, problems = read_json(root / LOCK, max_bytes=_MAX_BYTES)
     made: Holder | None = read_plain(Holder, content, problems) if not problems else None
     if made is None:
-        if not os.path.lexists(root / LOCK):
+        if not os.path.lexists(root / LOCK):  # released meanwhile
             return None
-        raise CheckpointError(f"{root / LOCK} is no lock of a job; remove it if no job saves there", problems)
+        raise InputError(f"{root / LOCK} is no lock of a job; remove it if no job uses the folder", problems)
     return made
 
 
 def is_alive(holder: Holder) -> bool | None:
-    """Whether the process of this host runs. None for another host."""
+    """Whether a process of this host runs. None for another host."""
     if not holder.is_local:
         return None
     return _started(holder.pid) == holder.started != ""
 
 
 def _is_stale(root: Path, holder: Holder, stale_s: float) -> bool:
-    if holder.is_this_process:
-        return True  # another model of this job saved there
     alive = is_alive(holder)
     if alive is not None:
         return not alive
@@ -129,10 +135,16 @@ def _is_stale(root: Path, holder: Holder, stale_s: float) -> bool:
 
 @contextmanager
 def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Keep other processes of this host from taking the lock at the same time."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    """Keep other processes from taking the lock at the same time, where the file system can."""
+    import fcntl
+
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise InputError(f"{root} cannot be used: {error.strerror or error}; name a folder that exists") from error
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
@@ -146,7 +158,7 @@ def _renew(path: Path, ended: threading.Event) -> None:
 
 def _release(path: Path, holder: Holder, ended: threading.Event) -> None:
     ended.set()
-    with suppress(OSError, CheckpointError):
+    with suppress(OSError, InputError):
         if holder.is_this_process and read_holder(path.parent) == holder:
             path.unlink()
 
@@ -163,7 +175,7 @@ def _namespace() -> str:
 def _started(pid: int) -> str:
     """When a process started, by the host's clock. Empty for a process that has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,145 @@
+"""`autopar status`: a run directory while its run goes on."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.options.model_argument import Json
+from autopar.cli.output import console, print_json, table
+from autopar.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from autopar.runs.status import RunStatus
+
+_WIDTH = 60  # of the curve
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of `autopar.Run`.", show_default=False)],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show it anew until the run ends.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks with --follow.")] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Show a training run: its last step, loss, throughput, memory, and whether its process lives.
+
+    Measured times and memory stand beside the plan's prediction, if the run was given one.
+
+    Example: autopar status runs/first --follow
+    """
+    from autopar.runs.status import run_status
+
+    if not interval > 0 or not math.isfinite(interval):
+        raise InputError(f"--interval must be a number above 0; got {interval}")
+    if follow and as_json:
+        raise InputError("--follow and --json exclude each other; --json prints the run once")
+    now = run_status(run)
+    if as_json:
+        print_json(now.to_dict())
+        return
+    if not follow:
+        console().print(_shown(now))
+        return
+    from rich.live import Live
+
+    with Live(_shown(now), console=console(), auto_refresh=False) as screen:
+        while now.is_live:
+            time.sleep(interval)
+            now = run_status(run)
+            screen.update(_shown(now), refresh=True)
+
+
+def _shown(now: "RunStatus") -> "Group":
+    from rich.console import Group
+    from rich.text import Text
+
+    from autopar.runs.status import sparkline
+
+    state = f"{now.state}: {now.detail}" if now.detail else now.state
+    parts = [Text(f"{now.model or 'a model'}, {now.num_ranks} rank{'s' * (now.num_ranks > 1)}, {state}", style="bold")]
+    parts += [Text(f"  {line}") for line in _lines(now)]
+    if len(now.losses) > 1:
+        values = [loss for _, loss in now.losses]
+        finite = [loss for loss in values if math.isfinite(loss)]
+        span = f"{max(finite):.4g} to {min(finite):.4g}" if finite else "no finite loss"
+        parts.append(Text(f"  loss of steps {now.losses[0][0]} to {now.losses[-1][0]}, {span}"))
+        parts.append(Text(f"  {sparkline(values, _WIDTH)}"))
+    figures = _figures(now)
+    return Group(*parts, table(("", "measured", "predicted"), figures, right=("measured", "predicted")))
+
+
+def _lines(now: "RunStatus") -> list[str]:
+    """What a person asks first, as sentences."""
+    if now.step is None or now.loss is None:
+        return ["no step has been logged"]
+    of = f" of {now.total_steps:,}" if now.total_steps else ""
+    known = [("learning rate", now.learning_rate), ("gradient norm", now.gradient_norm), *now.extra.items()]
+    more = "".join(f", {name} {value:.4g}" for name, value in known if value is not None)
+    found = [f"step {now.step:,}{of}, loss {now.loss:.4f}{more}"]
+    times = [] if now.age_s is None else [f"last written {duration(now.age_s)} ago"]
+    times += [] if now.left_s is None else [f"{duration(now.left_s)} left"]
+    times += [f"{now.num_tokens:,} tokens"] if now.num_tokens else []
+    found.append(", ".join(times))
+    saved = "no checkpoint in the run directory"
+    if now.checkpoint is not None:
+        saved = f"last checkpoint: step {now.checkpoint.step:,}, {duration(now.checkpoint.age_s)} ago"
+    found.append(saved)
+    counts = (
+        (now.num_skipped, "skipped"),
+        (now.num_replaced, "replaced after a restart"),
+        (now.num_damaged, "damaged"),
+    )
+    odd = [f"{count:,} {what}" for count, what in counts if count]
+    if odd:
+        found.append(f"lines of steps: {', '.join(odd)}")
+    if now.num_starts > 1:
+        found.append(f"{now.num_starts} starts")
+    return found
+
+
+def _figures(now: "RunStatus") -> list[tuple[str, str, str]]:
+    from autopar.report.numbers import amount, percent, readable_bytes, readable_seconds
+
+    wanted, on_gpu = now.predicted, now.device_type == "cuda"
+
+    def share(part: float) -> str:
+        return percent(part, 1)
+
+    rows = [
+        ("step time", _text(now.step_s, readable_seconds), _text(wanted.step_s if wanted else None, readable_seconds)),
+        ("tokens/s", _text(now.tokens_per_s, amount), _text(wanted.tokens_per_s if wanted else None, amount)),
+        ("samples/s", _text(now.samples_per_s, amount), "-"),
+        ("MFU", _text(now.mfu, share), _text(wanted.mfu if wanted else None, share)),
+    ]
+    peak = _text(now.peak_bytes, readable_bytes)
+    what = f"memory of rank {now.peak_rank}" if now.peak_rank is not None else "memory"
+    predicted = _text(wanted.peak_bytes if wanted and on_gpu else None, readable_bytes)
+    rows.append((what if on_gpu else f"{what}, whole process", peak, predicted))
+    if wanted and on_gpu:
+        rows.append(("memory of the device", readable_bytes(wanted.device_bytes), ""))
+    return rows
+
+
+def _text(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(8.3), duration(200), duration(7260), duration(200_000)
+    ('8 s', '3 min 20 s', '2 h 1 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -1,0 +1,68 @@
+"""A run directory as a page: loss, throughput and memory over steps."""
+
+import math
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from autopar._version import __version__
+from autopar.report.numbers import amount, ticks
+from autopar.report.page_tools import environment, script_json
+from autopar.report.svg import SIDE, Plot, Tick, grid, line
+from autopar.runs.record import read_info, read_metrics
+from autopar.runs.status import curve, run_status, steps_of
+
+_MARGIN = 20.0  # plot units beside the curve
+_METRICS = (
+    ("loss", "loss"),
+    ("tokens_per_s", "tokens/s"),
+    ("step_s", "seconds of a step"),
+    ("learning_rate", "learning rate"),
+    ("gradient_norm", "gradient norm"),
+    ("peak_bytes", "peak memory in bytes"),
+)
+
+
+def run_report(path: str) -> str:
+    """The page of a run directory. Raises `InputError` for a folder that is no run."""
+    info, metrics, now = read_info(path), read_metrics(path), run_status(path)
+    lines = [one for one in metrics.lines if not one.skipped]
+    plots = [(title, _plot(title, steps_of(lines, name))) for name, title in _METRICS]
+    return (
+        environment()
+        .get_template("run.html.jinja")
+        .render(
+            run=now,
+            info=info,
+            plots=[(title, plot) for title, plot in plots if plot is not None],
+            data=script_json({}),
+            version=__version__,
+        )
+    )
+
+
+def _plot(title: str, points: Sequence[tuple[int, float]]) -> Plot | None:
+    """A curve over steps. None if fewer than two values are known."""
+    shown = [(step, value) for step, value in curve(points) if math.isfinite(value)]
+    if len(shown) < 2:
+        return None
+    values = [value for _, value in shown]
+    low, high = min(values), max(values)
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = low - pad, high + pad
+    first, last = shown[0][0], shown[-1][0]
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        part = (step - first) / (last - first)
+        return _MARGIN + part * (SIDE - 2 * _MARGIN), SIDE * (1 - (value - low) / (high - low))
+
+    x_ticks = tuple(Tick(at=place(n, low)[0], text=f"{n:,.0f}") for n in ticks(first, last, 6) if n == int(n))
+    y_ticks = tuple(Tick(at=place(first, n)[1], text=amount(n) or "0") for n in ticks(low, high, 5))
+    return Plot(
+        content=Markup("").join([grid(x_ticks, y_ticks), line([place(*one) for one in shown], class_="own")]),
+        x_ticks=x_ticks,
+        y_ticks=y_ticks,
+        x_title="step",
+        y_title=title,
+        says=f"{title} over {len(points)} steps",
+    )

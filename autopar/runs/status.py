@@ -1,0 +1,217 @@
+"""The status of a run: figures of the last steps beside the plan's prediction, and whether the run lives."""
+
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autopar.files.lock import LOCK, STALE_S, is_alive, read_holder
+from autopar.files.strict_text import read_text
+from autopar.runs.record import CHECKPOINTS, END, START, Line, Metrics, Prediction, RunInfo, read_info, read_metrics
+
+RECENT = 20  # rates are medians of so many lines
+PACED = 200  # the pace is measured over so many lines
+MAX_POINTS = 240  # of a curve
+_BARS = "▁▂▃▄▅▆▇█"
+_STEP = re.compile(r"step-(\d{1,18})(?:\.\d{1,9})?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The newest complete checkpoint."""
+
+    step: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """A run at one moment. Rates are medians of the last lines, and None if they are not known.
+
+    `state` is ``running``, ``done``, ``failed``, ``killed`` or ``not started``. The process of a killed run has ended
+    without a last line. `step_s` includes all work between two lines, such as reading data and saving. `left_s` is the
+    time until `total_steps` are done, at the pace of the last lines of this start.
+    """
+
+    path: str
+    model: str
+    state: str
+    detail: str
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    losses: tuple[tuple[int, float], ...]
+    learning_rate: float | None
+    gradient_norm: float | None
+    step_s: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_bytes: int | None
+    peak_rank: int | None
+    predicted: Prediction | None
+    device_type: str
+    num_ranks: int
+    num_tokens: int
+    num_skipped: int
+    num_starts: int
+    num_replaced: int
+    num_damaged: int
+    left_s: float | None
+    age_s: float | None
+    checkpoint: Checkpoint | None
+    extra: dict[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether more lines may come."""
+        return self.state == "running"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Numbers that JSON lacks are None."""
+        content: dict[str, Any] = _finite(asdict(self))
+        return content
+
+
+def run_status(path: str | os.PathLike[str], *, now_s: float | None = None) -> RunStatus:
+    """The status of a run directory. Raises `InputError` for a folder that is no run."""
+    info, metrics = read_info(path), read_metrics(path)
+    now = time.time() if now_s is None else now_s
+    lines = metrics.lines
+    last = lines[-1] if lines else None
+    recent = [line for line in lines[-min(RECENT, max(1, metrics.since_start)) :] if not line.skipped]
+    step_s = _median([line.step_s for line in recent])
+    state, detail = _state(Path(path), metrics, now)
+    ended = [event.time_s for event in metrics.events]
+    latest = max([*([last.time_s] if last else []), *ended[-1:]], default=None)
+    return RunStatus(
+        path=str(path),
+        model=info.model,
+        state=state,
+        detail=detail,
+        step=last.step if last else None,
+        total_steps=info.total_steps,
+        loss=last.loss if last else None,
+        losses=curve([(line.step, line.loss) for line in lines if not line.skipped]),
+        learning_rate=last.learning_rate if last else None,
+        gradient_norm=last.gradient_norm if last else None,
+        step_s=step_s,
+        samples_per_s=_median([line.samples_per_s for line in recent]),
+        tokens_per_s=_median([line.tokens_per_s for line in recent]),
+        mfu=_mfu(info, step_s),
+        peak_bytes=last.peak_bytes if last else None,
+        peak_rank=last.peak_rank if last else None,
+        predicted=info.predicted,
+        device_type=info.device_type,
+        num_ranks=info.num_ranks,
+        num_tokens=sum(line.tokens for line in lines),
+        num_skipped=sum(line.skipped for line in lines),
+        num_starts=sum(event.event == START for event in metrics.events),
+        num_replaced=metrics.num_replaced,
+        num_damaged=metrics.num_damaged,
+        left_s=_left(info, metrics) if state == "running" else None,
+        age_s=None if latest is None else max(0.0, now - latest),
+        checkpoint=newest_checkpoint(Path(path, CHECKPOINTS), now),
+        extra=dict(last.extra) if last else {},
+    )
+
+
+def curve(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> tuple[tuple[int, float], ...]:
+    """At most so many points: the means of equal parts, each at the last step of its part.
+
+    >>> curve([(1, 4.0), (2, 2.0), (3, 3.0), (4, 1.0)], 2)
+    ((2, 3.0), (4, 2.0))
+    """
+    if len(points) <= most:
+        return tuple(points)
+    found = []
+    for part in range(most):
+        some = points[part * len(points) // most : (part + 1) * len(points) // most]
+        found.append((some[-1][0], sum(value for _, value in some) / len(some)))
+    return tuple(found)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A line of bars, high for large values. A value that is no number is ``×``.
+
+    >>> sparkline([4.0, 3.0, 2.0, math.nan, 1.0], 10)
+    '█▆▃×▁'
+    """
+    shown = [value for _, value in curve(list(enumerate(values)), width)]
+    finite = [value for value in shown if math.isfinite(value)]
+    low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
+    most = len(_BARS) - 1
+    return "".join(_BARS[round((v - low) / span * most)] if math.isfinite(v) else "×" for v in shown)
+
+
+def newest_checkpoint(folder: Path, now_s: float) -> Checkpoint | None:
+    """The checkpoint that `latest` names in a folder of checkpoints."""
+    text, _ = read_text(folder / "latest", max_bytes=256)
+    match = _STEP.fullmatch((text or "").strip())
+    if match is None:
+        return None
+    with suppress(OSError):
+        written = (folder / "latest").stat().st_mtime
+        return Checkpoint(step=int(match[1]), age_s=max(0.0, now_s - written))
+    return None
+
+
+def _state(path: Path, metrics: Metrics, now_s: float) -> tuple[str, str]:
+    """The state of the last start, and what a person may ask next."""
+    last = metrics.events[-1] if metrics.events else None
+    if last is None:
+        return "not started", "no job has logged here"
+    if last.event == END:
+        return ("done", "") if last.outcome == "done" else ("failed", f"it ended with {last.outcome}")
+    holder = read_holder(path)
+    if holder is None:
+        return "killed", "its process has ended without closing the run"
+    where = f"process {holder.pid} on {holder.host}"
+    alive = is_alive(holder)
+    if alive is None:
+        age = math.inf
+        with suppress(OSError):
+            age = now_s - (path / LOCK).stat().st_mtime
+        alive = age <= STALE_S
+    return ("running", where) if alive else ("killed", f"{where} has ended without closing the run")
+
+
+def _left(info: RunInfo, metrics: Metrics) -> float | None:
+    """The time to the end at the pace of this start. Saves and evaluations between steps count."""
+    some = metrics.lines[-min(PACED, metrics.since_start) :] if metrics.since_start else ()
+    if info.total_steps is None or len(some) < 2:
+        return None
+    pace = (some[-1].time_s - some[0].time_s) / (some[-1].step - some[0].step)
+    return max(0.0, pace * (info.total_steps - 1 - some[-1].step))
+
+
+def _mfu(info: RunInfo, step_s: float | None) -> float | None:
+    """The model FLOP of the prediction over the measured step."""
+    if info.predicted is None or not step_s:
+        return None
+    return info.predicted.mfu * info.predicted.step_s / step_s
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def steps_of(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
+    """A metric by step, where it is known."""
+    found = [(line.step, getattr(line, name)) for line in lines]
+    return [(step, float(value)) for step, value in found if value is not None]

@@ -1,0 +1,195 @@
+"""One rank's parts of the global batches of an epoch, as a process that reads data makes them.
+
+A global batch is a run of consecutive places in the order of samples. The rank's process and each of its workers know
+all of them. Worker w of W makes every W-th part, so the parts do not depend on the number of workers.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from autopar._torch.private import pytree
+from autopar.errors import RuntimeInputError
+from autopar.runtime.data.draws import seed_draws
+from autopar.runtime.data.order import SampleOrder, number_of
+
+Collate = Callable[[list[Any]], Any]
+Part = tuple[Any, int, Any]  # this rank's batch, the samples of the global batch, the dataset's state after them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How global batches of `global_batch` samples are cut. Rank `index` of `count` reads its part of each.
+
+    An epoch ends with a short batch, or before it with `drop_last`.
+    """
+
+    global_batch: int
+    index: int
+    count: int
+    drop_last: bool
+
+    def sizes(self, samples: int) -> Iterator[int]:
+        """The samples of each global batch, of a number of samples that are left."""
+        while samples >= self.global_batch or (samples and not self.drop_last):
+            size = min(samples, self.global_batch)
+            yield size
+            samples -= size
+
+    def even_rows(self, size: int) -> range:
+        """This rank's rows in a global batch of known size: ranks have equally many, or one more than others."""
+        return range(self.index * size // self.count, (self.index + 1) * size // self.count)
+
+    def counts(self, size: int) -> list[int]:
+        """The number of rows that each rank has in a global batch of known size."""
+        return [len(replace(self, index=index).even_rows(size)) for index in range(self.count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(IterableDataset[Part]):
+    """The parts of one rank from place `offset` of an epoch on."""
+
+    source: Any
+    collate: Collate
+    split: Split
+    seed: int
+    epoch: int
+    offset: int
+
+    def __iter__(self) -> Iterator[Part]:
+        worker = get_worker_info()
+        return self.parts(*(0, 1) if worker is None else (worker.id, worker.num_workers))
+
+    def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
+        """The parts that one worker makes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapParts(Parts):
+    """Of a dataset with a length and an index. Each sample draws random numbers of its own."""
+
+    shuffle: bool
+
+    def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
+        length = len(self.source)
+        order = SampleOrder(length=length, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
+        first = self.offset
+        for number, size in enumerate(self.split.sizes(length - self.offset)):
+            if number % num_workers == worker:
+                rows = self.split.even_rows(size)
+                indices: list[int] = order.at(range(first + rows.start, first + rows.stop) or [first]).tolist()
+                batch = collated(self.collate, self._samples(indices), self._number(indices[0], 1), is_empty=not rows)
+                yield batch, size, None
+            first += size
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        if hasattr(self.source, "__getitems__"):  # torch's protocol of datasets that read several samples at once
+            seed_draws(self._number(indices[0], 0))
+            return list(self.source.__getitems__(indices))
+        found = []
+        for index in indices:
+            seed_draws(self._number(index, 0))
+            found.append(self.source[index])
+        return found
+
+    def _number(self, index: int, use: int) -> int:
+        return number_of(self.seed, self.epoch, index, use)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamParts(Parts):
+    """Of an iterable, which every process reads whole, and keeps its own rows.
+
+    `state` is the dataset's own state at `offset`, if it has one. Else the samples before `offset` are read again.
+    """
+
+    state: Any = None
+
+    def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
+        split, first = self.split, self.offset
+        rows = split.even_rows(split.global_batch)  # the batch may end before them
+        stream = self._at_offset()
+        number = 0
+        while True:
+            seed_draws(number_of(self.seed, self.epoch, first, 0))
+            is_own = number % num_workers == worker
+            size, kept = _taken(stream, split.global_batch, rows if is_own else range(0))
+            if not size or (size < split.global_batch and split.drop_last):
+                return
+            if is_own:
+                is_empty = size <= rows.start
+                drawn = number_of(self.seed, self.epoch, first, 1)
+                yield collated(self.collate, kept, drawn, is_empty=is_empty), size, state_of(self.source)
+            if size < split.global_batch:
+                return
+            first, number = first + size, number + 1
+
+    def _at_offset(self) -> Iterator[Any]:
+        """The stream behind the samples before `offset`."""
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(self.epoch)
+        if self.state is not None:
+            self.source.load_state_dict(copy.deepcopy(self.state))
+            resumed: Iterator[Any] = iter(self.source)
+            return resumed
+        seed_draws(number_of(self.seed, self.epoch, 0, 0))
+        stream: Iterator[Any] = iter(self.source)
+        skipped = sum(1 for _ in islice(stream, self.offset))
+        if skipped < self.offset:
+            raise RuntimeInputError(
+                f"the dataset ended after {skipped} samples, before the saved position {self.offset}; pass the dataset "
+                "of the saved run"
+            )
+        return stream
+
+
+def _taken(stream: Iterator[Any], most: int, rows: range) -> tuple[int, list[Any]]:
+    """The size of the next global batch and some rows of it. If it ends before them, its first sample."""
+    size, kept, first = 0, list[Any](), list[Any]()
+    for row, sample in enumerate(islice(stream, most)):
+        size = row + 1
+        if row in rows:
+            kept.append(sample)
+        elif row == 0:
+            first = [sample]
+    return size, kept or first
+
+
+def state_of(source: Any) -> Any:
+    """The state of a dataset that has one, as plain data of its own."""
+    return copy.deepcopy(source.state_dict()) if is_stateful(source) else None
+
+
+def is_stateful(source: Any) -> bool:
+    """Whether a dataset says where it is, as iterables of `datasets` and of `torchdata` do."""
+    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+
+
+def collated(collate: Collate, samples: Sequence[Any], number: int, *, is_empty: bool) -> Any:
+    """A batch of samples; if `is_empty`, one sample's batch without its row. `number` seeds the random numbers."""
+    seed_draws(number)
+    batch = collate(list(samples))
+    if not is_empty:
+        return batch
+    leaves, spec = pytree.tree_flatten(batch)
+    twice, same_spec = pytree.tree_flatten(collate([*samples, *samples]))
+    if spec != same_spec:
+        raise RuntimeInputError(
+            "this rank has no sample of the last batch, and collate_fn makes no batch without rows: a batch of two "
+            "samples has another structure than one of one; return tensors, or pass drop_last=True"
+        )
+    return pytree.tree_unflatten([_without_rows(*pair) for pair in zip(leaves, twice, strict=True)], spec)
+
+
+def _without_rows(one: Any, two: Any) -> Any:
+    """A leaf of a batch of one sample, without its row. The dimension of samples is longer in a batch of two."""
+    if not isinstance(one, torch.Tensor) or one.shape == two.shape:
+        return one
+    dim = next(d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b)
+    return one.narrow(dim, 0, 0)

@@ -1,0 +1,64 @@
+"""`autopar status` and the page of a run."""
+
+from pathlib import Path
+
+import pytest
+from run import autopar, json_of, refused
+from written_runs import end, line, start, write
+
+from autopar.runs.record import Prediction
+
+PREDICTED = Prediction(step_s=2.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9, device_bytes=80e9)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    lines = [
+        line(s, 4.0 - s / 4, step_s=1.0, tokens_per_s=2000.0, tokens=64, peak_bytes=3_000_000_000) for s in range(9)
+    ]
+    return write(
+        tmp_path / "run",
+        [start(), *lines, end()],
+        total_steps=9,
+        predicted=PREDICTED,
+        device_type="cuda",
+        model="G[b]PT",
+    )
+
+
+def test_a_run_is_shown(folder: Path) -> None:
+    shown = " ".join(autopar("status", str(folder)).stdout.split())
+    for text in (
+        "G[b]PT, 4 ranks, done", "step 8 of 9, loss 2.0000", "576 tokens", "no checkpoint in the run directory",
+        "loss of steps 0 to 8, 4 to 2", "█▇▆▅▅▄▃▂▁", "step time 1.00 s 2.00 s", "tokens/s 2 k 1 k", "MFU 80.0 % 40.0 %",
+        "memory of rank 0 3.00 GB 7.00 GB", "memory of the device 80.0 GB",
+    ):  # fmt: skip
+        assert text in shown, shown
+
+
+def test_following_ends_with_the_run(folder: Path) -> None:
+    assert "step 8 of 9" in autopar("status", str(folder), "--follow").stdout
+
+
+def test_json(folder: Path) -> None:
+    found = json_of("status", str(folder), "--json")
+    assert (found["state"], found["step"], found["tokens_per_s"], found["left_s"]) == ("done", 8, 2000.0, None)
+    assert found["predicted"]["peak_bytes"] == 7e9
+
+
+def test_refusals(folder: Path, tmp_path: Path) -> None:
+    assert "is no run directory" in refused("status", str(tmp_path))
+    assert "does not exist" in refused("status", str(tmp_path / "missing"))
+    assert "exclude each other" in refused("status", str(folder), "--json", "--follow")
+    assert "--interval must be a number above 0" in refused("status", str(folder), "--interval", "0")
+    assert "is no run directory" in refused("report", str(tmp_path), "--out", str(tmp_path / "page.html"))
+    assert "no predicted time line" in refused("report", str(folder), "--perfetto", str(tmp_path / "trace.json"))
+
+
+def test_a_page_of_a_run(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert autopar("report", str(folder), "--out", str(page)).exit_code == 0
+    text = page.read_text()
+    for part in ("G[b]PT", "loss over 9 steps", "tokens/s over 9 steps", "step 8 of 9", "2.00 s predicted"):
+        assert part in text
+    assert "http" not in text.replace("http-equiv", "")

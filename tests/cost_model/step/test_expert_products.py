@@ -1,0 +1,80 @@
+"""Products of experts with few rows: full tiles, weights read once a product, memory bound, never cheaper with more."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cost_model.machine.cluster import cluster_machine
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.step.block_time import BlockSeconds, computing_seconds
+from autopar.cost_model.work.block_work import BlockWork, Operator
+from autopar.ir.cluster import ClusterSpec
+
+TILE = 128
+ROWS = st.floats(0.25, 20_000)
+WIDTHS = st.integers(64, 16_384)
+EXPERTS = st.integers(1, 256)
+
+
+@pytest.fixture(scope="module")
+def h100() -> Machine:
+    return cluster_machine(ClusterSpec.preset("8xh100"), engine_named("autopar"), mechanisms(), precision="bf16")
+
+
+def priced(machine: Machine, m: float, n: float, k: float, experts: float) -> BlockSeconds:
+    """A block whose only operator multiplies m rows with each of `experts` matrices of k × n."""
+    product = Operator(
+        name="expert_product", kind="matmul", flops=0.0, m=m, n=n, k=k, count=experts,
+        forward_bytes=0.0, backward_bytes=0.0, kernels_forward=1, kernels_backward=2,
+    )  # fmt: skip
+    work = BlockWork(
+        role="moe_layer", products=(product,), eager=(), fused=(), sent=(), saved_eager_bytes=0.0,
+        saved_fused_bytes=0.0, input_bytes=0.0, parameters_split=0.0, parameters_whole=0.0, parameters_expert=0.0,
+    )  # fmt: skip
+    return computing_seconds(work, machine.speeds, machine.engine, in_float8=False, fused=True)
+
+
+def seconds(machine: Machine, m: float, n: float, k: float, experts: float) -> float:
+    """Seconds of both passes."""
+    return float(priced(machine, m, n, k, experts).products[0])
+
+
+def by_hand(machine: Machine, m: float, n: float, k: float, experts: float) -> float:
+    """The forward product, and the gradients of rows and of weights, each the longer of its tiles and its bytes."""
+    tile, speeds = machine.speeds.tile, machine.speeds
+    total = 0.0
+    for rows, columns, inner in ((m, n, k), (m, k, n), (k, n, m)):
+        tiles = experts * np.ceil(rows / TILE) * np.ceil(columns / TILE)
+        flops = 2 * (tiles + tile.units / 4) * TILE**2 * (inner + tile.k_half)  # a quarter of a wave idles
+        moved = 2 * experts * (rows * inner + inner * columns + rows * columns)  # every matrix once, 16 bits
+        total += speeds.launch_s + max(flops / speeds.product_flops_per_s, moved / speeds.bytes_per_s)
+    return total
+
+
+@settings(deadline=None, max_examples=200)
+@given(m=ROWS, n=WIDTHS, k=WIDTHS, experts=EXPERTS)
+def test_the_price_has_full_tiles_and_reads_weights_once(h100: Machine, m: float, n: int, k: int, experts: int) -> None:
+    assert (h100.speeds.tile.m, h100.speeds.tile.n) == (TILE, TILE)
+    assert seconds(h100, m, n, k, experts) == pytest.approx(by_hand(h100, m, n, k, experts), rel=1e-9)
+
+
+@settings(deadline=None, max_examples=200)
+@given(m=ROWS, more=st.floats(0, 5_000), n=WIDTHS, k=WIDTHS, experts=EXPERTS)
+def test_more_rows_never_cost_less(h100: Machine, m: float, more: float, n: int, k: int, experts: int) -> None:
+    few, many = (seconds(h100, rows, n, k, experts) for rows in (m, m + more))
+    assert few <= many * (1 + 1e-12)
+
+
+def test_few_rows_are_memory_bound_and_many_are_not(h100: Machine) -> None:
+    """Forward, below the FLOP of a byte, rows are free beside the weights; far above it they cost in proportion."""
+    n, k, experts = 14336, 4096, 64
+    per_byte = h100.speeds.product_flops_per_s / h100.speeds.bytes_per_s
+    assert 150 < per_byte < 400
+    weights = 2 * experts * n * k / h100.speeds.bytes_per_s
+    one, tile, many, twice = (priced(h100, m, n, k, experts).forward[0] for m in (1, TILE, 4096, 8192))
+    assert weights < one < 1.01 * weights
+    assert tile < 1.1 * weights
+    assert 1.9 < twice / many < 2.01
