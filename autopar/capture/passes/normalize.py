@@ -197,7 +197,9 @@ def split_mean_loss(graph: fx.Graph) -> None:
         wide = torch.float32 if is_low(low) else low
         with graph.inserting_before(node):
             logits = logits if wide == low else compute(graph, node, aten.to.dtype, logits, wide)
-            total = compute(graph, node, aten.cross_entropy_loss.default, logits, target, None, 2, ignore, smoothing)
+            # not computed, because the values of targets and logits may lie on different devices
+            total = graph.call_function(aten.cross_entropy_loss.default, (logits, target, None, 2, ignore, smoothing))
+            total.meta = dict(node.meta) | {"val": _value(node).to(wide)}
             mean = total if reduction == 2 else _over_count(graph, node, total, target, ignore)
             if wide != low and any(user.op != "output" for user in node.users):
                 mean = compute(graph, node, aten.to.dtype, mean, low)
@@ -210,7 +212,9 @@ def _over_count(graph: fx.Graph, like: fx.Node, total: fx.Node, target: Any, ign
     valid = compute(graph, like, aten.ne.Scalar, target, ignore)
     count = compute(graph, like, aten.sum.default, valid)
     scale = compute(graph, like, aten.to.dtype, count, _value(total).dtype)
-    return compute(graph, like, aten.div.Tensor, total, scale)
+    mean = graph.call_function(aten.div.Tensor, (total, scale))
+    mean.meta = dict(total.meta)
+    return mean
 
 
 def remove_dead(graph: fx.Graph) -> None:
