@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from autopar.planning.search import plan
     from autopar.rules.registry import register_rule
     from autopar.runtime.data.loader import ParallelLoader
-    from autopar.runtime.model.grad_scaler import GradScaler
     from autopar.runtime.model.module import ParallelModel
+    from autopar.runtime.parameters.grad_scaler import GradScaler
     from autopar.runtime.recording.run import Run
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
@@ -32,7 +32,7 @@ _HOMES = {
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
-    "GradScaler": "autopar.runtime.model.grad_scaler",
+    "GradScaler": "autopar.runtime.parameters.grad_scaler",
     "Plan": "autopar.ir.plan",
     "ParallelLoader": "autopar.runtime.data.loader",
     "ParallelModel": "autopar.runtime.model.module",

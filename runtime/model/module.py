@@ -21,12 +21,12 @@ from autopar.runtime.model.autograd_step import with_backward
 from autopar.runtime.model.checkpointed import CheckpointedModel
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
-from autopar.runtime.model.grad_scaler import adopted
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
 from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.parameters.flat_shards import FlatShards
+from autopar.runtime.parameters.grad_scaler import adopted
 from autopar.runtime.profile.trace_step import trace_step
 
 

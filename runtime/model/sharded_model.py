@@ -21,10 +21,10 @@ from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
-from autopar.runtime.model.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
+from autopar.runtime.parameters.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
 from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.relayout import whole_placement

@@ -17,8 +17,8 @@ from autopar.ir.storage import Storage
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
-from autopar.runtime.model.compute_copies import ComputeCopies
 from autopar.runtime.model.zero import is_gathered, own_memory
+from autopar.runtime.parameters.compute_copies import ComputeCopies
 from autopar.runtime.parameters.placement import local_value
 from autopar.runtime.parameters.relayout import relayout
 from autopar.runtime.profile.timeline import range_name

@@ -18,8 +18,8 @@ from autopar.ir.precision import summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.runtime.distributed.mesh import RankMesh, group_of_stages, training_mesh
-from autopar.runtime.model.gradients import local_gradient, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
+from autopar.runtime.parameters.gradients import local_gradient, sum_over
 
 
 def names_on_this_rank(program: Program, plan: Plan, device_type: str) -> set[str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
-from autopar.runtime.model.gradients import local_gradient
+from autopar.runtime.parameters.gradients import local_gradient
 from autopar.runtime.parameters.user_view import parts_of
 
 _OF_TORCH = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)  # type: ignore[attr-defined]
